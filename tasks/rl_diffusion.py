@@ -35,7 +35,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
+from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
 from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.monitors import group_diversity, velocity_norms
@@ -113,7 +113,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
         )
         with run.timed("update"):
             metrics = roles.actor.map(
-                update_policy, batch.parts, advantages, config, step, probe, kind="update"
+                update_policy, batch.rank_batches, advantages, config, step, probe, kind="update"
             ).result()
         run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
@@ -122,7 +122,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
-            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
+            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.rank_batches, scores, advantages)
         del batch  # memory for the next one
         run.add_events(roles.driver.record.take(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
@@ -193,14 +193,14 @@ def generate(
 
 
 def update_policy(
-    actor: Actor, part: Part, advantages: Advantages, config: TrajectoryRLConfig, step: int, probe: RowProbe
+    actor: Actor, rank_batch: RankBatch, advantages: Advantages, config: TrajectoryRLConfig, step: int, probe: RowProbe
 ) -> dict[str, float]:
     """Optimiser steps on one iteration's trajectories. Returns means over the trained rows of all ranks.
 
     R rows of a micro-batch are its (sample, trained denoising step) pairs.
     """
     algorithm, objective, model, mesh = config.algorithm, config.algorithm.objective, actor.model, actor.mesh
-    update, mismatch, replay = Update(actor, part, advantages, config, step), Mismatch(), Replay()
+    update, mismatch, replay = Update(actor, rank_batch, advantages, config, step), Mismatch(), Replay()
     update.pending.append(mismatch.numbers)
     update.batch = with_proximal_means(model, update.batch, update.passes, config, mesh, step)
     for micro_batches in update.optimizer_steps():

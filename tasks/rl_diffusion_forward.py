@@ -31,7 +31,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
+from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
 from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
 from sfumato.rollout.evaluation import sample_evaluation
 from sfumato.rollout.final_samples import predict_noised, sample_final
@@ -105,7 +105,9 @@ def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader)
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
         with run.timed("update"):
-            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, kind="update").result()
+            metrics = roles.actor.map(
+                update_policy, batch.rank_batches, advantages, config, step, kind="update"
+            ).result()
         run.count(images=batch.num_driven, flops=costs.flops(batch.num_driven, metrics["rows"] * batch.fraction_driven))
         stream.publish(version=step + 1)
 
@@ -113,7 +115,7 @@ def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader)
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
-            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
+            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.rank_batches, scores, advantages)
         del batch  # memory for the next one
         run.add_events(roles.driver.record.take(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
@@ -185,14 +187,14 @@ def generate(
 
 
 def update_policy(
-    actor: Actor, part: Part, advantages: Advantages, config: ForwardRLConfig, step: int
+    actor: Actor, rank_batch: RankBatch, advantages: Advantages, config: ForwardRLConfig, step: int
 ) -> dict[str, float]:
     """Optimiser steps on one iteration's samples. Returns means over the trained rows of all ranks.
 
     R rows of a micro-batch are its (sample, noise level) pairs.
     """
     algorithm, model, mesh = config.algorithm, actor.model, actor.mesh
-    update = Update(actor, part, advantages, config, step)
+    update = Update(actor, rank_batch, advantages, config, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
             noised = predict_noised(  # by the trained policy, with gradients, and by those that it is compared with

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from sfumato.algorithms.advantages import Advantages
-from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
 from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import value_loss
@@ -24,19 +23,17 @@ from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.identity import identify_text_prompts
-from sfumato.data.packing import TextBatch
 from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.data.token_batch import TokenBatch
+from sfumato.models.language import LanguageModel
 from sfumato.models.policies import Policies
-from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Part, SampleRequest, requests_of
+from sfumato.rollout.batch import RankBatch, SampleRequest, requests_of
 from sfumato.rollout.dumps import RolloutDumps
 from sfumato.rollout.dynamic_sampling import dynamic_sampling, sampling_metrics
 from sfumato.rollout.text_policy import (
@@ -50,7 +47,16 @@ from sfumato.rollout.text_policy import (
     probe_policies,
     summed,
 )
-from sfumato.rollout.text_rows import baselined, drawn_log_probs, of_all_decisions, pack_samples, rows_in, token_counts
+from sfumato.rollout.text_rows import (
+    add_values,
+    gather_token_values,
+    gather_values,
+    group_by_step,
+    mark_rows,
+    pack_update,
+    subtract_penalties,
+    token_counts,
+)
 from sfumato.rollout.tokens import TextRollout
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
@@ -121,7 +127,9 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
         with run.timed("update"):
-            metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step, kind="update").result()
+            metrics = roles.actor.map(
+                update_policy, batch.rank_batches, advantages, config, step, kind="update"
+            ).result()
         flops = {part: metrics.pop(f"flops/{part}") * batch.fraction_driven for part in ("generate", "update")}
         run.count(tokens=metrics["rollout/tokens"] * batch.fraction_driven, flops=flops)
         stream.publish(version=step + 1)
@@ -131,7 +139,9 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
         last = step + 1 == config.train.max_steps
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
-            metrics |= evaluate(roles, run, answer_held_out, config, step + 1, batch.parts, scores, advantages, stream)
+            metrics |= evaluate(
+                roles, run, answer_held_out, config, step + 1, batch.rank_batches, scores, advantages, stream
+            )
         del batch  # memory for the next one
         run.add_events(roles.driver.record.take(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
@@ -190,110 +200,127 @@ def generate(
 
 
 def update_policy(
-    actor: Actor, part: Part, advantages: Advantages, config: TextRLConfig, step: int
+    actor: Actor, rank_batch: RankBatch, advantages: Advantages, config: TextRLConfig, step: int
 ) -> dict[str, float]:
-    """Optimiser steps on one iteration's answers. Returns means over the trained tokens of all ranks."""
-    model, mesh, where, of_critic = actor.model, actor.mesh, f"step {step + 1}", {}
-    update, mismatch = Update(actor, part, advantages, config, step), Mismatch()
+    """Optimiser steps on one iteration's answers. Returns means over the trained tokens of all ranks.
+
+    A micro-batch is a packed row of T tokens, of which the loss mask holds those that the policy drew.
+    """
+    model, mesh, where, critic_metrics = actor.model, actor.mesh, f"step {step + 1}", {}
+    update, mismatch = Update(actor, rank_batch, advantages, config, step), Mismatch()
     update.pending.append(mismatch.numbers)
-    update.batch = with_advantages(update)
-    actor.dumps.write(update.batch, update.advantages, step + 1)
-    for micros in map(list, update.optimizer_steps()):
-        batches = [pack_samples(micro.samples, model, decisions_of(micro, config)) for micro in micros]
-        of_batch = {id(batch): micro for batch, micro in zip(batches, micros, strict=True)}
-        loss_of = partial(policy_loss, of_batch=of_batch, update=update, mismatch=mismatch)
-        model.forward_backward(batches, loss_of, step)
+    packed = pack_update(update.batch, update.passes, config, model)  # once, for the passes of all models
+    packed = add_log_probs(packed, update)
+    packed = add_advantages(packed, update)
+    dump_update(packed, update)
+    for micro_batches, batches in zip(update.optimizer_steps(), group_by_step(packed, update.passes), strict=True):
+        for micro, batch in zip(micro_batches, map(model.place_batch, batches), strict=True):
+            scores = model(batch)
+            log_probs, entropy = scores.log_probs_and_entropy(batch.labels, config.rollout.temperature)  # [1, T]
+            loss = policy_loss(log_probs, entropy, batch, micro, update, mismatch)
+            loss.backward()
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, where, *update.pending)
         if actor.critic is not None:
-            loss_of = partial(critic_loss, clip_range=config.algorithm.value_clip_range)
-            of_critic = actor.critic.update(batches, [{}] * len(batches), loss_of, step)
+            loss_fn = partial(critic_loss, clip_range=config.algorithm.value_clip_range)
+            critic_metrics = actor.critic.update(batches, loss_fn, step)
         actor.step()
         model.balance_experts()
         update.grad_norms.append(grad_norm)
     actor.end_update(step + 1)
-    found = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
-    found |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
-    return update.metrics(found | of_critic | actor.engine.keep(part.under_way) | update.advantages.metrics)
+    metrics = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
+    metrics |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
+    metrics |= critic_metrics | actor.engine.keep(rank_batch.unfinished) | update.advantages.metrics
+    return update.metrics(metrics)
 
 
 def policy_loss(
-    scores: TokenScores,
-    row: Tensors,
-    batch: TextBatch,
-    of_batch: dict[int, MicroBatch],
+    log_probs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: TokenBatch,
+    micro: MicroBatch,
     update: Update,
     mismatch: Mismatch,
 ) -> torch.Tensor:
-    """A micro-batch's part of the loss. R are the tokens of its packed row; the mask holds those that were drawn."""
-    micro, model, algorithm = of_batch[id(batch)], update.actor.model, update.config.algorithm
-    scored = scores.log_probs_and_entropy(row["labels"], update.config.rollout.temperature)
-    log_probs, entropy = (each.flatten() for each in scored)
-    row = {name: tensor.flatten() for name, tensor in row.items()}
-    mask, drawn = row["labels"] != IGNORED, row["rollout_log_probs"]
-    sequences = Sequences(row["samples"], len(micro.samples), model.sum_for_rows)
+    """A micro-batch's part of the loss, from ``log p`` and entropy of its tokens, ``[1, T]`` with gradients."""
+    model, algorithm = update.actor.model, update.config.algorithm
+    log_probs, entropy, mask = log_probs.flatten(), entropy.flatten(), batch.loss_mask.flatten()
+    rollout_log_probs = batch.rollout_log_probs.flatten()
+    sequences = Sequences(batch.sample_index.flatten(), len(batch.sample_ids), model.sum_for_rows)
 
-    proximal = row.get("proximal_log_probs", log_probs.detach())  # the policy at the start of this update
-    correction = algorithm.off_policy.correct(proximal - drawn, sequences, mask)
-    old = proximal if algorithm.off_policy.uses_proximal else drawn
-    losses, sums = algorithm.objective.loss(log_probs - old, row["advantages"], mask, sequences)
+    proximal = log_probs.detach() if batch.proximal_log_probs is None else batch.proximal_log_probs.flatten()
+    correction = algorithm.off_policy.correct(proximal - rollout_log_probs, sequences, mask)
+    old = proximal if algorithm.off_policy.uses_proximal else rollout_log_probs
+    losses, sums = algorithm.objective.loss(log_probs - old, batch.advantages.flatten(), mask, sequences)
     losses = losses * correction.weights
     if algorithm.kl.coef > 0:
-        penalty = algorithm.kl.penalty(log_probs, row["reference_log_probs"], log_probs - old)
+        penalty = algorithm.kl.penalty(log_probs, batch.reference_log_probs.flatten(), log_probs - old)
         losses = losses if algorithm.kl_in_reward else losses + algorithm.kl.coef * penalty
         sums["kl/reference"] = torch.where(mask, penalty.detach(), 0).sum()
     if algorithm.entropy_coef:
         losses = losses - algorithm.entropy_coef * entropy
     micro.note(losses)
 
-    if micro.is_counted:
-        mismatch.add(proximal - drawn, correction, mask=mask)
+    if not batch.is_placeholder:
+        mismatch.add(proximal - rollout_log_probs, correction, mask=mask)
     sums |= {"loss/policy": torch.where(mask, losses.detach(), 0).sum(), "entropy": entropy.detach().sum()}
-    together = model.sum_over_sequence(torch.stack([each.double() for each in sums.values()]))
-    update.record(micro, dict(zip(sums, together, strict=True)))
-    return (losses * row["weights"]).sum()
+    of_sequence = model.sum_over_sequence(torch.stack([value.double() for value in sums.values()]))
+    update.record(micro, dict(zip(sums, of_sequence, strict=True)))
+    return (losses * batch.loss_weights.flatten()).sum()
 
 
-def decisions_of(micro: MicroBatch, config: TextRLConfig) -> Tensors:
-    """Values ``[R]`` of a micro-batch's drawn tokens, among them their weights in the loss of the optimiser step."""
-    counts = torch.tensor(micro.samples.num_rows)
-    in_step, longest = (micro.rows_in_step, micro.samples_in_step), config.rollout.max_new_tokens
-    weights = row_weights(config.algorithm.aggregation, counts.repeat_interleave(counts), *in_step, longest)
-    return micro.samples.known | {"weights": weights * micro.is_counted}
+def critic_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float | None) -> torch.Tensor:
+    """A micro-batch's part of the loss of the critic, whose value at a token is of what stands up to it, ``[1, T]``."""
+    old_values, returns, mask = batch.values.flatten(), batch.returns.flatten(), batch.loss_mask.flatten()
+    losses, _ = value_loss(values.flatten(), old_values, returns, mask, clip_range)
+    return (losses * batch.loss_weights.flatten()).sum()
 
 
-def critic_loss(values: torch.Tensor, row: Tensors, _batch: TextBatch, clip_range: float | None) -> torch.Tensor:
-    """A micro-batch's part of the loss of the critic, whose value at a token is of what stands up to it."""
-    row = {name: tensor.flatten() for name, tensor in row.items()}
-    losses, _ = value_loss(values.flatten(), row["values"], row["returns"], row["labels"] != IGNORED, clip_range)
-    return (losses * row["weights"]).sum()
-
-
-def with_advantages(update: Update) -> TextRollout:
-    """The samples with what must be known of each drawn token before the first optimiser step, float32 ``[R]``."""
-    actor, config, algorithm, rollout = update.actor, update.config, update.config.algorithm, update.batch
-    parts = [part for passes in update.passes for part in passes.parts]
-    known, penalties = {"rollout_log_probs": drawn_log_probs(rollout)}, None
-
-    def log_probs_by(model: LanguageModel) -> torch.Tensor:
-        compute = partial(model.token_log_probs, temperature=config.rollout.temperature)
-        return of_all_decisions(rollout, parts, model, compute)
-
+def add_log_probs(batches: list[TokenBatch], update: Update) -> list[TokenBatch]:
+    """Micro-batches with what the reference, the policy as the update begins, and the critic say of their tokens, where
+    the algorithm compares with these."""
+    actor, algorithm, temperature = update.actor, update.config.algorithm, update.config.rollout.temperature
     if algorithm.kl.coef > 0:
         with actor.policies.active("reference") as reference:
-            known["reference_log_probs"] = log_probs_by(reference)
+            log_probs = reference.token_log_probs(batches, temperature=temperature)
+        batches = add_values(batches, reference_log_probs=log_probs)
     if len(update.passes) > 1 or algorithm.kl_in_reward:  # in a single optimiser step the policy says so itself
-        known["proximal_log_probs"] = log_probs_by(actor.model)
-    if algorithm.kl_in_reward:
-        penalties = algorithm.kl.penalty(known["proximal_log_probs"], known["reference_log_probs"]) * algorithm.kl.coef
+        log_probs = actor.model.token_log_probs(batches, temperature=temperature)
+        batches = add_values(batches, proximal_log_probs=log_probs)
     if actor.critic is not None:
-        known["values"] = of_all_decisions(rollout, parts, actor.model, actor.critic.values)
+        batches = add_values(batches, values=actor.critic.values(batches))
+    return batches
+
+
+def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch]:
+    """Micro-batches with the advantage of each token that the policy drew, and with what a critic learns of it."""
+    algorithm, mesh, rollout, penalties = update.config.algorithm, update.actor.mesh, update.batch, None
     sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
-    trained = sequences.spread(rows_in(parts, len(rollout)))
+    trained = sequences.spread(mark_rows([part for passes in update.passes for part in passes.parts], len(rollout)))
+    if algorithm.kl_in_reward:
+        proximal = gather_values(batches, "proximal_log_probs", rollout)  # float32 [R], of all tokens that were drawn
+        penalties = algorithm.kl.penalty(proximal, gather_values(batches, "reference_log_probs", rollout))
+        penalties = penalties * algorithm.kl.coef
     if algorithm.kl_before_baseline:
-        update.advantages, penalties = baselined(update, penalties, sequences, trained)
-    further = penalties, known.get("values"), summed(actor.mesh)
-    found = algorithm.token_advantage.compute(update.advantages.values, sequences, trained, *further)
-    return rollout.with_fields(**known, advantages=found.values, returns=found.returns)
+        update.advantages = subtract_penalties(
+            update.advantages, rollout, penalties, sequences, trained, update.config, mesh
+        )
+        penalties = None
+    values = None if update.actor.critic is None else gather_values(batches, "values", rollout)
+    tokens = algorithm.token_advantage.compute(
+        update.advantages.values, sequences, trained, penalties, values, summed(mesh)
+    )
+    return add_values(
+        batches,
+        advantages=[batch.scatter_to_labels(tokens.values) for batch in batches],
+        returns=[batch.scatter_to_labels(tokens.returns) for batch in batches],
+    )
+
+
+def dump_update(batches: list[TokenBatch], update: Update) -> None:
+    """Writes the iteration's answers with what is known of their tokens, where the run asks for it."""
+    dumps, rollout = update.actor.dumps, update.batch
+    token_values = gather_token_values(batches, rollout) if dumps.needs_token_values else {}
+    dumps.write(rollout, update.advantages, token_values, update.step + 1)
 
 
 if __name__ == "__main__":

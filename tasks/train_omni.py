@@ -25,11 +25,10 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_maker
 from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, TrainOmniConfig
-from sfumato.data.packing import TextBatch
 from sfumato.data.prompt_dropout import drop_prompts, is_image
 from sfumato.data.text_loader import Validation, open_text_data
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import Tensors
 from sfumato.models.omni.flow_head import predict_velocity
 from sfumato.models.omni.load import build_omni_model
 from sfumato.models.omni.model import OmniModel
@@ -102,8 +101,8 @@ def main(config: TrainOmniConfig) -> None:
             metrics |= found
             run.save_samples(state.step, samples)
         run.count(
-            tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches)
+            tokens=sum(sum(batch.document_lengths) for batch in batches),
+            flops=sum(flops.training(batch.document_lengths, batch.image_shapes, batch.num_labels) for batch in batches)
             + NUM_NOISES * flops_of_image * sum(model.num_drawn(batch) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "text": "loss/text", "image": "loss/image"})
@@ -125,47 +124,46 @@ def make_image_tokenizer(model: OmniModelConfig) -> None:
         importlib.import_module("train_image_tokenizer").main(made)  # beside this file
 
 
-def count_tokens(batches: list[TextBatch], model: OmniModel, mesh: Mesh) -> dict[str, float]:
+def count_tokens(batches: list[TokenBatch], model: OmniModel, mesh: Mesh) -> dict[str, float]:
     """Tokens of each kind that the loss mask holds, of all ranks."""
-    labels = [batch.tensors["labels"] for batch in batches]
-    image = sum(int(is_image(each, model.codes, model.line_end).sum()) for each in labels)
-    return mesh.sum_dict({"text": float(sum(batch.num_tokens for batch in batches) - image), "image": float(image)})
+    image = sum(int(is_image(batch.labels, model.codes, model.line_end).sum()) for batch in batches)
+    return mesh.sum_dict({"text": float(sum(batch.num_labels for batch in batches) - image), "image": float(image)})
 
 
 def forward_backward(
-    model: OmniModel, batches: list[TextBatch], counts: dict[str, float], config: TrainOmniConfig, step: int
+    model: OmniModel, batches: list[TokenBatch], counts: dict[str, float], config: TrainOmniConfig, step: int
 ) -> tuple[Numbers, Numbers]:
     """Forward and backward passes of a step's micro-batches; their losses, and the sums over tokens of each kind."""
     seen, losses_of = Numbers(), flow_losses if model.has_head else code_losses
 
-    def loss_of(scores: TokenScores, row: Tensors, batch: TextBatch) -> torch.Tensor:
+    def loss_fn(scores: TokenScores, batch: TokenBatch) -> torch.Tensor:
         """This micro-batch's part of the weighted sum of two means over the step's loss mask."""
-        text, image = losses_of(model, scores, row, batch, config.train.seed, step)
+        text, image = losses_of(model, scores, batch, config.train.seed, step)
         seen.add_all(text=text.detach().double(), image=image.detach().double())
         return config.text_coef * text / max(counts["text"], 1) + config.image_coef * image / max(counts["image"], 1)
 
-    return model.forward_backward(batches, loss_of, step), seen
+    return model.forward_backward(batches, loss_fn, step), seen
 
 
 def code_losses(
-    model: OmniModel, scores: TokenScores, row: Tensors, _batch: TextBatch, _seed: int, _step: int
+    model: OmniModel, scores: TokenScores, batch: TokenBatch, _seed: int, _step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of ``-log p`` over the text tokens of a micro-batch's loss mask, and over the codes of its images."""
-    losses = -scores.log_probs(row["labels"])  # [B, T], 0 outside the loss mask
-    drawn = is_image(row["labels"], model.codes, model.line_end)
+    losses = -scores.log_probs(batch.labels)  # [B, T], 0 outside the loss mask
+    drawn = is_image(batch.labels, model.codes, model.line_end)
     return losses[~drawn].sum(), losses[drawn].sum()
 
 
 def flow_losses(
-    model: OmniModel, scores: TokenScores, row: Tensors, batch: TextBatch, seed: int, step: int
+    model: OmniModel, scores: TokenScores, batch: TokenBatch, seed: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of ``-log p`` over the text tokens, and the flow-matching losses of images, each times its K tokens.
 
     Each image is noised ``NUM_NOISES`` times, since the head costs less than the language model (arXiv 2406.11838,
     section 4.1). Noise and noise levels, sigmoids of a normal variable, belong to the sample.
     """
-    drawn = is_image(row["labels"], model.codes)
-    text = -scores.log_probs(row["labels"].masked_fill(drawn, IGNORED)).sum()
+    drawn = is_image(batch.labels, model.codes)
+    text = -scores.log_probs(batch.labels.masked_fill(drawn, IGNORED)).sum()
     hidden, latents, keys = model.drawn(scores, drawn, batch)  # [N, K, H], [N, C, h, w]
     hidden, latents = (each.repeat_interleave(NUM_NOISES, dim=0) for each in (hidden, latents))
     keys = [NUM_NOISES * key + index for key in keys for index in range(NUM_NOISES)]
@@ -189,10 +187,10 @@ def evaluate(
     """
     names = ("loss/text", "loss/image", "text", "image")
     sums, losses_of = dict.fromkeys(names, 0.0), flow_losses if model.has_head else code_losses
-    for index, scores, row in model.score(validation.batches):
-        drawn = is_image(row["labels"], model.codes, model.line_end)
-        losses = losses_of(model, scores, row, validation.batches[index], config.train.seed, 0)  # always the same noise
-        found = *losses, ((row["labels"] != IGNORED) & ~drawn).sum(), drawn.sum()
+    for scores, batch in model.score(validation.batches):
+        drawn = is_image(batch.labels, model.codes, model.line_end)
+        losses = losses_of(model, scores, batch, config.train.seed, 0)  # always the same noise
+        found = *losses, (batch.loss_mask & ~drawn).sum(), drawn.sum()
         sums = {name: sums[name] + float(each) for name, each in zip(names, found, strict=True)}
     totals = mesh.sum_dict(sums, over="loss")
     metrics = {f"eval/loss/{kind}": totals[f"loss/{kind}"] / totals[kind] for kind in ("text", "image") if totals[kind]}

@@ -9,20 +9,20 @@ run does not depend on the number of processes, on the micro-batch size, or on h
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from sfumato.algorithms.reading import Numbers
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_maker
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
-from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import Validation, open_text_data
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import build_language_model
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
@@ -30,7 +30,6 @@ from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text import answer_greedily
 from sfumato.tracking.run import start_run
@@ -67,9 +66,10 @@ def main(config: TrainTextConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        num_tokens = mesh.sum(sum(batch.num_tokens for batch in batches))  # that the loss mask holds, of all ranks
+        num_tokens = mesh.sum(sum(batch.num_labels for batch in batches))  # that the loss mask holds, of all ranks
         by_source = SourceLosses(loader.source_names)
-        losses = forward_backward(model, batches, num_tokens, by_source, step)
+        loss_fn = partial(next_token_loss, num_tokens=num_tokens, by_source=by_source)
+        losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
         pending = losses, by_source.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
@@ -88,8 +88,10 @@ def main(config: TrainTextConfig) -> None:
                 metrics |= evaluate(model, validation, mesh)
                 run.save_samples(state.step, answer_prompts(model, validation, config, state.step))
         run.count(
-            tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths, batch.image_shapes, batch.num_tokens) for batch in batches),
+            tokens=sum(sum(batch.document_lengths) for batch in batches),
+            flops=sum(
+                flops.training(batch.document_lengths, batch.image_shapes, batch.num_labels) for batch in batches
+            ),
         )
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -108,18 +110,11 @@ def make_model(model: LanguageModelConfig) -> None:
         main(load_maker(TrainTextConfig, model.made_by, str(model.model_path), "model.model_path"))
 
 
-def forward_backward(
-    model: LanguageModel, batches: list[TextBatch], num_tokens: float, by_source: SourceLosses, step: int
-) -> Numbers:
-    """Forward and backward passes of a step's micro-batches, in the order of the pipeline schedule; returns losses."""
-
-    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> torch.Tensor:
-        """This micro-batch's part of the mean cross entropy over the step's loss mask."""
-        total, losses = scores.cross_entropy(row["labels"])  # [B, T], 0 outside the loss mask
-        by_source.add(losses, row)
-        return total / max(num_tokens, 1)
-
-    return model.forward_backward(batches, loss_of, step)
+def next_token_loss(scores: TokenScores, batch: TokenBatch, num_tokens: float, by_source: SourceLosses) -> torch.Tensor:
+    """A micro-batch's part of the mean cross entropy over the loss mask of the step, which holds ``num_tokens``."""
+    total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
+    by_source.add(losses, batch)
+    return total / max(num_tokens, 1)
 
 
 @torch.no_grad()
@@ -130,13 +125,12 @@ def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[s
     decoding would give just these tokens.
     """
     sums = {"loss": 0.0, "tokens": 0.0, "correct": 0.0, "exact": 0.0, "documents": 0.0}
-    for index, scores, row in model.score(validation.batches):
-        labels, num_documents = row["labels"], len(validation.batches[index].lengths)
-        loss_mask = labels != IGNORED
+    for scores, batch in model.score(validation.batches):
+        labels, loss_mask, document_ids = batch.labels, batch.loss_mask, batch.document_ids.flatten()
         wrong = loss_mask & (scores.predictions() != labels)
-        by_document = torch.zeros(2, num_documents + 1, device=labels.device)
-        by_document[0].index_add_(0, row["documents"].flatten(), wrong.flatten().float())
-        by_document[1].index_add_(0, row["documents"].flatten(), loss_mask.flatten().float())
+        by_document = torch.zeros(2, len(batch.document_lengths) + 1, device=labels.device)
+        by_document[0].index_add_(0, document_ids, wrong.flatten().float())
+        by_document[1].index_add_(0, document_ids, loss_mask.flatten().float())
         num_wrong, num_tokens = model.sum_over_sequence(by_document)
         sums["loss"] -= float(scores.log_probs(labels).double().sum())
         sums["tokens"] += float(loss_mask.sum())

@@ -9,6 +9,7 @@ model itself without its adapters, otherwise a frozen copy that is sharded like 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,17 +20,16 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import DpoConfig, TrainTextDpoConfig
-from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import open_text_data
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import build_language_model
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
 from sfumato.models.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import PairSums
@@ -54,7 +54,7 @@ def main(config: TrainTextDpoConfig) -> None:
     probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     if reference is not None:
         reference.parallelize(mesh, config.train)
-        reference.take(model.attention, model.rows)
+        reference.set_row_layout(model.attention, model.row_layout)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
@@ -66,13 +66,14 @@ def main(config: TrainTextDpoConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        with run.timed("reference"):
-            fields = reference_fields(model, reference, batches) if config.dpo.has_reference else None
+        if config.dpo.has_reference:
+            with run.timed("reference"):
+                batches = add_reference_log_probs(model, reference, batches)
         num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         num_chosen = mesh.sum(sum(chosen_tokens(batch) for batch in batches))
         seen = PairSums()
-        loss_of = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
-        losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
+        loss_fn = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
+        losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
         pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
@@ -88,10 +89,10 @@ def main(config: TrainTextDpoConfig) -> None:
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
         run.count(
-            tokens=sum(sum(batch.lengths) for batch in batches),
+            tokens=sum(sum(batch.document_lengths) for batch in batches),
             flops=sum(
-                flops.training(batch.lengths, batch.image_shapes, batch.num_tokens)
-                + config.dpo.has_reference * flops.forward(batch.lengths, batch.num_tokens, batch.image_shapes)
+                flops.training(batch.document_lengths, batch.image_shapes, batch.num_labels)
+                + config.dpo.has_reference * flops.forward(batch.document_lengths, batch.num_labels, batch.image_shapes)
                 for batch in batches
             ),
         )
@@ -108,8 +109,7 @@ def main(config: TrainTextDpoConfig) -> None:
 
 def dpo_loss(
     scores: TokenScores,
-    row: Tensors,
-    batch: TextBatch,
+    batch: TokenBatch,
     model: LanguageModel,
     dpo: DpoConfig,
     num_pairs: float,
@@ -117,15 +117,14 @@ def dpo_loss(
     seen: PairSums,
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over the pairs of the step."""
-    log_probs = scores.log_probs(row["labels"])
-    loss_mask = (row["labels"] != IGNORED).to(log_probs)
-    log_ratios = log_probs - row["reference"] if dpo.has_reference else log_probs
-    by_token = torch.stack([log_probs, log_ratios, loss_mask])  # [3, B, T]
-    num_documents = max(len(batch.lengths), 2)
-    by_document = by_token.new_zeros(3, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+    log_probs = scores.log_probs(batch.labels)
+    log_ratios = log_probs - batch.reference_log_probs if dpo.has_reference else log_probs
+    by_token = torch.stack([log_probs, log_ratios, batch.loss_mask.to(log_probs)])  # [3, B, T]
+    num_documents = max(len(batch.document_lengths), 2)
+    by_document = by_token.new_zeros(3, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
     policy, log_ratio, lengths = model.sum_over_sequence(by_document)
     chosen, rejected = log_ratio[0::2], log_ratio[1::2]
-    if not batch.lengths:
+    if not batch.document_lengths:
         return policy.sum() * 0.0  # a placeholder: its gradients are zero
     of_pairs = lengths[0::2], lengths[1::2]
     if not dpo.has_reference:
@@ -141,29 +140,33 @@ def dpo_loss(
     return losses.sum() / num_pairs - dpo.sft_coef * policy[0::2].sum() / max(num_chosen, 1)
 
 
-def chosen_tokens(batch: TextBatch) -> int:
+def chosen_tokens(batch: TokenBatch) -> int:
     """Tokens of the better answers of a batch that the loss mask holds."""
-    return int(((batch.tensors["labels"] != IGNORED) & (batch.tensors["documents"] % 2 == 0)).sum())
+    return int((batch.loss_mask & (batch.document_ids % 2 == 0)).sum())
 
 
-def reference_fields(
-    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TextBatch]
-) -> list[Tensors]:
-    """The reference's log-probabilities of the labels of each micro-batch, ``[B, T]``."""
-    own = reference is None
-    found = model.token_log_probs(batches, reference=True) if own else reference.token_log_probs(batches)
-    return [{"reference": log_probs} for log_probs in found]
+def add_reference_log_probs(
+    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
+) -> list[TokenBatch]:
+    """Micro-batches with the log-probabilities of their labels by the reference, which may be the model without its
+    adapters."""
+    without_adapters = reference is None
+    log_probs = (model if without_adapters else reference).token_log_probs(batches, reference=without_adapters)
+    return [
+        replace(batch, reference_log_probs=reference_log_probs)
+        for batch, reference_log_probs in zip(batches, log_probs, strict=True)
+    ]
 
 
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel, reference: LanguageModel | None, batches: list[TextBatch], dpo: DpoConfig, mesh: Mesh
+    model: LanguageModel, reference: LanguageModel | None, batches: list[TokenBatch], dpo: DpoConfig, mesh: Mesh
 ) -> dict[str, float]:
     """Loss, implicit rewards and accuracy on the validation pairs."""
     seen = PairSums()
-    fields = reference_fields(model, reference, batches) if dpo.has_reference else None
-    for index, scores, row in model.score(batches, fields):
-        dpo_loss(scores, row, batches[index], model, dpo, num_pairs=1, num_chosen=1, seen=seen)
+    batches = add_reference_log_probs(model, reference, batches) if dpo.has_reference else batches
+    for scores, batch in model.score(batches):
+        dpo_loss(scores, batch, model, dpo, num_pairs=1, num_chosen=1, seen=seen)
     return seen.means(mesh, "eval/")
 
 

@@ -9,6 +9,7 @@ The reference is the model before training: with LoRA the model itself without i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import KtoConfig, TrainTextKtoConfig
 from sfumato.data.mismatched import mismatched
-from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import open_text_data
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import build_language_model
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
@@ -53,7 +54,7 @@ def main(config: TrainTextKtoConfig) -> None:
     probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     if reference is not None:
         reference.parallelize(mesh, config.train)
-        reference.take(model.attention, model.rows)
+        reference.set_row_layout(model.attention, model.row_layout)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     state = TrainState(model.trained, optimizer, schedule, balancer=model.balancer, loader=loader, identity=identity)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
@@ -67,12 +68,12 @@ def main(config: TrainTextKtoConfig) -> None:
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         with run.timed("reference"):
-            fields = [{"reference": log_probs} for log_probs in reference_log_probs(model, reference, batches)]
+            batches = add_reference_log_probs(model, reference, batches)
             others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
             kl = estimate_kl(model, reference, others, num_answers, mesh)
         seen = Answers()
-        loss_of = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, seen=seen)
-        losses = model.forward_backward(batches, loss_of, step, fields)  # in the order of the pipeline schedule
+        loss_fn = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, seen=seen)
+        losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
         pending = losses, *seen.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
@@ -88,10 +89,10 @@ def main(config: TrainTextKtoConfig) -> None:
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config, mesh)
         run.count(
-            tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths, num_outputs=batch.num_tokens) for batch in batches)
-            + sum(flops.forward(batch.lengths, batch.num_tokens) for batch in batches)
-            + 2 * sum(flops.forward(batch.lengths, batch.num_tokens) for batch in others),
+            tokens=sum(sum(batch.document_lengths) for batch in batches),
+            flops=sum(flops.training(batch.document_lengths, num_outputs=batch.num_labels) for batch in batches)
+            + sum(flops.forward(batch.document_lengths, batch.num_labels) for batch in batches)
+            + 2 * sum(flops.forward(batch.document_lengths, batch.num_labels) for batch in others),
         )
         run.log(state.step, metrics, show={"loss": "loss", "kl": "kl"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -123,8 +124,7 @@ class Answers:
 
 def answer_loss(
     scores: TokenScores,
-    row: Tensors,
-    batch: TextBatch,
+    batch: TokenBatch,
     model: LanguageModel,
     kto: KtoConfig,
     kl: float,
@@ -132,13 +132,13 @@ def answer_loss(
     seen: Answers,
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over the answers of the step."""
-    log_ratios = scores.log_probs(row["labels"]) - row["reference"]
-    labels = row["numbers"].nan_to_num() if batch.lengths else torch.zeros_like(log_ratios)
+    log_ratios = scores.log_probs(batch.labels) - batch.reference_log_probs
+    labels = batch.targets.nan_to_num() if batch.document_lengths else torch.zeros_like(log_ratios)
     by_token = torch.stack([log_ratios, labels.to(log_ratios)])  # [2, B, T]
-    num_documents = max(len(batch.lengths), 1)
-    by_document = by_token.new_zeros(2, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+    num_documents = max(len(batch.document_lengths), 1)
+    by_document = by_token.new_zeros(2, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
     log_ratio, label = model.sum_over_sequence(by_document)
-    if not batch.lengths:
+    if not batch.document_lengths:
         return log_ratio.sum() * 0.0  # a placeholder: its gradients are zero
     losses = kto_loss(log_ratio, label, kl, kto.beta, kto.desirable_weight, kto.undesirable_weight)
     rewards, is_good = kto.beta * log_ratio.detach(), label > 0.5
@@ -148,20 +148,33 @@ def answer_loss(
     return losses.sum() / num_answers
 
 
-def reference_log_probs(
-    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TextBatch]
+def compute_reference_log_probs(
+    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
 ) -> list[torch.Tensor]:
-    """The reference's log-probabilities of the labels of each micro-batch, ``[B, T]``."""
-    own = reference is None
-    return model.token_log_probs(batches, reference=True) if own else reference.token_log_probs(batches)
+    """Log-probabilities of the labels of each micro-batch by the reference, ``[B, T]``; without a model of its own it
+    is the model without its adapters."""
+    without_adapters = reference is None
+    return (model if without_adapters else reference).token_log_probs(batches, reference=without_adapters)
+
+
+def add_reference_log_probs(
+    model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
+) -> list[TokenBatch]:
+    """Micro-batches with what ``compute_reference_log_probs`` says of them."""
+    log_probs = compute_reference_log_probs(model, reference, batches)
+    return [
+        replace(batch, reference_log_probs=reference_log_probs)
+        for batch, reference_log_probs in zip(batches, log_probs, strict=True)
+    ]
 
 
 def estimate_kl(
-    model: LanguageModel, reference: LanguageModel | None, others: list[TextBatch], num_answers: float, mesh: Mesh
+    model: LanguageModel, reference: LanguageModel | None, others: list[TokenBatch], num_answers: float, mesh: Mesh
 ) -> float:
     """The mean log-ratio of answers to other prompts over all ranks, at least 0; 0 where there is one answer alone."""
-    policy, fixed = model.token_log_probs(others), reference_log_probs(model, reference, others)
-    parts = Numbers(*((ours - theirs).double().sum() for ours, theirs in zip(policy, fixed, strict=True)))
+    log_probs = model.token_log_probs(others)
+    fixed = compute_reference_log_probs(model, reference, others)
+    parts = Numbers(*((ours - theirs).double().sum() for ours, theirs in zip(log_probs, fixed, strict=True)))
     return max(mesh.sum(sum(parts, 0.0)) / num_answers, 0.0) if num_answers > 1 else 0.0
 
 
@@ -169,7 +182,7 @@ def estimate_kl(
 def evaluate(
     model: LanguageModel,
     reference: LanguageModel | None,
-    batches: list[TextBatch],
+    batches: list[TokenBatch],
     config: TrainTextKtoConfig,
     mesh: Mesh,
 ) -> dict[str, float]:
@@ -177,10 +190,9 @@ def evaluate(
     num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
     others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
     kl = estimate_kl(model, reference, others, num_answers, mesh)
-    fields = [{"reference": log_probs} for log_probs in reference_log_probs(model, reference, batches)]
     seen = Answers()
-    for index, scores, row in model.score(batches, fields):
-        answer_loss(scores, row, batches[index], model, config.kto, kl, num_answers=1, seen=seen)
+    for scores, batch in model.score(add_reference_log_probs(model, reference, batches)):
+        answer_loss(scores, batch, model, config.kto, kl, num_answers=1, seen=seen)
     return {"eval/kl": kl} | seen.means(mesh, "eval/")
 
 

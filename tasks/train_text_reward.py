@@ -9,7 +9,7 @@ the reward `text_reward_model` reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +20,12 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_reward import RewardObjectiveConfig, TrainTextRewardConfig
-from sfumato.data.packing import TextBatch
 from sfumato.data.text_loader import open_text_data
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
-from sfumato.models.packed_model import Tensors
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
-from sfumato.models.scalar_head import ScalarModel, build_scalar_model, last_tokens
+from sfumato.models.scalar_head import ScalarModel, build_scalar_model, find_scored_tokens
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
@@ -62,8 +61,9 @@ def main(config: TrainTextRewardConfig) -> None:
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_labels = mesh.sum(sum(count_labels(batch, config.reward) for batch in batches))
         seen = MeanSums()
-        loss_of = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, seen=seen)
-        losses = model.forward_backward(batches, loss_of, step, reward_fields(model, batches))
+        batches = [mark_scored_tokens(batch, model) for batch in batches]
+        loss_fn = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, seen=seen)
+        losses = model.forward_backward(batches, loss_fn, step)
         pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
@@ -79,8 +79,8 @@ def main(config: TrainTextRewardConfig) -> None:
             with run.timed("evaluate"):
                 metrics |= evaluate(model, validation.batches, config.reward, mesh)
         run.count(
-            tokens=sum(sum(batch.lengths) for batch in batches),
-            flops=sum(flops.training(batch.lengths) for batch in batches),
+            tokens=sum(sum(batch.document_lengths) for batch in batches),
+            flops=sum(flops.training(batch.document_lengths) for batch in batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": f"{unit}/accuracy"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -95,8 +95,7 @@ def main(config: TrainTextRewardConfig) -> None:
 
 def reward_loss(
     values: torch.Tensor,
-    row: Tensors,
-    batch: TextBatch,
+    batch: TokenBatch,
     model: ScalarModel,
     reward: RewardObjectiveConfig,
     num_labels: float,
@@ -104,13 +103,13 @@ def reward_loss(
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over all pairs, or all steps of answers."""
     if reward.objective == "process":
-        return process_loss(values, row, batch, num_labels, seen)
-    num_documents = max(len(batch.lengths), 2)
-    margins = row["numbers"].nan_to_num() if "numbers" in row else torch.zeros_like(values)
-    by_token = torch.stack([values * row["is_last"], margins])  # [2, B, T]
-    by_document = by_token.new_zeros(2, num_documents).index_add(1, row["documents"].flatten(), by_token.flatten(1))
+        return process_loss(values, batch, num_labels, seen)
+    num_documents = max(len(batch.document_lengths), 2)
+    margins = batch.targets.nan_to_num() if batch.targets is not None else torch.zeros_like(values)
+    by_token = torch.stack([values * batch.is_scored, margins])  # [2, B, T]
+    by_document = by_token.new_zeros(2, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
     rewards, margin = model.sum_over_sequence(by_document)
-    if not batch.lengths:
+    if not batch.document_lengths:
         return rewards.sum() * 0.0  # a placeholder: its gradients are zero
     chosen, rejected = rewards[0::2], rewards[1::2]
     losses = bradley_terry_loss(chosen, rejected, margin[0::2], reward.center_coef)
@@ -124,13 +123,11 @@ def reward_loss(
     return losses.sum() / num_labels
 
 
-def process_loss(
-    values: torch.Tensor, row: Tensors, batch: TextBatch, num_labels: float, seen: MeanSums
-) -> torch.Tensor:
+def process_loss(values: torch.Tensor, batch: TokenBatch, num_labels: float, seen: MeanSums) -> torch.Tensor:
     """The mean cross entropy at the tokens that end steps; those of this rank's part of a sequence."""
-    if not batch.lengths:
+    if not batch.document_lengths:
         return values.sum() * 0.0
-    ends_step, labels = ~row["numbers"].isnan(), row["numbers"].nan_to_num()
+    ends_step, labels = ~batch.targets.isnan(), batch.targets.nan_to_num()
     losses = torch.where(ends_step, step_loss(values, labels), 0)
     is_right = labels > 0.5  # never where no step ends
     seen.add(
@@ -143,16 +140,16 @@ def process_loss(
     return losses.sum() / num_labels
 
 
-def count_labels(batch: TextBatch, reward: RewardObjectiveConfig) -> int:
+def count_labels(batch: TokenBatch, reward: RewardObjectiveConfig) -> int:
     """Pairs of a micro-batch, or steps with a label."""
     if reward.objective == "bradley_terry":
         return len(batch.sample_ids)
-    return int((~batch.tensors["numbers"].isnan()).sum()) if batch.lengths else 0
+    return int((~batch.targets.isnan()).sum()) if batch.document_lengths else 0
 
 
-def reward_fields(model: ScalarModel, batches: Sequence[TextBatch]) -> list[Tensors]:
-    """The tokens at which documents have their rewards."""
-    return [{"is_last": last_tokens(batch, model.pad_token_id)} for batch in batches]
+def mark_scored_tokens(batch: TokenBatch, model: ScalarModel) -> TokenBatch:
+    """The micro-batch with the tokens marked at which documents have their rewards."""
+    return replace(batch, is_scored=find_scored_tokens(batch, model.pad_token_id))
 
 
 def losses_over(reward: RewardObjectiveConfig) -> str:
@@ -162,12 +159,12 @@ def losses_over(reward: RewardObjectiveConfig) -> str:
 
 @torch.no_grad()
 def evaluate(
-    model: ScalarModel, batches: list[TextBatch], reward: RewardObjectiveConfig, mesh: Mesh
+    model: ScalarModel, batches: list[TokenBatch], reward: RewardObjectiveConfig, mesh: Mesh
 ) -> dict[str, float]:
     """Loss and accuracy on the validation set."""
     seen = MeanSums()
-    for index, values, row in model.score(batches, reward_fields(model, batches)):
-        reward_loss(values, row, batches[index], model, reward, num_labels=1, seen=seen)
+    for values, batch in model.score([mark_scored_tokens(batch, model) for batch in batches]):
+        reward_loss(values, batch, model, reward, num_labels=1, seen=seen)
     return seen.means(mesh, "eval/", over=losses_over(reward))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.packing import make_batch
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 
 LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 
@@ -24,6 +25,6 @@ def samples(learned: float = 0.6) -> list[TextSample]:
     return found
 
 
-def batch(chosen: Sequence[TextSample], packed: bool = True) -> TextBatch:
+def batch(chosen: Sequence[TextSample], packed: bool = True) -> TokenBatch:
     """A micro-batch of them."""
     return make_batch(chosen, list(range(len(chosen))), [0] * len(chosen), packed, 0, 2)

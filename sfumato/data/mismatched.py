@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 
 
-def mismatched(batches: Sequence[TextBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TextBatch]:
+def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TokenBatch]:
     """Every prompt of a step with the answer of the sample before it, that of the last with the first prompt.
 
     Which answer a prompt gets depends on the samples of the step alone, not on how ranks share them. Every rank must
@@ -43,18 +44,19 @@ def mismatched(batches: Sequence[TextBatch], mesh: Mesh, max_seq_len: int, pad_t
             prompt = document[: _prompt_tokens(document)]
             tokens = np.concatenate([prompt, answers[before[sample_id]]])[:max_seq_len]
             samples.append(TextSample((Document(tokens[:, 0].astype(np.int32), tokens[:, 1].astype(bool)),)))
-        sources, is_packed = [0] * len(samples), batch.tensors["input_ids"].shape[0] == 1
+        sources, is_packed = [0] * len(samples), batch.shape[0] == 1
         least = placeholder_tokens(mesh)
         found.append(make_batch(samples, batch.sample_ids, sources, is_packed, pad_token_id, least))
     return found
 
 
-def _documents(batch: TextBatch) -> list[np.ndarray]:
+def _documents(batch: TokenBatch) -> list[np.ndarray]:
     """Tokens of each document and whether the loss mask holds them, int64 ``[L, 2]``."""
-    ids, labels, numbers = (batch.tensors[name].flatten().numpy() for name in ("input_ids", "labels", "documents"))
+    ids, labels = batch.input_ids.flatten().numpy(), batch.labels.flatten().numpy()
+    document_ids = batch.document_ids.flatten().numpy()
     found = []
-    for number, length in enumerate(batch.lengths):
-        start = int((numbers == number).argmax())
+    for number, length in enumerate(batch.document_lengths):
+        start = int((document_ids == number).argmax())
         mask = np.zeros(length, bool)
         mask[1:] = labels[start : start + length - 1] != IGNORED
         found.append(np.stack([ids[start : start + length], mask], axis=1))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.data.text import Document, TextSample
-from sfumato.data.vision import Beside, Tensors, Vision
+from sfumato.data.token_batch import TokenBatch
+from sfumato.data.vision import MultimodalInputs, Tensors, Vision
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 
@@ -135,40 +135,6 @@ def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     return by_rank
 
 
-@dataclass(frozen=True)
-class TextBatch:
-    """What one forward and backward pass works on. B rows of T tokens; B is 1 when packed."""
-
-    tensors: dict[str, torch.Tensor]
-    """int64 ``[B, T]`` each, or with more dimensions after these. ``input_ids``. ``position_ids``: start at 0 with each
-    document, but for one that goes on after the beginning of another. ``labels``: the next token of the same document
-    where the loss mask holds it, -100 elsewhere (shifted already). ``documents``: the number of the document in this
-    batch; the parts of a pair are 2k and 2k + 1. ``sources``: the number of its source. Where the format says them,
-    ``numbers`` of tokens, float32, NaN elsewhere; a placeholder has none.
-
-    Padding has labels -100. In a packed row it is a document of its own by position, but has number and source 0; in
-    other rows it continues what stands before it.
-
-    Of models that see: ``kinds``, 0 of text, 1 of images and 2 of videos, and where their rotary positions have three
-    axes ``positions`` ``[B, T, 3]``.
-    """
-    lengths: list[int]
-    """Tokens of each document, without padding; none in a placeholder."""
-    sample_ids: list[int]
-    """Positions of the samples in the stream of all samples of the run, from which anything random is keyed."""
-    media: list[Tensors] = field(default_factory=list)
-    """Of models that see, what their ``forward`` takes for the images of each document, in the order of the rows. A
-    batch without images, or without videos where there may be some, has one more document, a small one of each that is
-    in no loss, so that every rank computes the encoder."""
-    image_shapes: list[np.ndarray] = field(default_factory=list)
-    """``Images.shapes`` of each document that has images."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the loss mask holds."""
-        return int((self.tensors["labels"] != IGNORED).sum())
-
-
 def make_batch(
     samples: Sequence[TextSample],
     sample_ids: Sequence[int],
@@ -177,7 +143,7 @@ def make_batch(
     pad_token_id: int,
     min_tokens: int,
     vision: Vision | None = None,
-) -> TextBatch:
+) -> TokenBatch:
     """Puts samples into one micro-batch.
 
     Args:
@@ -203,53 +169,62 @@ def make_batch(
     lengths = [len(document.input_ids) for document in documents]
     rows = [list(range(len(documents)))] if packed else [[number] for number in range(len(documents))] or [[]]
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
-    fills = {"input_ids": pad_token_id, "position_ids": 0, "labels": IGNORED, "documents": 0, "sources": 0}
-    tensors = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
+    fills = {"input_ids": pad_token_id, "position_ids": 0, "labels": IGNORED, "document_ids": 0, "source_ids": 0}
+    arrays = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
     if documents and documents[0].numbers is not None:
-        tensors["numbers"] = np.full((len(rows), width), np.nan, np.float32)
+        arrays["targets"] = np.full((len(rows), width), np.nan, np.float32)
     for index, row in enumerate(rows):
         end = 0
         for number in row:
-            start, end = end, end + lengths[number]
+            document = documents[number]
+            start = end
+            end += lengths[number]
             place = (index, slice(start, end))
-            tensors["input_ids"][place] = documents[number].input_ids
-            tensors["position_ids"][place] = np.arange(lengths[number]) + documents[number].first_position
-            tensors["labels"][place] = _labels(documents[number])
-            tensors["documents"][place] = number if number < num_documents else 0
-            tensors["sources"][place] = origins[number]
-            if "numbers" in tensors:
-                tensors["numbers"][place] = documents[number].numbers
+            arrays["input_ids"][place] = document.input_ids
+            arrays["position_ids"][place] = np.arange(lengths[number]) + document.first_position
+            arrays["labels"][place] = _shift_labels(document)
+            arrays["document_ids"][place] = number if number < num_documents else 0
+            arrays["source_ids"][place] = origins[number]
+            if "targets" in arrays:
+                arrays["targets"][place] = document.numbers
         if packed or not row:
-            tensors["position_ids"][index, end:] = np.arange(width - end)
+            arrays["position_ids"][index, end:] = np.arange(width - end)
         else:
-            tensors["position_ids"][index, end:] = np.arange(end, width)
-            tensors["documents"][index, end:] = row[0]
-            tensors["sources"][index, end:] = origins[row[0]]
-    found = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    shapes = [one for sample in samples for one in sample.image_shapes]
-    found |= _beside(beside, rows, found["position_ids"])
-    media = [one.tensors for one in beside]
-    return TextBatch(found, lengths[:num_documents], list(sample_ids), media, shapes)
+            arrays["position_ids"][index, end:] = np.arange(end, width)
+            arrays["document_ids"][index, end:] = row[0]
+            arrays["source_ids"][index, end:] = origins[row[0]]
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    tensors |= _place_modalities(beside, rows, tensors["position_ids"])
+    return TokenBatch(
+        **tensors,
+        document_lengths=lengths[:num_documents],
+        sample_ids=list(sample_ids),
+        media=[document.tensors for document in beside],
+        image_shapes=[shapes for sample in samples for shapes in sample.image_shapes],
+    )
 
 
-def _beside(beside: Sequence[Beside], rows: Sequence[Sequence[int]], position_ids: torch.Tensor) -> Tensors:
-    """Positions and kinds of the tokens of models that see; those of padding are those of text."""
+def _place_modalities(
+    beside: Sequence[MultimodalInputs], rows: Sequence[Sequence[int]], position_ids: torch.Tensor
+) -> Tensors:
+    """Modalities and rotary positions of the tokens of models that see; those of padding are those of text."""
     if not beside:
         return {}
-    found = {"kinds": torch.zeros_like(position_ids)}
-    if beside[0].positions is not None:
-        found["positions"] = position_ids[..., None].repeat(1, 1, 3).to(beside[0].positions.dtype)
+    modality_ids, rope_positions = torch.zeros_like(position_ids), None
+    if beside[0].rope_positions is not None:
+        rope_positions = position_ids[..., None].repeat(1, 1, 3).to(beside[0].rope_positions.dtype)
     for index, row in enumerate(rows):
         end = 0
         for number in row:
-            start, end = end, end + len(beside[number].kinds)
-            found["kinds"][index, start:end] = beside[number].kinds
-            if "positions" in found:
-                found["positions"][index, start:end] = beside[number].positions
-    return found
+            start = end
+            end += len(beside[number].modality_ids)
+            modality_ids[index, start:end] = beside[number].modality_ids
+            if rope_positions is not None:
+                rope_positions[index, start:end] = beside[number].rope_positions
+    return {"modality_ids": modality_ids} | ({} if rope_positions is None else {"rope_positions": rope_positions})
 
 
-def _labels(document: Document) -> np.ndarray:
+def _shift_labels(document: Document) -> np.ndarray:
     """The token that follows each token: int64 ``[L]``, -100 outside the loss mask, and at the end."""
     labels = np.full(len(document.input_ids), IGNORED, np.int64)
     labels[:-1] = np.where(document.loss_mask[1:], document.input_ids[1:], IGNORED)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from sfumato.algorithms.noise import keyed_generator
-from sfumato.data.packing import TextBatch
-from sfumato.parallel.loss import IGNORED
+from sfumato.data.token_batch import TokenBatch
 
 
 def is_image(labels: Tensor, codes: range, line_end: int | None = None) -> Tensor:
@@ -19,8 +18,8 @@ def is_image(labels: Tensor, codes: range, line_end: int | None = None) -> Tenso
 
 
 def drop_prompts(
-    batch: TextBatch, codes: range, share: float, seed: int, step: int, pad_token_id: int, kept: int | None = None
-) -> TextBatch:
+    batch: TokenBatch, codes: range, share: float, seed: int, step: int, pad_token_id: int, kept: int | None = None
+) -> TokenBatch:
     """A micro-batch in which some documents that draw have padding in the place of their prompt's text.
 
     They teach the model to draw without a prompt, which classifier-free guidance compares with. Images that are seen
@@ -36,15 +35,14 @@ def drop_prompts(
     """
     if share == 0:
         return batch
-    tensors = dict(batch.tensors)
-    input_ids, labels = tensors["input_ids"].clone(), tensors["labels"]
+    input_ids, labels = batch.input_ids.clone(), batch.labels
     for number, sample_id in enumerate(batch.sample_ids):
-        own = (tensors["documents"] == number).flatten()
-        targets = (own & (labels.flatten() != IGNORED)).nonzero()
-        draws = bool((own & is_image(labels, codes).flatten()).any())
+        document = (batch.document_ids == number).flatten()
+        targets = (document & batch.loss_mask.flatten()).nonzero()
+        draws = bool((document & is_image(labels, codes).flatten()).any())
         dropped = float(torch.rand((), generator=keyed_generator(seed, "prompt dropout", step, sample_id))) < share
         if draws and dropped:
-            prompt = own & (torch.arange(own.numel()) <= targets[0]) & (tensors["kinds"].flatten() == 0)
+            prompt = document & (torch.arange(document.numel()) <= targets[0]) & (batch.modality_ids.flatten() == 0)
             prompt = prompt if kept is None else prompt & (input_ids.flatten() != kept)
             input_ids.view(-1)[prompt] = pad_token_id
-    return replace(batch, tensors=tensors | {"input_ids": input_ids})
+    return replace(batch, input_ids=input_ids)

@@ -22,13 +22,14 @@ from sfumato.data.loader import refuse_repetition
 from sfumato.data.media_cache import MediaCache, build_media_cache
 from sfumato.data.media_threads import open_ahead
 from sfumato.data.mixing import Order
-from sfumato.data.packing import Bins, TextBatch, make_batch, micro_batch_rule, pack, placeholder_tokens
+from sfumato.data.packing import Bins, make_batch, micro_batch_rule, pack, placeholder_tokens
 from sfumato.data.row_blocks import RowFile
 from sfumato.data.row_samples import samples_of
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.stored import digest_of
 from sfumato.data.text import TextSample, TextTransform, build_transform
 from sfumato.data.text_steps import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
+from sfumato.data.token_batch import TokenBatch
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError, DataError
@@ -75,7 +76,7 @@ class TextLoader:
         """Use ``build_text_loader``."""
         self._sight, self._media = sight, media
         self.source_names = source_names
-        """Names of the sources, which ``TextBatch.tensors["sources"]`` numbers."""
+        """Names of the sources, which ``TokenBatch.source_ids`` numbers."""
         self.epoch_ended = False
         """Whether an epoch ended within the step that was yielded last."""
         self._steps, self._data, self._train = steps, data, train
@@ -125,7 +126,7 @@ class TextLoader:
         self._state = {name: value for name, value in state.items() if name != "fingerprint"}
         self._total_steps = None
 
-    def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[TextBatch]]]:
+    def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[TokenBatch]]]:
         """Steps, counted from 0, with this rank's micro-batches: as many on each rank, some may be placeholders.
 
         Args:
@@ -142,7 +143,7 @@ class TextLoader:
         """Whether the step that was yielded last ended an epoch, of which each ``every``-th counts; 0 is none."""
         return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
 
-    def _micro_batches(self, step: Step) -> list[TextBatch]:
+    def _micro_batches(self, step: Step) -> list[TokenBatch]:
         """This data-parallel rank's micro-batches of a step."""
         train, count = self._train, step.document_lengths.shape[1]
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
@@ -250,7 +251,7 @@ class AnsweredPrompt:
 class Validation:
     """The validation set of a task that trains on text."""
 
-    batches: list[TextBatch]
+    batches: list[TokenBatch]
     """This rank's micro-batches, as many as on the other ranks."""
     prompts: list[AnsweredPrompt]
     """Prompts to answer, the same on every rank."""
@@ -384,7 +385,7 @@ def _batches(
     pad_token_id: int,
     mesh: Mesh,
     vision: Vision | None,
-) -> list[TextBatch]:
+) -> list[TokenBatch]:
     """Micro-batches of the samples at these positions, ``read`` one by one; see ``make_batch``."""
     return [
         make_batch(

@@ -75,15 +75,15 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Beside:
+class MultimodalInputs:
     """What a model is given beside the L tokens of one document."""
 
     tensors: Tensors = field(default_factory=dict)
     """Arguments of its ``forward`` that images give; empty without images. Documents follow each other in dim 0."""
-    positions: Tensor | None = None
+    rope_positions: Tensor | None = None
     """``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these: int64, or float32
     where frames lie between whole positions, as those of Qwen3-Omni do."""
-    kinds: Tensor | None = None
+    modality_ids: Tensor | None = None
     """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
 
     def arguments(self, position_ids: Tensor, names: Iterable[str]) -> Tensors:
@@ -93,9 +93,9 @@ class Beside:
         for packed rows. ``names`` are the arguments of ``forward``.
         """
         found = self.tensors | {"position_ids": position_ids}
-        if self.positions is not None:
-            found["position_ids"] = torch.cat([position_ids[None], self.positions.movedim(-1, 0)])
-        return found | {name: self.kinds for name in KINDS if name in names}
+        if self.rope_positions is not None:
+            found["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
+        return found | {name: self.modality_ids for name in KINDS if name in names}
 
 
 class ImageReader:
@@ -413,13 +413,13 @@ class Vision:
         """Tokens of the small image and video that a batch that lacks one gets."""
         return len(self.idle_ids)
 
-    def beside(self, input_ids: np.ndarray, images: Images | None) -> Beside:
+    def beside(self, input_ids: np.ndarray, images: Images | None) -> MultimodalInputs:
         """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
         if images is None or not len(images.shapes):
             return self._beside(input_ids, {})
         return self._beside(input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result())
 
-    def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> Beside:
+    def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> MultimodalInputs:
         """What the model is given beside documents in rows of their own, each of ``width`` tokens with its padding.
 
         Args:
@@ -434,15 +434,15 @@ class Vision:
         kinds = torch.zeros(len(rows), width, dtype=torch.int64)
         positions = None
         if self._positions is not None:
-            dtype = self._idle.positions.dtype
+            dtype = self._idle.rope_positions.dtype
             positions = torch.arange(width, dtype=dtype)[None, :, None].repeat(len(rows), 1, 3)
         for index, one in enumerate(found):
-            kinds[index, : len(one.kinds)] = one.kinds
+            kinds[index, : len(one.modality_ids)] = one.modality_ids
             if positions is not None:
-                positions[index, : len(one.kinds)] = one.positions
-        return Beside(join_media(media), positions, kinds)
+                positions[index, : len(one.modality_ids)] = one.rope_positions
+        return MultimodalInputs(join_media(media), positions, kinds)
 
-    def idle(self) -> Beside:
+    def idle(self) -> MultimodalInputs:
         """Of the small image, and video and audio where documents may have some, the tokens of which are ``idle_ids``.
 
         It lets ranks whose documents have none take part in what the encoder does on the others, and gives the encoder
@@ -455,17 +455,17 @@ class Vision:
         """Whether documents together have each kind of media that the model is trained with."""
         return self._idle.tensors.keys() <= {name for tensors in media for name in tensors}
 
-    def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> Beside:
+    def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> MultimodalInputs:
         kinds = torch.from_numpy(self.reader.kinds(input_ids))
         if self._positions is None:
-            return Beside(tensors, None, kinds)
+            return MultimodalInputs(tensors, None, kinds)
         if not tensors:
-            dtype = self._idle.positions.dtype
-            return Beside({}, torch.arange(len(input_ids), dtype=dtype)[:, None].expand(-1, 3), kinds)
+            dtype = self._idle.rope_positions.dtype
+            return MultimodalInputs({}, torch.arange(len(input_ids), dtype=dtype)[:, None].expand(-1, 3), kinds)
         ids = torch.from_numpy(input_ids.astype(np.int64))
-        return Beside(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
+        return MultimodalInputs(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
 
-    def _make_idle(self) -> tuple[np.ndarray, Beside]:
+    def _make_idle(self) -> tuple[np.ndarray, MultimodalInputs]:
         from PIL import Image
 
         media: list[Image.Image | Clip | Sound] = [Image.new("RGB", (32, 32), "white")] * self.reader.sees

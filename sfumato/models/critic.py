@@ -10,18 +10,17 @@ from torch import Tensor
 from sfumato.checkpoint.state import Trained
 from sfumato.config.critic import CriticConfig
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data.packing import TextBatch
-from sfumato.models.packed_model import Tensors
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.probe import probe
 from sfumato.models.scalar_head import build_scalar_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 
-ValueLoss = Callable[[Tensor, Tensors, TextBatch], Tensor]
-"""A function from values, float32 ``[B, T]``, the tensors of a micro-batch (with the fields that were given) and itself
-to its part of the loss, a scalar that is divided by the count over all ranks and micro-batches already. Under sequence
-parallelism all are this rank's part of the tokens."""
+ValueLoss = Callable[[Tensor, TokenBatch], Tensor]
+"""A function from values, float32 ``[B, T]``, and the placed micro-batch to its part of the loss, a scalar that is
+divided by the count over all ranks and micro-batches already. Under sequence parallelism both are this rank's part of
+the tokens."""
 
 
 class Critic:
@@ -62,7 +61,7 @@ class Critic:
         self.state = Trained(self.model.trained, optimizer, schedule)
         """For ``TrainState.critic``."""
 
-    def values(self, batches: Sequence[TextBatch]) -> list[Tensor]:
+    def values(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Values of all tokens without gradients: V(s_t) of what stands up to token t.
 
         Args:
@@ -73,15 +72,12 @@ class Critic:
         """
         return self.model.values(batches)
 
-    def update(
-        self, batches: Sequence[TextBatch], fields: Sequence[Tensors], loss: ValueLoss, step: int
-    ) -> dict[str, float]:
+    def update(self, batches: Sequence[TokenBatch], loss_fn: ValueLoss, step: int) -> dict[str, float]:
         """One step of the optimiser on this rank's micro-batches, as many as on the other ranks.
 
         Args:
-            batches: the micro-batches.
-            fields: more tensors ``[B, T]`` for each, such as returns, old values and the mask.
-            loss: the value loss.
+            batches: the micro-batches, with what the loss needs, such as returns and old values.
+            loss_fn: the value loss.
             step: the optimiser's step, to which dropout belongs and which errors name.
 
         Returns:
@@ -91,7 +87,7 @@ class Critic:
             NonFiniteError: when the loss or the gradient is not finite; nothing has been updated then.
         """
         where, optimizer, schedule = f"critic, step {step + 1}", self.state.optimizer, self.state.schedule
-        losses = self.model.forward_backward(batches, loss, step, fields)
+        losses = self.model.forward_backward(batches, loss_fn, step)
         grad_norm = reduce_and_clip(self.model.trained, self._max_grad_norm, self.mesh, where, losses)
         lr = schedule.get_last_lr()[0]
         optimizer.step()

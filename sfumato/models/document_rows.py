@@ -8,7 +8,7 @@ best keys, rotary positions that stretch), only documents of one length share a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.vision import Beside, Tensors, join_media
+from sfumato.data.token_batch import TokenBatch
+from sfumato.data.vision import MultimodalInputs, Tensors, join_media
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.positions import document_bounds, lengths_between
 
@@ -28,41 +29,37 @@ SHORT = 32
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The images of packed rows."""
+class IdleImage:
+    """The small image that a call without images gets, as one more document in no loss."""
 
-    media: Sequence[Tensors]
-    """What ``forward`` takes for the images of each document."""
-    idle_ids: Tensor
-    """int64 ``[I]``: tokens of the small image that a call without images gets, as a document more."""
-    idle: Beside
-    """What stands beside these."""
+    input_ids: Tensor
+    """int64 ``[I]``."""
+    inputs: MultimodalInputs
 
 
-def apart(
+def forward_per_document(
     forward: Callable[..., Tensor],
-    row: dict[str, Tensor],
+    batch: TokenBatch,
     mesh: Mesh,
     same_length: bool,
-    sight: Sight | None = None,
+    idle: IdleImage | None = None,
 ) -> Tensor:
     """What a model says about the tokens of packed rows, computed for each document in a row of its own.
 
     Args:
         forward: from int64 ``input_ids`` ``[N, L]``, each row a document, to the model's output ``[N, L, V]``.
-        row: ``input_ids`` and ``position_ids`` ``[B, T]``; a document begins where a position is not the one before
-            plus 1.
+        batch: on the device; a document begins where a position is not the one before plus 1.
         mesh: the ranks; those that share weights compute equally many times.
         same_length: only documents of one length share a call: what the model computes depends on the longest row.
-        sight: of a model that sees; ``forward`` is then given a ``Beside`` of ``[N, L]`` tokens, too.
+        idle: of a model that sees; ``forward`` is then given the ``MultimodalInputs`` of ``[N, L]`` tokens, too.
 
     Returns:
         ``[B, T, V]``.
     """
-    input_ids, device = row["input_ids"].flatten(), row["input_ids"].device
-    lengths = document_lengths(row["position_ids"])
+    input_ids, device = batch.input_ids.flatten(), batch.input_ids.device
+    lengths = document_lengths(batch.position_ids)
     groups = group_documents(lengths, same_length)
-    number_of = {start: number for number, start in enumerate(accumulate(lengths, initial=0))}
+    document_at = {start: number for number, start in enumerate(accumulate(lengths, initial=0))}
     calls = round(mesh.max(len(groups), over="world"))  # before any of them, which may be collective operations
     outputs, places = [], []
     for starts, sizes in groups:
@@ -71,44 +68,52 @@ def apart(
         at = torch.where(counted, torch.tensor(starts)[:, None] + columns, 0)
         place, is_token = to_device(at, device), to_device(counted, device)
         ids = input_ids[place].masked_fill(~is_token, 0)
-        if sight is None:
+        if idle is None:
             output = forward(ids)
         else:
-            media = [sight.media[number_of[start]] for start in starts if number_of[start] < len(sight.media)]
-            beside = _gather(row, place, is_token, join_media(media))
-            output = forward(*_with_idle(ids, beside, sight))[: len(starts), : max(sizes)]
+            media = [batch.media[document_at[start]] for start in starts if document_at[start] < len(batch.media)]
+            inputs = _gather_inputs(batch, place, is_token, join_media(media))
+            output = forward(*_add_idle_image(ids, inputs, idle))[: len(starts), : max(sizes)]
         outputs.append(output.flatten(0, 1)[to_device(counted.flatten().nonzero()[:, 0], device)])
         places.append(at[counted])
     joined = torch.cat(outputs)[to_device(torch.cat(places).argsort(), device)]
     for _ in range(calls - len(groups)):
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        given = (nothing,) if sight is None else _with_idle(nothing, _gather(row, nothing, nothing == 0, {}), sight)
-        joined = joined + 0.0 * forward(*given).sum()  # keeps collective operations in step
-    return joined.view(*row["input_ids"].shape, -1)
+        if idle is None:
+            output = forward(nothing)
+        else:
+            output = forward(*_add_idle_image(nothing, _gather_inputs(batch, nothing, nothing == 0, {}), idle))
+        joined = joined + 0.0 * output.sum()  # keeps collective operations in step
+    return joined.view(*batch.shape, -1)
 
 
-def _gather(row: dict[str, Tensor], place: Tensor, is_token: Tensor, media: Tensors) -> Beside:
+def _gather_inputs(batch: TokenBatch, place: Tensor, is_token: Tensor, media: Tensors) -> MultimodalInputs:
     """What stands beside tokens ``[N, L]``, of all documents' tokens those at these places."""
-    kinds = row["kinds"].flatten()[place].masked_fill(~is_token, 0)
-    positions = row["positions"].flatten(0, 1)[place] if "positions" in row else None
-    return Beside(media, positions, kinds)
+    modality_ids = batch.modality_ids.flatten()[place].masked_fill(~is_token, 0)
+    rope_positions = None if batch.rope_positions is None else batch.rope_positions.flatten(0, 1)[place]
+    return MultimodalInputs(media, rope_positions, modality_ids)
 
 
-def _with_idle(ids: Tensor, beside: Beside, sight: Sight) -> tuple[Tensor, Beside]:
+def _add_idle_image(ids: Tensor, inputs: MultimodalInputs, idle: IdleImage) -> tuple[Tensor, MultimodalInputs]:
     """Tokens ``[N, L]`` and what stands beside them; those without images or videos get a row more with a small one."""
-    if beside.tensors.keys() >= sight.idle.tensors.keys():
-        return ids, beside
-    width, own = max(ids.shape[1], len(sight.idle_ids)), len(sight.idle_ids)
+    if inputs.tensors.keys() >= idle.inputs.tensors.keys():
+        return ids, inputs
+    length = len(idle.input_ids)
+    width = max(ids.shape[1], length)
 
-    def with_row(tokens: Tensor, last: Tensor) -> Tensor:
-        found = tokens.new_zeros(len(tokens) + 1, width, *tokens.shape[2:])
-        found[:-1, : tokens.shape[1]], found[-1, :own] = tokens, last.to(tokens.device)
-        return found
+    def add_row(tokens: Tensor, last: Tensor) -> Tensor:
+        rows = tokens.new_zeros(len(tokens) + 1, width, *tokens.shape[2:])
+        rows[:-1, : tokens.shape[1]] = tokens
+        rows[-1, :length] = last.to(tokens.device)
+        return rows
 
-    idle = sight.idle
-    positions = None if beside.positions is None else with_row(beside.positions, idle.positions)
-    return with_row(ids, sight.idle_ids), Beside(
-        join_media([beside.tensors, idle.tensors]), positions, with_row(beside.kinds, idle.kinds)
+    rope_positions = inputs.rope_positions
+    if rope_positions is not None:
+        rope_positions = add_row(rope_positions, idle.inputs.rope_positions)
+    return add_row(ids, idle.input_ids), MultimodalInputs(
+        join_media([inputs.tensors, idle.inputs.tensors]),
+        rope_positions,
+        add_row(inputs.modality_ids, idle.inputs.modality_ids),
     )
 
 

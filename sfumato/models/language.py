@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.sections import TrainConfig
-from sfumato.data.packing import TextBatch
-from sfumato.data.vision import Vision
+from sfumato.data.token_batch import TokenBatch
+from sfumato.data.vision import MultimodalInputs, Vision, join_media
 from sfumato.errors import ConfigError
-from sfumato.models.document_rows import apart
+from sfumato.models.document_rows import forward_per_document
 from sfumato.models.flops import DRAWS
 from sfumato.models.lora import merge_adapters, save_adapter
 from sfumato.models.model_folder import name_ends, save_generation_config, save_tokenizer
@@ -36,16 +36,16 @@ from sfumato.parallel.weights import build_on_meta
 WORTH_PICKING = 0.9
 """Fraction of tokens in the loss mask up to which logits are computed for these alone; picking them costs a copy."""
 
-TokenLoss = Callable[[TokenScores, Tensors, TextBatch], Tensor]
-"""A function from the scores of a micro-batch, its tensors and itself to its part of the loss, a scalar that is divided
-by the count over all ranks and micro-batches already. Under sequence parallelism scores and tensors are this rank's
-part of the tokens."""
+TokenLoss = Callable[[TokenScores, TokenBatch], Tensor]
+"""A function from the scores of a micro-batch and the placed micro-batch to its part of the loss, a scalar that is
+divided by the count over all ranks and micro-batches already. Under sequence parallelism both are this rank's part of
+the tokens."""
 
 
 class LanguageModel(PackedModel[TokenScores]):
     """A causal transformers model with its tokenizer. The transformers modules are used as they are."""
 
-    says: ClassVar[tuple[str, str]] = ("a log-probability", "log-probabilities")
+    output_name: ClassVar[tuple[str, str]] = ("a log-probability", "log-probabilities")
     can_be_served: ClassVar[bool] = True
     """Whether vLLM and SGLang can draw what it draws."""
 
@@ -67,6 +67,51 @@ class LanguageModel(PackedModel[TokenScores]):
         """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
         self._output_layer, self._chunked = OutputLayer(module), chunked
 
+    def __call__(self, batch: TokenBatch) -> TokenScores:
+        """The forward pass: scores of the tokens of a micro-batch that ``place_batch`` has placed.
+
+        With ``chunked_loss`` the module ends with its last hidden states, and the scores make logits of some tokens at
+        a time with the output layer that was taken out of it.
+        """
+        lm_head, make_logits = None, None
+        if self._chunked:
+            lm_head, make_logits = self._output_layer.detach()
+            keep_gathered(self.module, torch.is_grad_enabled())
+
+        def compute_output(
+            input_ids: Tensor,
+            inputs: MultimodalInputs | None = None,
+            position_ids: Tensor | None = None,
+            **more: Tensor,
+        ) -> Tensor:
+            """Logits, or the last hidden states, of tokens ``[B, T]``."""
+            logits = self._run_module(input_ids, position_ids, inputs, **more).logits
+            return self._output_layer.hidden(logits) if self._chunked else logits
+
+        with self.autocast():
+            if self.row_layout.rows == "documents":
+                layout = self.mesh, self.row_layout.same_length, self._idle_image()
+                output = forward_per_document(compute_output, batch, *layout)
+            else:
+                rows, inputs, more = batch.whole_rows or batch, None, {}
+                if rows.modality_ids is not None:
+                    inputs = MultimodalInputs(join_media(batch.media), rows.rope_positions, rows.modality_ids)
+                if batch.output_columns is not None:
+                    more["logits_to_keep"] = batch.output_columns
+                output = compute_output(rows.input_ids, inputs, rows.position_ids, **more)
+        return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits)
+
+    def _output_columns(self, batch: TokenBatch) -> Tensor | None:
+        """Those that have a label, where they are few enough and a packed row is on one rank."""
+        if "logits_to_keep" not in self._arguments or batch.shape[0] > 1 or self.mesh.size != self.mesh.data_size:
+            return None
+        if self.row_layout.rows == "documents":
+            return None
+        columns = batch.labels[0].ne(IGNORED).nonzero()[:, 0]
+        if len(columns) >= WORTH_PICKING * batch.shape[1]:
+            return None
+        return to_device(columns if len(columns) else torch.zeros(1, dtype=torch.int64), self.mesh.device)
+
     @contextmanager
     def whole_output(self) -> Iterator[None]:
         """Inside, logits are computed for all tokens at a time, by the model's own output layer."""
@@ -84,7 +129,7 @@ class LanguageModel(PackedModel[TokenScores]):
 
     @torch.no_grad()
     def token_log_probs(
-        self, batches: Sequence[TextBatch], reference: bool = False, temperature: float = 1.0
+        self, batches: Sequence[TokenBatch], reference: bool = False, temperature: float = 1.0
     ) -> list[Tensor]:
         """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
 
@@ -94,35 +139,34 @@ class LanguageModel(PackedModel[TokenScores]):
             temperature: divides the logits.
         """
         with self.without_adapter() if reference else nullcontext():
-            return self._whole(batches, lambda scores, row: scores.log_probs(row["labels"], temperature))
+            return self.compute_token_values(batches, lambda scores, batch: scores.log_probs(batch.labels, temperature))
 
-    def predictions(self, batches: Sequence[TextBatch]) -> list[Tensor]:
+    def predictions(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
         """The likeliest next token after each token of whole micro-batches, int64 ``[B, T]`` on the CPU."""
-        found = self._whole(batches, lambda scores, _row: scores.predictions(), every_token=True)
-        return [predicted.cpu() for predicted in found]
+        predictions = self.compute_token_values(batches, lambda scores, _: scores.predictions(), every_token=True)
+        return [tokens.cpu() for tokens in predictions]
 
     @torch.no_grad()
-    def label_logits(self, batch: TextBatch) -> Tensor:
+    def label_logits(self, batch: TokenBatch) -> Tensor:
         """Logits of the N tokens that have a label, float32 ``[N, V]``, on the CPU of every rank that shares the batch.
         Not with pipeline parallelism."""
         with self.whole_output():
-            ((_, scores, row),) = self.score(self._numbered([batch]))
-            wanted = row["labels"] != IGNORED
-            logits = scores.logits(wanted).cpu()
+            ((scores, placed),) = self.score([batch])
+            logits = scores.logits(placed.loss_mask).cpu()
         if self.mesh.layout.cp == 1:
             return logits
-        parts = self.mesh.gather((row["number"][wanted].cpu(), logits), over="cp")
-        columns, logits = (torch.cat(each) for each in zip(*parts, strict=True))
+        parts = self.mesh.gather((placed.columns[placed.loss_mask].cpu(), logits), over="cp")
+        columns, logits = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return logits[columns.argsort()]
 
-    def numbers_of(self, output: TokenScores, row: Tensors) -> Tensor:
+    def probe_values(self, output: TokenScores, batch: TokenBatch) -> Tensor:
         """``log p(label)`` of each token in nats."""
-        return output.log_probs(row["labels"])
+        return output.log_probs(batch.labels)
 
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
+    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
         """``log p`` of each token but the first."""
         with self.autocast():
-            logits = plain(input_ids=tokens[None], use_cache=False, **beside).logits[0]
+            logits = plain(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
         return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
@@ -169,40 +213,13 @@ class LanguageModel(PackedModel[TokenScores]):
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
         if self.vision is not None:
-            check_sighted(self.module, mesh)
+            check_multimodal(self.module, mesh)
 
     def _from_pipeline(self, logits: Tensor) -> TokenScores:
         return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
-    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
-        row = self._own_part(tensors)
-        head, tail = None, None
-        if self._chunked:
-            head, tail = self._output_layer.apart()
-            keep_gathered(self.module, torch.is_grad_enabled())
-        if self.rows.rows == "documents":
-            with self.autocast():
-                forward, sight = self._forward if self.vision is None else self._forward_beside, self._sight(media)
-                output = apart(forward, row, self.mesh, self.rows.same_length, sight)
-            return TokenScores(output, tuple(row["input_ids"].shape), None, head, tail), row
-        kept = None
-        can_pick = "number" not in tensors and "logits_to_keep" in self._arguments
-        if can_pick and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
-            masked_in = (tensors["labels"][0] != IGNORED).nonzero()[:, 0]
-            if len(masked_in) < WORTH_PICKING * tensors["labels"].shape[1]:
-                kept = to_device(masked_in if len(masked_in) else torch.zeros(1, dtype=torch.int64), self.mesh.device)
-        is_cut_within = self.vision is not None and self.mesh.layout.cp > 1
-        given = self._to_device(tensors) if is_cut_within else row
-        output = self._logits(given, media, **({} if kept is None else {"logits_to_keep": kept}))
-        return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
 
-    def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
-        """Logits, or with a chunked loss the last hidden states, of tokens ``[B, T]``."""
-        output = super()._forward(input_ids, **more)
-        return self._output_layer.hidden(output) if self._chunked else output
-
-
-def check_sighted(module: nn.Module, mesh: Mesh) -> None:
+def check_multimodal(module: nn.Module, mesh: Mesh) -> None:
     """Raises ConfigError for meshes that a model that sees cannot be put on."""
     if mesh.layout.tp > 1 and getattr(module.config.get_text_config(), "hidden_size_per_layer_input", 0):
         raise ConfigError(

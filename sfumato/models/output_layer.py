@@ -27,7 +27,7 @@ class OutputLayer:
         self._is_known = False
         self._hidden: Tensor | None = None
 
-    def apart(self) -> tuple[nn.Linear, Tail | None]:
+    def detach(self) -> tuple[nn.Linear, Tail | None]:
         """Takes the layer out. Returns it, for others to do its work, and what ``forward`` makes of its result."""
         head = self._module.get_output_embeddings()
         head.forward = self._hand_through

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
-from sfumato.data.packing import TextBatch
-from sfumato.data.vision import KINDS, Beside, Images, Vision, join_media
+from sfumato.data.token_batch import TokenBatch
+from sfumato.data.vision import KINDS, Images, MultimodalInputs, Vision, join_media
 from sfumato.errors import ConfigError
-from sfumato.models.document_rows import Sight, forget_lengths
+from sfumato.models.document_rows import IdleImage, forget_lengths
 from sfumato.models.lora import start_magnitudes
 from sfumato.models.packed_attention import ATTENTION, MaskWatch
 from sfumato.models.plain import give_weights, set_attention
@@ -64,7 +64,7 @@ class PackedModel(ABC, Generic[Output]):
     A subclass knows what its head says of the tokens of a micro-batch: logits, or one number.
     """
 
-    says: ClassVar[tuple[str, str]]
+    output_name: ClassVar[tuple[str, str]]
     """What the probe calls one of the numbers that it compares, and several."""
     vision: Vision | None = None
     """What makes batches of a model that sees."""
@@ -94,7 +94,7 @@ class PackedModel(ABC, Generic[Output]):
         """
         self.module, self.tokenizer, self.autocast_dtype = module, tokenizer, autocast_dtype
         self.balancer: ExpertBalancer | None = None
-        self.rows = RowLayout("packed")
+        self.row_layout = RowLayout("packed")
         """How packed rows reach the module."""
         self.shares_prompts = False
         """Whether a packed row may have documents that go on after the beginning of another (``shared_prompts.py``)."""
@@ -110,22 +110,21 @@ class PackedModel(ABC, Generic[Output]):
         self._mesh: Mesh | None = None
 
     @abstractmethod
-    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[Output, Tensors]:
-        """What the model says of the tensors of a micro-batch, with its documents' images, and its part of these on its
-        device."""
+    def __call__(self, batch: TokenBatch) -> Output:
+        """The forward pass: what the model says of the tokens of a micro-batch that ``place_batch`` has placed."""
 
     @abstractmethod
-    def numbers_of(self, output: Output, row: Tensors) -> Tensor:
+    def probe_values(self, output: Output, batch: TokenBatch) -> Tensor:
         """What the probe compares: a number for each token, float32 ``[B, T]``, 0 where the label is -100."""
 
     @abstractmethod
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
+    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
         """The same by transformers' own module of a document alone, of each token that has a next one.
 
         Args:
             plain: from ``plain_with``.
             tokens: int64 ``[L]``.
-            beside: arguments of its ``forward`` that its images give.
+            inputs: arguments of its ``forward`` that its images give.
 
         Returns:
             float32 ``[L - 1]``.
@@ -195,14 +194,14 @@ class PackedModel(ABC, Generic[Output]):
         if config.expert_bias_rate > 0:
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
 
-    def take(self, attention: str, rows: RowLayout) -> None:
+    def set_row_layout(self, attention: str, row_layout: RowLayout) -> None:
         """Makes packed rows reach the module in another way, or be computed by another attention of transformers.
 
         Raises:
             ConfigError, ValueError: when the model does not know that attention.
         """
         set_attention(self.plain, attention)
-        self.rows = rows
+        self.row_layout = row_layout
 
     def whole_bytes(self) -> int:
         """Bytes of the weights of all ranks in float32."""
@@ -222,21 +221,16 @@ class PackedModel(ABC, Generic[Output]):
         return module
 
     def forward_backward(
-        self,
-        batches: Sequence[TextBatch],
-        loss: Callable[[Output, Tensors, TextBatch], Tensor],
-        step: int = 0,
-        fields: Sequence[Tensors] | None = None,
+        self, batches: Sequence[TokenBatch], loss_fn: Callable[[Output, TokenBatch], Tensor], step: int = 0
     ) -> Numbers:
         """Forward and backward passes of all micro-batches; gradients are added up in the parameters.
 
         Args:
             batches: this rank's micro-batches of a step, as many as on the other ranks.
-            loss: from what the model says of a micro-batch, its tensors and itself to its part of the loss, a scalar
-                that is divided by the count over all ranks and micro-batches already. Under sequence parallelism
-                output and tensors are this rank's part of the tokens.
+            loss_fn: from what the model says of a micro-batch and the placed micro-batch to its part of the loss, a
+                scalar that is divided by the count over all ranks and micro-batches already. Under sequence
+                parallelism both are this rank's part of the tokens.
             step: the optimiser's step, to which dropout belongs.
-            fields: more tensors ``[B, T]`` for each batch, which the loss finds beside those of the batch.
 
         Returns:
             The loss of each micro-batch, of this rank's tokens, which waits for the device when it is read.
@@ -244,73 +238,112 @@ class PackedModel(ABC, Generic[Output]):
         Raises:
             ConfigError: when there are too few micro-batches for the pipeline.
         """
-        rows = _with_fields(batches, fields)
         if self._pipeline is not None:
-            given = [self._to_device(row) | {"batch": torch.tensor(index)} for index, row in enumerate(rows)]
             with self.autocast():
                 return self._pipeline.train_step(
-                    given,
-                    lambda logits, row: loss(self._from_pipeline(logits), row, batches[int(row["batch"])]),
-                    self._of_stages(batches),
+                    self._pipeline_inputs(batches),
+                    lambda logits, row: loss_fn(self._from_pipeline(logits), _batch_of_row(batches, row)),
+                    self._stage_arguments(batches),
                 )
         losses = Numbers()
-        for index, row in accumulate(self.module, list(enumerate(rows))):
-            row = self._filled(row)
-            with self._dropout_of(step, batches[index], row):
-                part = loss(*self._score(row, batches[index].media), batches[index])
-                part.backward()
-            losses.add(part)
+        for batch in self.accumulate(batches, step):
+            loss = loss_fn(self(batch), batch)
+            loss.backward()
+            losses.add(loss)
         return losses
 
+    def accumulate(self, batches: Sequence[TokenBatch], step: int = 0) -> Iterator[TokenBatch]:
+        """Places micro-batches, one after the other, for a forward and a backward pass in the body of the loop.
+
+        The backward pass of the last one reduces gradients over ranks (``parallel.parallelize.accumulate``). Inside the
+        body dropout is keyed by ``step`` and the samples.
+        """
+        for batch in accumulate(self.module, batches):
+            placed = self.place_batch(batch)
+            with self._dropout_of(step, batch):
+                yield placed
+
+    def place_batch(self, batch: TokenBatch, every_token: bool = False) -> TokenBatch:
+        """A micro-batch as ``__call__`` takes it: padded, on the device, and this rank's part of its tokens.
+
+        The device is not waited for; of position ids it is remembered what they are. Not with pipeline parallelism.
+
+        Args:
+            batch: in host memory; tensors of an update may be on the device already.
+            every_token: compute the output of tokens without a label, too.
+        """
+        whole = self._pad_to_multiple(self._number_columns(batch))
+        output_columns = None if every_token else self._output_columns(whole)
+        whole = whole.with_tensors(self._to_device(whole.tensors()))
+        batch = whole.with_tensors(shard_sequence(whole.tensors(), self.mesh))
+        if batch.position_ids is not whole.position_ids:
+            remember_whole(batch.position_ids, whole.position_ids)
+        is_cut_inside = self.vision is not None and self.mesh.layout.cp > 1
+        return replace(batch, output_columns=output_columns, whole_rows=whole if is_cut_inside else None)
+
+    def _pad_to_multiple(self, batch: TokenBatch) -> TokenBatch:
+        """A micro-batch of a length of which there are few, since compiled code is made for each."""
+        multiple = 1 if self.row_layout.rows == "documents" or self.vision is not None else self._multiple
+        if batch.shape[1] % multiple == 0:
+            return batch
+        (tensors,) = pad_together([batch.tensors()], multiple)
+        return batch.with_tensors(tensors)
+
+    def _output_columns(self, batch: TokenBatch) -> Tensor | None:
+        """Columns that the output is computed for, int64 ``[K]`` on the device; None is all."""
+        return None
+
     @torch.no_grad()
-    def score(
-        self, batches: Sequence[TextBatch], fields: Sequence[Tensors] | None = None
-    ) -> Iterator[tuple[int, Output, Tensors]]:
+    def score(self, batches: Sequence[TokenBatch], every_token: bool = False) -> Iterator[tuple[Output, TokenBatch]]:
         """What the model says of micro-batches without gradients; nothing is dropped out.
 
         Args:
             batches: as many on each rank.
-            fields: see ``forward_backward``.
+            every_token: compute the output of tokens without a label, too.
 
         Yields:
-            Number of the micro-batch, that, and its tensors, of this rank's part of the tokens. With pipeline
-            parallelism on the ranks of the last stage only.
+            For each micro-batch in order that, and the placed micro-batch: this rank's part of the tokens. With
+            pipeline parallelism on the ranks of the last stage only.
         """
-        rows = _with_fields(batches, fields)
         with self._evaluating():
             if self._pipeline is None:
-                for index, row in enumerate(rows):
-                    yield index, *self._score(self._filled(row), batches[index].media)
+                for batch in batches:
+                    placed = self.place_batch(batch, every_token)
+                    yield self(placed), placed
                 return
-            rows = [self._to_device(row) | {"batch": torch.tensor(index)} for index, row in enumerate(rows)]
+            rows = self._pipeline_inputs(batches)
             with self.autocast():
-                found = self._pipeline.forward(rows, self._of_stages(batches))
-            for index, logits in enumerate(found or []):
-                yield index, self._from_pipeline(logits), shard_sequence(rows[index], self.mesh)
+                outputs = self._pipeline.forward(rows, self._stage_arguments(batches))
+            for row, logits in zip(rows, outputs or [], strict=False):  # none but on the last stage
+                yield self._from_pipeline(logits), _batch_of_row(batches, shard_sequence(row, self.mesh))
 
     @torch.no_grad()
-    def _whole(
-        self, batches: Sequence[TextBatch], number: Callable[[Output, Tensors], Tensor], every_token: bool = False
+    def compute_token_values(
+        self,
+        batches: Sequence[TokenBatch],
+        compute: Callable[[Output, TokenBatch], Tensor],
+        every_token: bool = False,
     ) -> list[Tensor]:
-        """A number of each token of whole micro-batches, ``[B, T]``, on this rank's device.
+        """A number of each token of whole micro-batches, ``[B, T]``, on the device of every rank that shares them.
 
         Args:
             batches: as many on each rank.
-            number: from what the model says of this rank's part and its tensors to the numbers of that part.
+            compute: from what the model says of this rank's part and that part to its numbers.
             every_token: compute the output of tokens without a label, too.
         """
-        found: dict[int, Tensor] = {}
-        for index, output, row in self.score(self._numbered(batches, every_token)):
-            numbers = number(output, row)[:, : batches[index].tensors["input_ids"].shape[1]]  # without filling
-            found[index] = self._join(numbers, row.get("number"), batches[index])
+        values: dict[int, Tensor] = {}
+        for index, (output, placed) in enumerate(self.score(batches, every_token)):
+            part = compute(output, placed)[:, : batches[index].shape[1]]  # without padding
+            values[index] = self._join_sequence(part, placed.columns, batches[index])
         if self._pipeline is not None:
-            parts = self.mesh.gather({index: numbers.cpu() for index, numbers in found.items()}, over="pp")
-            found = {index: numbers.to(self.mesh.device) for part in parts for index, numbers in part.items()}
-        return [found[index] for index in range(len(batches))]
+            on_host = {index: part.cpu() for index, part in values.items()}
+            parts = self.mesh.gather(on_host, over="pp")
+            values = {index: value.to(self.mesh.device) for part in parts for index, value in part.items()}
+        return [values[index] for index in range(len(batches))]
 
-    def token_numbers(self, batches: Sequence[TextBatch]) -> list[Tensor]:
-        """``numbers_of`` whole micro-batches, on every rank that shares them."""
-        return self._whole(batches, self.numbers_of)
+    def compute_probe_values(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """``probe_values`` of whole micro-batches, on every rank that shares them."""
+        return self.compute_token_values(batches, self.probe_values)
 
     @contextmanager
     def whole_output(self) -> Iterator[None]:
@@ -354,83 +387,78 @@ class PackedModel(ABC, Generic[Output]):
         """Sum of a tensor of any shape over the ranks that share a sequence; gradients go to each rank's own part."""
         return values if self.mesh.layout.cp == 1 else SequenceSum.apply(values, self.mesh.group("cp"))
 
-    def _logits(self, row: Tensors, media: Sequence[Tensors] = (), **more: Tensor) -> Tensor:
-        """What the module's head gives for packed rows as they are, ``[B, T, ...]``."""
-        if "kinds" in row:
-            beside = Beside(join_media(media), row.get("positions"), row["kinds"])
-            more |= self._seen(row["position_ids"], beside)
-        elif "position_ids" in self._arguments:  # recurrent models and those with ALiBi know none
-            more["position_ids"] = row["position_ids"]
-        with self.autocast():
-            return self._forward(row["input_ids"], **more)
+    def _run_module(
+        self, input_ids: Tensor, position_ids: Tensor | None, inputs: MultimodalInputs | None, **more: Tensor
+    ) -> Any:
+        """transformers' output for tokens ``[B, T]``: the one place where the module is called.
 
-    def _of_stages(self, batches: Sequence[TextBatch]) -> StageArguments:
+        Args:
+            input_ids: int64 ``[B, T]``.
+            position_ids: within documents; None where each row is a document.
+            inputs: of a model that sees.
+            more: further arguments of its ``forward``.
+        """
+        if inputs is not None:
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            more |= self._multimodal_arguments(position_ids, inputs)
+        elif position_ids is not None and "position_ids" in self._arguments:  # recurrent models and ALiBi know none
+            more["position_ids"] = position_ids
+        if self.row_layout.same_length:
+            forget_lengths(self.plain)
+        masks_are_alike = self.attention == ATTENTION and self.vision is None  # masks of some depend on the images
+        with self._masks.forward() if masks_are_alike else nullcontext():
+            return self.module(input_ids=input_ids, use_cache=False, **more)
+
+    def _multimodal_arguments(self, position_ids: Tensor, inputs: MultimodalInputs) -> Tensors:
+        """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees."""
+        (modality_ids,) = self._to_device({"modality_ids": inputs.modality_ids}).values()
+        on_device = MultimodalInputs(self._to_device(inputs.tensors), inputs.rope_positions, modality_ids)
+        return on_device.arguments(position_ids, self._arguments)
+
+    def _stage_arguments(self, batches: Sequence[TokenBatch]) -> StageArguments:
         """What the stages of a pipeline are given of micro-batches: all of them positions, the first one images."""
         if self.vision is None:
             return positions_alone
 
-        def arguments(row: Batch, first: bool) -> Tensors:
+        def select_arguments(row: Batch, first: bool) -> Tensors:
             media = join_media(batches[int(row["batch"])].media) if first else {}
-            return self._seen(row["position_ids"], Beside(media, row.get("positions"), row["kinds"]))
+            inputs = MultimodalInputs(media, row.get("rope_positions"), row["modality_ids"])
+            return self._multimodal_arguments(row["position_ids"], inputs)
 
-        return arguments
+        return select_arguments
 
-    def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
-        """The same, of tokens ``[B, T]``."""
-        if self.rows.same_length:
-            forget_lengths(self.plain)
-        asks_alike = self.attention == ATTENTION and self.vision is None  # masks of some depend on the images
-        with self._masks.forward() if asks_alike else nullcontext():
-            return self.module(input_ids=input_ids, use_cache=False, **more).logits
+    def _pipeline_inputs(self, batches: Sequence[TokenBatch]) -> list[Tensors]:
+        """Micro-batches as the pipeline takes them: tensors on the device, and the number of the micro-batch."""
+        return [
+            self._to_device(self._number_columns(batch).tensors()) | {"batch": torch.tensor(index)}
+            for index, batch in enumerate(batches)
+        ]
 
-    def _seen(self, position_ids: Tensor, beside: Beside) -> Tensors:
-        """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees."""
-        there = self._to_device({"kinds": beside.kinds})
-        beside = Beside(self._to_device(beside.tensors), beside.positions, **there)
-        return beside.arguments(position_ids, self._arguments)
-
-    def _forward_beside(self, input_ids: Tensor, beside: Beside) -> Tensor:
-        """As ``_forward``, of documents in rows of their own, of a model that sees."""
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return self._forward(input_ids, **self._seen(position_ids, beside))
-
-    def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+    def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
         """What transformers' own module, which counts positions itself, is given beside the tokens of a document."""
         if self.vision is None:
             return {}
-        beside = self.vision.beside(input_ids, images)
-        kinds = {name: beside.kinds[None] for name in KINDS if name in self._arguments}
+        inputs = self.vision.beside(input_ids, images)
+        modality_ids = {name: inputs.modality_ids[None] for name in KINDS if name in self._arguments}
         if "feature_attention_mask" in self._arguments:  # omni models count positions with a mask alone
-            kinds["attention_mask"] = torch.ones_like(beside.kinds[None])
-        return self._to_device(beside.tensors | kinds)
+            modality_ids["attention_mask"] = torch.ones_like(inputs.modality_ids[None])
+        return self._to_device(inputs.tensors | modality_ids)
 
-    def _sight(self, media: Sequence[Tensors]) -> Sight | None:
-        """The images of a batch, for documents in rows of their own."""
+    def _idle_image(self) -> IdleImage | None:
+        """What documents in rows of their own get that have no image."""
         if self.vision is None:
             return None
-        return Sight(media, torch.from_numpy(self.vision.idle_ids), self.vision.idle())
+        return IdleImage(torch.from_numpy(self.vision.idle_ids), self.vision.idle())
 
     def sum_for_rows(self, values: Tensor) -> Tensor:
         """As ``sum_over_sequence``, where each rank goes on with rows of its own: gradients are summed, too."""
         return values if self.mesh.layout.cp == 1 else SequenceSum.apply(values, self.mesh.group("cp"), True)
 
-    def _filled(self, tensors: Tensors) -> Tensors:
-        """The tensors of a micro-batch, of a length of which there are few."""
-        multiple = 1 if self.rows.rows == "documents" or self.vision is not None else self._multiple
-        return tensors if tensors["input_ids"].shape[1] % multiple == 0 else pad_together([tensors], multiple)[0]
-
     def _to_device(self, tensors: Tensors) -> Tensors:
         """The tensors on the device, which is not waited for; of position ids it is remembered what they are."""
         device = self.mesh.device
-        return {name: to_device(each, device, remember=name == "position_ids") for name, each in tensors.items()}
-
-    def _own_part(self, tensors: Tensors) -> Tensors:
-        """This rank's part of packed rows, on the device."""
-        whole = self._to_device(tensors)
-        row = shard_sequence(whole, self.mesh)
-        if "position_ids" in tensors and row["position_ids"] is not whole["position_ids"]:
-            remember_whole(row["position_ids"], whole["position_ids"])
-        return row
+        return {name: to_device(tensor, device, remember=name == "position_ids") for name, tensor in tensors.items()}
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of forward passes."""
@@ -446,15 +474,19 @@ class PackedModel(ABC, Generic[Output]):
         finally:
             self.autocast_dtype = before
 
-    def _dropout_of(self, step: int, batch: TextBatch, row: Tensors) -> AbstractContextManager[None]:
-        """What is dropped belongs to (seed, step, sample, position), not to the row that a sample is packed into."""
+    def _dropout_of(self, step: int, batch: TokenBatch) -> AbstractContextManager[None]:
+        """What is dropped belongs to (seed, step, sample, position), not to the row that a sample is packed into.
+
+        ``batch`` is whole, in host memory.
+        """
         if self._dropout is None:
             return nullcontext()
-        count = max(len(batch.lengths) // max(len(batch.sample_ids), 1), 1)
+        batch = self._pad_to_multiple(batch)
+        count = max(len(batch.document_lengths) // max(len(batch.sample_ids), 1), 1)
         owners = [sample_id * count + part for sample_id in batch.sample_ids for part in range(count)] or [0]
-        owner = torch.tensor(owners)[row["documents"].clamp(max=len(owners) - 1)]
-        tokens = shard_sequence({"input_ids": row["input_ids"], "keys": owner * 2**24 + row["position_ids"]}, self.mesh)
-        return self._dropout.batch(step, [0] * len(owner), tokens["keys"])
+        owner = torch.tensor(owners)[batch.document_ids.clamp(max=len(owners) - 1)]
+        tokens = {"input_ids": batch.input_ids, "keys": owner * 2**24 + batch.position_ids}
+        return self._dropout.batch(step, [0] * len(owner), shard_sequence(tokens, self.mesh)["keys"])
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -464,20 +496,17 @@ class PackedModel(ABC, Generic[Output]):
         finally:
             self.module.train()
 
-    def _numbered(self, batches: Sequence[TextBatch], every_token: bool = False) -> list[TextBatch]:
-        """Batches whose tokens know their column, so that parts of a sequence can be joined again."""
-        found = []
-        for batch in batches:
-            columns = torch.arange(batch.tensors["input_ids"].shape[1]).expand_as(batch.tensors["input_ids"])
-            more = {"number": columns} if every_token or self.mesh.layout.cp > 1 else {}
-            found.append(replace(batch, tensors=batch.tensors | more))
-        return found
+    def _number_columns(self, batch: TokenBatch) -> TokenBatch:
+        """Under sequence parallelism tokens know their column, so that parts of a sequence can be joined again."""
+        if self.mesh.layout.cp == 1:
+            return batch
+        return replace(batch, columns=torch.arange(batch.shape[1]).expand_as(batch.input_ids))
 
-    def _join(self, part: Tensor, columns: Tensor | None, batch: TextBatch) -> Tensor:
+    def _join_sequence(self, part: Tensor, columns: Tensor | None, batch: TokenBatch) -> Tensor:
         """The whole ``[B, T]`` of the parts that the ranks of a sequence have."""
         if self.mesh.layout.cp == 1:
             return part
-        whole = part.new_zeros(batch.tensors["input_ids"].shape)
+        whole = part.new_zeros(batch.shape)
         whole[:, columns[0]] = part
         dist.all_reduce(whole, group=self.mesh.group("cp"))
         return whole
@@ -492,7 +521,7 @@ def row_multiple(config: TrainConfig, mesh: Mesh) -> int:
     )
 
 
-def _with_fields(batches: Sequence[TextBatch], fields: Sequence[Tensors] | None) -> list[Tensors]:
-    if fields is None:
-        return [batch.tensors for batch in batches]
-    return [batch.tensors | more for batch, more in zip(batches, fields, strict=True)]
+def _batch_of_row(batches: Sequence[TokenBatch], row: Batch) -> TokenBatch:
+    """The micro-batch of what a pipeline hands back, with the tensors that it has made of its own."""
+    tensors = {name: tensor for name, tensor in row.items() if name != "batch"}
+    return batches[int(row["batch"])].with_tensors(tensors)

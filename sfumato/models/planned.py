@@ -22,7 +22,7 @@ from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.folder_parts import component_class
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.flops import meta_denoiser, with_denoiser
-from sfumato.models.language import check_settings, check_sighted
+from sfumato.models.language import check_multimodal, check_settings
 from sfumato.models.language_parts import freeze, read_model_config
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.models.memory_plan import Planned
@@ -192,7 +192,7 @@ def _plan_tokens(
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
     vision, encoder = None, 0
     if seen is not None:
-        check_sighted(module, mesh)
+        check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, seen)
         encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,18 +20,18 @@ from torch import Tensor
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import TextBatch, make_batch, micro_batch_rule, placeholder_tokens
+from sfumato.data.packing import make_batch, micro_batch_rule, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.document_rows import forget_lengths
 from sfumato.models.packed_attention import ATTENTION
-from sfumato.models.packed_model import PackedModel, RowLayout, Tensors
+from sfumato.models.packed_model import PackedModel, RowLayout
 from sfumato.models.plain import can_set_attention, changing_positions, set_attention
 from sfumato.models.probe_documents import make_documents, other_than
 from sfumato.parallel.attention import SIZES
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.parallelize import forget_pass
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
@@ -165,7 +165,7 @@ class Checks:
         self.tolerance = tolerance_of(model)
         self.batches = [self._batch(part) for part in documents]
 
-    def _batch(self, documents: list[TextSample]) -> TextBatch:
+    def _batch(self, documents: list[TextSample]) -> TokenBatch:
         count, packed = len(documents), self.train.rmpad_with_pos_ids
         least, vision = placeholder_tokens(self.model.mesh), self.model.vision
         return make_batch(documents, list(range(count)), [0] * count, packed, 0, least, vision)
@@ -191,7 +191,7 @@ class Checks:
         way says."""
 
         def measure() -> Measured:
-            self.model.take(way.attention, way.layout)
+            self.model.set_row_layout(way.attention, way.layout)
             return self.measure()
 
         found = _or_error(measure)
@@ -225,13 +225,13 @@ class Checks:
         if not self.trains:
             return 0.0, 0.0
         model, mesh = self.model, self.model.mesh
-        count = self.batches[0].num_tokens * self.copies * mesh.data_size
+        count = self.batches[0].num_labels * self.copies * mesh.data_size
 
-        def loss_of(output: Any, row: Tensors, _batch: TextBatch) -> Tensor:
-            return -model.numbers_of(output, row).sum() / count
+        def loss_fn(output: Any, batch: TokenBatch) -> Tensor:
+            return -model.probe_values(output, batch).sum() / count
 
         try:
-            loss = sum(model.forward_backward([self.batches[0]] * self.copies, loss_of))
+            loss = sum(model.forward_backward([self.batches[0]] * self.copies, loss_fn))
             grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the probe before the first step")
         finally:
             for parameter in trainable_parameters(model.trained).values():
@@ -240,9 +240,9 @@ class Checks:
                 model.balancer.forget()
         return mesh.sum(loss, over="loss"), grad_norm
 
-    def _log_probs(self, batch: TextBatch) -> Tensor:
-        found = self.model.token_numbers([batch] * self.copies)[0]
-        return found[batch.tensors["labels"].to(found.device) != IGNORED].cpu()
+    def _log_probs(self, batch: TokenBatch) -> Tensor:
+        found = self.model.compute_probe_values([batch] * self.copies)[0]
+        return found[batch.loss_mask.to(found.device)].cpu()
 
     def _difference(self, found: Measured, expected: Measured | None) -> str | None:
         """Of the log-probabilities, with nothing dropped out."""
@@ -253,8 +253,8 @@ class Checks:
         if far <= allowed:
             return None
         return (
-            f"documents together give other {self.model.says[1]} than transformers gives for each alone (one differs "
-            f"by {far:.2g}; rounding explains {allowed:.1g})"
+            f"documents together give other {self.model.output_name[1]} than transformers gives for each alone (one "
+            f"differs by {far:.2g}; rounding explains {allowed:.1g})"
         )
 
     def _change(self, found: Measured, _expected: Measured | None) -> str | None:
@@ -292,8 +292,7 @@ class Checks:
             other_than(document.documents[0], 0 if index % 2 else -1, self.model)
             for index, document in enumerate(self.documents[0])
         ]
-        other = self._batch(changed)
-        other.tensors["labels"] = self.batches[0].tensors["labels"]  # the same question of other tokens
+        other = replace(self._batch(changed), labels=self.batches[0].labels)  # the same question of other tokens
         difference = self._log_probs(other)
         difference = (difference - found.log_probs[: len(difference)]).abs()
         parts = difference.split([document.num_tokens - 1 for document in changed])
@@ -301,19 +300,19 @@ class Checks:
         # rows of one shape are rounded alike, unless other documents change how many tokens an expert gets
         if not far <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
             return (
-                f"a token notices what comes after it, or what stands beside its document ({self.model.says[0]} "
+                f"a token notices what comes after it, or what stands beside its document ({self.model.output_name[0]} "
                 f"moves by {far:.2g}): this is no causal model of separate documents"
             )
         return None
 
     @contextmanager
     def _as(self, way: Way) -> Iterator[None]:
-        before = Way(self.model.attention, self.model.rows)
-        self.model.take(way.attention, way.layout)
+        before = Way(self.model.attention, self.model.row_layout)
+        self.model.set_row_layout(way.attention, way.layout)
         try:
             yield
         finally:
-            self.model.take(before.attention, before.layout)
+            self.model.set_row_layout(before.attention, before.layout)
 
 
 Result = TypeVar("Result")
@@ -340,19 +339,19 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     if can_set_attention(plain):
         set_attention(plain, "eager")
 
-    def numbers_of(document: Document, more: int = 0) -> Tensor:
+    def compute_values(document: Document, more: int = 0) -> Tensor:
         """Of each token but the last, with ``more`` tokens after that."""
         forget_lengths(plain)
         input_ids = np.concatenate([document.input_ids, document.input_ids[:more]])
-        beside = model.alone(input_ids, document.images)
+        inputs = model.single_document_inputs(input_ids, document.images)
         tokens = torch.from_numpy(input_ids.astype(np.int64)).to(model.mesh.device)
-        return model.numbers_alone(plain, tokens, beside)[: len(document.input_ids) - 1]
+        return model.reference_probe_values(plain, tokens, inputs)[: len(document.input_ids) - 1]
 
     short, *long = [[document.documents[0] for document in part] for part in documents]
     plain.train()
     loss, num_labels = 0.0, sum(len(document.input_ids) - 1 for document in short)
     for tokens in short:
-        part = -numbers_of(tokens).sum() / num_labels
+        part = -compute_values(tokens).sum() / num_labels
         if part.requires_grad:  # not without images where the encoder or the projector alone are trained
             part.backward()
         loss += float(part.detach())
@@ -361,17 +360,17 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     grad_norm = float(torch.linalg.vector_norm(torch.stack(norms).double()))
     with torch.no_grad():
         plain.eval()
-        alone = [numbers_of(tokens) for tokens in short]
+        alone = [compute_values(tokens) for tokens in short]
         near = torch.cat(alone)
-        noise = (near - torch.cat([numbers_of(tokens, more=1) for tokens in short])).abs().max()
+        noise = (near - torch.cat([compute_values(tokens, more=1) for tokens in short])).abs().max()
         with suppress(ConfigError, ValueError, ImportError):  # the score matrices of long ones are large
             set_attention(plain, "sdpa")
-        alone += [numbers_of(tokens) for part in long for tokens in part]
+        alone += [compute_values(tokens) for part in long for tokens in part]
         if tolerance_of(model) is HALF:
             # a module that insists on its own dtype goes by one more token and by the size of its logits
             with model.in_full_precision(), suppress(RuntimeError):
                 plain.float()
-                noise = (near - torch.cat([numbers_of(tokens) for tokens in short])).abs().max()
+                noise = (near - torch.cat([compute_values(tokens) for tokens in short])).abs().max()
     return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
 
 
@@ -427,7 +426,7 @@ def _complain(
     others = [way for way in _ways(model, config, max_seq_len, every=True) if way not in problems]
     right = next((way for way in others if checks.problem(way, expected) is None), None)
     first = next(iter(problems))
-    model.take(first.attention, first.layout)
+    model.set_row_layout(first.attention, first.layout)
     known = dict.fromkeys(problems.values())
     text = f"{model.name} is not trained as transformers would: " + "; or, ".join(known)
     if right is not None:

@@ -17,9 +17,9 @@ from torch.nn import functional
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.answer_end import facts_of
-from sfumato.data.packing import TextBatch
+from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
-from sfumato.models.document_rows import apart
+from sfumato.models.document_rows import forward_per_document
 from sfumato.models.language_parts import (
     DTYPES,
     build_module,
@@ -33,7 +33,6 @@ from sfumato.models.model_folder import save_tokenizer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.plain import give_weights
 from sfumato.models.source_folder import float32_names
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import build_on_meta
@@ -52,7 +51,7 @@ class ScalarModel(PackedModel[Tensor]):
     padding token is what transformers' own module gives for that document.
     """
 
-    says: ClassVar[tuple[str, str]] = ("a value", "values")
+    output_name: ClassVar[tuple[str, str]] = ("a value", "values")
     exports_merged: ClassVar[bool] = True
     """Adapters alone would lose the head."""
 
@@ -75,7 +74,7 @@ class ScalarModel(PackedModel[Tensor]):
         """The token at which transformers' module reads no output."""
         return self.plain.config.get_text_config().pad_token_id
 
-    def values(self, batches: Sequence[TextBatch]) -> list[Tensor]:
+    def values(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Values of all tokens of whole micro-batches without gradients; nothing is dropped out.
 
         Args:
@@ -84,20 +83,20 @@ class ScalarModel(PackedModel[Tensor]):
         Returns:
             float32 ``[B, T]`` for each, on every rank that shares it, on its device.
         """
-        return self._whole(batches, lambda values, _row: values, every_token=True)
+        return self.compute_token_values(batches, lambda values, _: values, every_token=True)
 
-    def numbers_of(self, output: Tensor, row: Tensors) -> Tensor:
+    def probe_values(self, output: Tensor, batch: TokenBatch) -> Tensor:
         """Values as log-probabilities, ``log sigmoid``, whose sum does not cancel out."""
-        return functional.logsigmoid(output).masked_fill(row["labels"] == IGNORED, 0.0)
+        return functional.logsigmoid(output).masked_fill(~batch.loss_mask, 0.0)
 
-    def numbers_alone(self, plain: nn.Module, tokens: Tensor, beside: Tensors) -> Tensor:
+    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
         """The same of each token but the last."""
-        found: list[Tensor] = []
-        handle = getattr(plain, HEAD).register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        outputs: list[Tensor] = []
+        handle = getattr(plain, HEAD).register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
         with self.autocast():
-            plain(input_ids=tokens[None], use_cache=False, **beside)
+            plain(input_ids=tokens[None], use_cache=False, **inputs)
         handle.remove()
-        return functional.logsigmoid(found[0][0, :-1, 0].float())
+        return functional.logsigmoid(outputs[0][0, :-1, 0].float())
 
     @contextmanager
     def probed(self) -> Iterator[None]:
@@ -146,27 +145,28 @@ class ScalarModel(PackedModel[Tensor]):
         super()._check(mesh, config)
         check_scalar_settings(mesh, config)
 
-    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[Tensor, Tensors]:
-        assert not media, "build_scalar_model makes no model that sees"
-        row = self._own_part(tensors)
-        if self.rows.rows == "documents":
-            with self.autocast():
-                output = apart(self._forward, row, self.mesh, self.rows.same_length)
-        else:
-            output = self._logits(row)
-        return output[..., 0], row
+    def __call__(self, batch: TokenBatch) -> Tensor:
+        """The forward pass: values, float32 ``[B, T]``, of a micro-batch that ``place_batch`` has placed."""
+        assert not batch.media, "build_scalar_model makes no model that sees"
+
+        def compute_values(input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            """Values of tokens ``[B, T]``, float32 ``[B, T, 1]``."""
+            pooled = self._run_module(input_ids, position_ids, None).logits
+            values, self._values = self._values, None
+            return values + 0.0 * pooled.sum()  # fsdp waits for the gradient of what a module returns
+
+        with self.autocast():
+            if self.row_layout.rows == "documents":
+                values = forward_per_document(compute_values, batch, self.mesh, self.row_layout.same_length)
+            else:
+                values = compute_values(batch.input_ids, batch.position_ids)
+        return values[..., 0]
 
     def _read(self, hidden: Tensor) -> Tensor:
         """The head's own forward pass, of ``[B, T, H]``; transformers' module keeps one token of each row."""
         with torch.autocast(hidden.device.type, enabled=False):
             self._values = functional.linear(hidden.float(), self._head.weight.float())
         return self._values
-
-    def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
-        """Values of tokens ``[B, T]``, float32 ``[B, T, 1]``."""
-        pooled = super()._forward(input_ids, **more)
-        values, self._values = self._values, None
-        return values + 0.0 * pooled.sum()  # fsdp waits for the gradient of what a module returns
 
 
 def build_scalar_model(
@@ -213,18 +213,18 @@ def build_scalar_model(
     return ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
 
 
-def last_tokens(batch: TextBatch, pad_token_id: int) -> Tensor:
+def find_scored_tokens(batch: TokenBatch, pad_token_id: int) -> Tensor:
     """Whether each token is the last of its document that is not the padding token, bool ``[B, T]``.
 
     There transformers' own module reads the output of a document. A document of padding tokens alone has its first.
     """
-    ids, documents = (batch.tensors[name].flatten() for name in ("input_ids", "documents"))
-    is_last = torch.zeros_like(ids, dtype=torch.bool)
-    for number, length in enumerate(batch.lengths):
-        start = int((documents == number).nonzero()[0])
-        kept = (ids[start : start + length] != pad_token_id).nonzero()
-        is_last[start + (int(kept[-1]) if len(kept) else 0)] = True
-    return is_last.view_as(batch.tensors["input_ids"])
+    input_ids, document_ids = batch.input_ids.flatten(), batch.document_ids.flatten()
+    is_scored = torch.zeros_like(input_ids, dtype=torch.bool)
+    for number, length in enumerate(batch.document_lengths):
+        start = int((document_ids == number).nonzero()[0])
+        tokens = (input_ids[start : start + length] != pad_token_id).nonzero()
+        is_scored[start + (int(tokens[-1]) if len(tokens) else 0)] = True
+    return is_scored.view_as(batch.input_ids)
 
 
 def check_scalar_settings(mesh: Mesh, config: ParallelConfig) -> None:

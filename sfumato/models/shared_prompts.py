@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.packed_attention import ATTENTION
 from sfumato.models.packed_model import PackedModel
 from sfumato.models.probe import tolerance_of
 from sfumato.parallel.expert import has_experts
-from sfumato.parallel.loss import IGNORED
 
 PROMPTS, ANSWERS = (13, 6), (9, 4, 4, 1)
 """Tokens of the prompts, and of the answers to each, that are tried."""
@@ -30,7 +30,7 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
     """
     layout, config = model.mesh.layout, model.plain.config.get_text_config()
     local = [size for name in LOCAL if (size := getattr(config, name, None)) is not None]
-    if model.rows.rows != "packed" or model.attention != ATTENTION or layout.cp > 1 or layout.pp > 1:
+    if model.row_layout.rows != "packed" or model.attention != ATTENTION or layout.cp > 1 or layout.pp > 1:
         return False
     if any(size < max_seq_len for size in local) or model.drops_out or has_experts(model.module):
         return False
@@ -46,12 +46,12 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
     return model.mesh.max(far, over="world") <= 1
 
 
-def _numbers(model: PackedModel, batch: TextBatch) -> Tensor:
+def _numbers(model: PackedModel, batch: TokenBatch) -> Tensor:
     """Of the labels of all answers, one after the other."""
-    return model.token_numbers([batch])[0].cpu()[batch.tensors["labels"] != IGNORED]
+    return model.compute_probe_values([batch])[0].cpu()[batch.loss_mask]
 
 
-def _batch(model: PackedModel, shared: bool) -> TextBatch:
+def _batch(model: PackedModel, shared: bool) -> TokenBatch:
     """Random prompts with answers, as whole documents or with shared prompts."""
     generator = np.random.default_rng(0)
     size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))

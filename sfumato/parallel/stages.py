@@ -27,7 +27,7 @@ TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 """Schedules that compute gradients of inputs and of weights apart."""
 
-PADDING = {"labels": -100, "numbers": math.nan}
+PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
 """The values of padding by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
 
 

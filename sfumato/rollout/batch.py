@@ -87,27 +87,30 @@ class Passes:
     """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
 
 
-class Part(NamedTuple):
-    """What a data-parallel rank learns from."""
+class RankBatch(NamedTuple):
+    """What a data-parallel rank learns from in an iteration.
+
+    On its way through the stream the values are handles of what a role has made (``runtime.roles.Handle``); a role that
+    is called with it is given the values themselves.
+    """
 
     rollouts: Sequence[Rollout]
-    """Micro-batches."""
-    seen: Sequence[list[Sample]]
-    """What of them rewards saw."""
+    """Micro-batches that ``generate`` returned for the update, which hold the rank's samples and perhaps others."""
+    samples: Sequence[list[Sample]]
+    """What rewards saw of each of these."""
     sample_ids: Mapping[int, int]
-    """Ids of the rank's samples, all of which are in these micro-batches, with their places among the samples of all
-    ranks."""
-    under_way: Any = None
+    """Ids of the rank's samples, with their places among the samples of all ranks."""
+    unfinished: Any = None
     """What the iteration left to the next, where it leaves something."""
 
 
-def join(part: Part, device: torch.device) -> Any:
+def join_rollouts(rank_batch: RankBatch, device: torch.device) -> Any:
     """A rank's samples as one ``Rollout`` in the order of their ids, on the model's device."""
-    rollouts, samples, ids, _ = part
+    rollouts = rank_batch.rollouts
     whole = type(rollouts[0]).cat(rollouts)
-    whole = dataclasses.replace(whole, samples=[sample for some in samples for sample in some])
+    whole = dataclasses.replace(whole, samples=[sample for samples in rank_batch.samples for sample in samples])
     row_of = {sample_id: row for row, sample_id in enumerate(whole.sample_ids)}
-    rows = [row_of[sample_id] for sample_id in ids]
+    rows = [row_of[sample_id] for sample_id in rank_batch.sample_ids]
     if rows != list(range(len(whole))):
         whole = whole.rows(torch.tensor(rows))
     return whole.to(device)
@@ -128,23 +131,23 @@ MAX_EXTREMES = 8
 
 
 def records_of(
-    part: Part, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
+    rank_batch: RankBatch, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
 ) -> list[SampleRecord]:
     """Samples of a rank, for the run folder: its first few groups, and of texts those with the highest and the lowest
     rewards of all ranks' samples.
 
     Args:
-        part: the rank's.
+        rank_batch: the rank's.
         scores: of the samples of all ranks, in the order of their ids.
         advantages: float32, one for each of these samples.
         seed: of the run.
         num_groups: how many.
     """
-    rollouts, samples, ids, _ = part
+    ids = rank_batch.sample_ids
     rows = [
         (request, sample, version)
-        for rollout, some in zip(rollouts, samples, strict=True)
-        for request, sample, version in zip(rollout.requests, some, rollout.versions, strict=True)
+        for rollout, samples in zip(rank_batch.rollouts, rank_batch.samples, strict=True)
+        for request, sample, version in zip(rollout.requests, samples, rollout.versions, strict=True)
         if request.sample_id in set(ids)
     ]
     groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]

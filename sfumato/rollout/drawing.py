@@ -11,9 +11,10 @@ import torch
 from sfumato.algorithms.noise import keyed_generator, keyed_normal
 from sfumato.config.omni import DrawConfig
 from sfumato.config.text_data import TextEvalConfig
-from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.text_loader import AnsweredPrompt
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.omni.flow_head import denoise
 from sfumato.models.omni.model import OmniModel
 from sfumato.parallel.loss import IGNORED
@@ -84,12 +85,12 @@ def _denoised(
     prompt follow the ``count`` others, where ``scale`` guides."""
     codes, shape = list(model.codes)[:-1], model.image_tokenizer.latent_shape
     batch = _batch_of(model, [[*ids, *codes] for ids, _ in rows], [images for _, images in rows])
-    labels, ends = torch.full_like(batch.tensors["labels"], IGNORED), np.cumsum(batch.lengths)
+    labels, ends = torch.full_like(batch.labels, IGNORED), np.cumsum(batch.document_lengths)
     for end in ends[: len(rows)]:
         labels[0, end - len(model.codes) : end] = 0
-    batch = replace(batch, tensors=batch.tensors | {"labels": labels})
-    ((_, scores, row),) = model.score([batch])
-    hidden = scores.hidden(row["labels"] == 0).unflatten(0, (len(rows), -1))
+    batch = replace(batch, labels=labels)
+    ((scores, placed),) = model.score([batch])
+    hidden = scores.hidden(placed.labels == 0).unflatten(0, (len(rows), -1))
     noise = keyed_normal(shape, seed, "drawn latents", 0, list(range(count)), hidden.device)
     with model.head() as head:
         latents = denoise(head, noise, hidden[:count], hidden[count:] if scale != 1 else None, scale)
@@ -99,13 +100,13 @@ def _denoised(
 def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> torch.Tensor:
     """Logits of the token after each text, float32 ``[N, V]`` on the CPU."""
     batch = _batch_of(model, texts, images)
-    labels = batch.tensors["labels"].clone()
-    labels[0, np.cumsum(batch.lengths) - 1] = 0  # the output of these tokens alone is asked for
-    batch = replace(batch, tensors=batch.tensors | {"labels": labels})
+    labels = batch.labels.clone()
+    labels[0, np.cumsum(batch.document_lengths) - 1] = 0  # the output of these tokens alone is asked for
+    batch = replace(batch, labels=labels)
     return model.label_logits(batch)
 
 
-def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> TextBatch:
+def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> TokenBatch:
     """Texts with the images that they hold, one after the other in a packed row."""
     documents = [
         Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=own)

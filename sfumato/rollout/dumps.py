@@ -18,8 +18,8 @@ The file's metadata say the format, the step, the rank and the temperature of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -38,7 +38,7 @@ from sfumato.data.media import AudioFile, VideoFile
 from sfumato.data.vision import Images
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.batch import Part, SampleRequest
+from sfumato.rollout.batch import RankBatch, SampleRequest
 from sfumato.rollout.tokens import FinishReason, TextRollout, TokenSequence
 from sfumato.tracking.trackers import Sparing
 
@@ -58,19 +58,21 @@ class RolloutDump:
     """What a file holds."""
 
     rollout: TextRollout
-    """B samples, with what the update knew of their decisions in ``known``."""
+    """B samples."""
     advantages: Advantages
     """Of these samples, without metrics."""
     step: int
     """The iteration, from 1."""
     temperature: float | None = None
     """That the tokens were drawn with, if the file says so."""
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the update knew of the R tokens that the policy drew, ``[R]`` by name."""
 
     @property
-    def part(self) -> Part:
+    def rank_batch(self) -> RankBatch:
         """What an update takes, with ``advantages``, where these samples are all of an iteration."""
         ids = {sample_id: row for row, sample_id in enumerate(self.rollout.sample_ids)}
-        return Part([self.rollout], [[None] * len(ids)], ids)  # type: ignore[list-item]  # what rewards saw is not kept
+        return RankBatch([self.rollout], [[None] * len(ids)], ids)  # type: ignore[list-item]  # what rewards saw is not kept
 
 
 def dump_path(output_dir: Path, step: int, data_rank: int = 0) -> Path:
@@ -82,6 +84,7 @@ def write_dump(
     path: Path,
     rollout: TextRollout,
     advantages: Advantages,
+    token_values: Mapping[str, Tensor],
     step: int,
     data_rank: int = 0,
     temperature: float | None = None,
@@ -92,6 +95,7 @@ def write_dump(
         path: where to; its folder is made.
         rollout: B samples.
         advantages: of these samples.
+        token_values: what the update knew of the R tokens that the policy drew, ``[R]`` by name.
         step: the iteration, from 1.
         data_rank: of the rank.
         temperature: that the tokens were drawn with.
@@ -123,8 +127,7 @@ def write_dump(
     if advantages.rewards is not None:
         tensors |= {"rewards": advantages.rewards.double()}
     tensors |= {f"{_REWARDS}{name}": values.double() for name, values in advantages.components.items()}
-    if rollout.fields:
-        tensors |= {f"{_KNOWN}{name}": values for name, values in rollout.known.items()}
+    tensors |= {f"{_KNOWN}{name}": values for name, values in token_values.items()}
     tensors = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
     metadata = {"format": FORMAT, "step": str(step), "data_rank": str(data_rank)}
     metadata |= {} if temperature is None else {"temperature": repr(float(temperature))}
@@ -152,7 +155,13 @@ def read_dump(path: Path) -> RolloutDump:
     try:
         temperature = metadata.get("temperature")
         drawn_at = None if temperature is None else float(temperature)
-        return RolloutDump(_rollout_of(tensors), _advantages_of(tensors), int(metadata["step"]), drawn_at)
+        token_values = {
+            name.removeprefix(_KNOWN): values for name, values in tensors.items() if name.startswith(_KNOWN)
+        }
+        rollout, advantages = _rollout_of(tensors), _advantages_of(tensors)
+        if any(len(values) != sum(rollout.num_rows) for values in token_values.values()):
+            raise ValueError(f"values of tokens that are not {sum(rollout.num_rows)}")
+        return RolloutDump(rollout, advantages, int(metadata["step"]), drawn_at, token_values)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} does not hold together: {type(error).__name__} {error}") from error
 
@@ -170,9 +179,7 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
         raise ValueError(f"{len(sequences)} sequences of {len(counts)} samples, {len(requests)} requests")
     left = iter(sequences)
     own = [[next(left) for _ in range(count)] for count in counts]
-    rollout = TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=own)
-    known = {name.removeprefix(_KNOWN): values for name, values in tensors.items() if name.startswith(_KNOWN)}
-    return rollout.with_fields(**known) if known else rollout
+    return TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=own)
 
 
 def _packed_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
@@ -232,7 +239,14 @@ class RolloutDumps:
         self.output_dir = Path(config.train.output_dir)
         self._sparing, self._has_begun = Sparing(say), False
 
-    def write(self, rollout: TextRollout, advantages: Advantages, step: int) -> None:
+    @property
+    def needs_token_values(self) -> bool:
+        """Whether the run asks for dumps with what an update knows of tokens."""
+        return self.rollout.dump and not self.rollout.rollout_only
+
+    def write(
+        self, rollout: TextRollout, advantages: Advantages, token_values: Mapping[str, Tensor], step: int
+    ) -> None:
         """Writes what this rank learns from, where the run asks for it. All ranks must call it.
 
         A full disk is said, and the run goes on. What a run that resumed left of steps that it makes again is removed.
@@ -240,19 +254,18 @@ class RolloutDumps:
         Args:
             rollout: this rank's samples.
             advantages: of these samples.
+            token_values: see ``RolloutDump``; empty where nothing was computed.
             step: the iteration, from 1.
         """
         if not (self.rollout.dump or self.rollout.rollout_only):
             return
-        if self.rollout.rollout_only:  # nothing was computed of its decisions
-            rollout = replace(rollout, fields=None)
         problem, rank = None, self.mesh.data_rank
         if self.mesh.rank_in("copies") == 0:
             try:
                 if not self._has_begun and self.mesh.is_first:
                     self._remove_from(step)
                 path = dump_path(self.output_dir, step, rank)
-                write_dump(path, rollout, advantages, step, rank, self.rollout.temperature)
+                write_dump(path, rollout, advantages, token_values, step, rank, self.rollout.temperature)
             except OSError as error:
                 problem = error
         problems = [each for each in self.mesh.gather(problem) if each is not None]

@@ -8,7 +8,6 @@ algorithm can be tried on the same samples; with the same one each update has th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +83,7 @@ class DumpedRollouts:
                 )
             if not dump.advantages.components and len(dump.rollout):
                 raise DataError(f"{path} holds no rewards: it was written by an earlier version; draw it again")
-        self._rollout = TextRollout.cat([replace(dump.rollout, fields=None) for dump in dumps])
+        self._rollout = TextRollout.cat([dump.rollout for dump in dumps])
         self._scores = [
             {name: float(values[row]) for name, values in dump.advantages.components.items()}
             for dump in dumps

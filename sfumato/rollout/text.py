@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 
 from sfumato.data.answer_end import tokens_without_text
-from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.stop_strings import completes_stop
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.data.vision import Images
 from sfumato.models.language import LanguageModel
 
@@ -57,13 +58,13 @@ def answer_greedily(
         batch = _packed(texts, None if images is None else [images[index] for index in open_ones], model)
         predicted = model.predictions([batch])[0][0]
         end = -1
-        for index, length in zip(open_ones, batch.lengths, strict=True):
+        for index, length in zip(open_ones, batch.document_lengths, strict=True):
             end += length
             answers[index].append(int(predicted[end]))
     return answers
 
 
-def _packed(texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel) -> TextBatch:
+def _packed(texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel) -> TokenBatch:
     documents = [
         Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=images and images[index])
         for index, tokens in enumerate(texts)

@@ -65,14 +65,17 @@ def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say:
         ConfigError: as ``probe``.
     """
     model, teacher = policies.model, policies.other_model
-    wanted = config.train.share_prompts and config.rollout.n > 1
-    wanted = wanted and not config.algorithm.token_advantage.needs_values  # a critic gets the policy's rows
-    for each in (model,) if teacher is None else (model, teacher):
-        probe(each, config.model, config.train, config.max_seq_len, say, trains=each is model)
-        each.shares_prompts = wanted and can_share_prompts(each, config.max_seq_len)
+    models = [model] if teacher is None else [model, teacher]
+    for probed in models:
+        probe(probed, config.model, config.train, config.max_seq_len, say, trains=probed is model)
+    shares = config.train.share_prompts and config.rollout.n > 1
+    shares &= not config.algorithm.token_advantage.needs_values  # a critic gets the policy's rows
+    shares = shares and all(can_share_prompts(probed, config.max_seq_len) for probed in models)
     if policies.frozen_copy is not None:
-        policies.frozen_copy.take(model.attention, model.rows)
-        policies.frozen_copy.shares_prompts = model.shares_prompts
+        policies.frozen_copy.set_row_layout(model.attention, model.row_layout)
+        models.append(policies.frozen_copy)
+    for probed in models:
+        probed.shares_prompts = shares
 
 
 LOGGER = logging.getLogger(__name__)

@@ -1,31 +1,73 @@
-"""From samples of a language model to packed rows, and values of their decisions at the places of labels.
+"""Samples of a language model as packed micro-batches, and values of the tokens that it drew.
 
-Shapes: B samples, R decisions (tokens that the policy drew), T tokens of a packed row.
+Shapes: B samples, R decisions (tokens that the policy drew, sample by sample), T tokens of a packed row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.advantages import Advantages
+from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import penalised
-from sfumato.data.packing import TextBatch, make_batch, placeholder_tokens
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.flops import FlopCount
 from sfumato.models.language import LanguageModel
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.batch import Passes
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 
 
-def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, Tensor]) -> TextBatch:
+def pack_update(
+    rollout: TextRollout, passes: Sequence[Passes], config: TextRLConfig, model: LanguageModel
+) -> list[TokenBatch]:
+    """Every micro-batch of an update, packed once: for the passes of all policies and of a critic.
+
+    Args:
+        rollout: the rank's B samples.
+        passes: the optimiser steps, each with the samples of its micro-batches.
+        config: of the task; how the losses of tokens are averaged.
+        model: see ``pack_samples``.
+
+    Returns:
+        The micro-batches of one optimiser step after the other, with ``rollout_log_probs`` and ``loss_weights``. One
+        without samples is a placeholder, the first sample with weights of 0, since all ranks must compute equally
+        often.
+    """
+    num_drawn = torch.tensor(rollout.num_rows)  # [B]
+    first_decisions = num_drawn.cumsum(0) - num_drawn
+    log_probs = drawn_log_probs(rollout)  # [R]
+    lengths = num_drawn.repeat_interleave(num_drawn)  # [R], of the sample that a token is of
+    batches = []
+    for step in passes:
+        in_step = step.num_rows, step.num_samples
+        weights = row_weights(config.algorithm.aggregation, lengths, *in_step, config.rollout.max_new_tokens)
+        for samples in step.parts:
+            is_placeholder = len(samples) == 0
+            samples = torch.zeros(1, dtype=torch.int64) if is_placeholder else samples
+            decisions = [torch.arange(num_drawn[row]) + first_decisions[row] for row in samples.tolist()]
+            batch = pack_samples(rollout.rows(samples), model, torch.cat(decisions))
+            batches.append(
+                replace(
+                    batch,
+                    is_placeholder=is_placeholder,
+                    rollout_log_probs=batch.scatter_to_labels(log_probs),
+                    loss_weights=batch.scatter_to_labels(weights * (not is_placeholder)),
+                )
+            )
+    return batches
+
+
+def pack_samples(rollout: TextRollout, model: LanguageModel, decisions: Tensor | None = None) -> TokenBatch:
     """One packed row of B samples, whose labels are the R tokens that the policy drew.
 
     Where the model can, neighbouring samples with one prompt share it: it stands once before what follows its last
@@ -34,152 +76,165 @@ def pack_samples(rollout: TextRollout, model: LanguageModel, fields: dict[str, T
     Args:
         rollout: the samples.
         model: its tokenizer pads; ``shares_prompts``.
-        fields: values ``[R]`` of each decision, sample by sample, by name.
+        decisions: int64 ``[R]``, the numbers of these tokens among all that the rank's samples drew; by default they
+            are all.
 
     Returns:
-        A batch with ``samples``, int64 ``[1, T]``, the number of each token's sample from 0 to B - 1, and each of the
-        fields as ``[1, T]`` at the places of its labels, 0 elsewhere.
+        A batch with ``sample_index`` and ``decision_index``.
     """
     ids, pad = rollout.sample_ids, model.tokenizer.pad_token_id
-    media = [] if model.vision is None else sorted(model.vision.reader.media_tokens())
-    given = [[_as_input(each, media, pad) for each in own] for own in rollout.sequences]
-    samples = (_sharing_prompts if model.shares_prompts else _apart)(given)
+    media_tokens = [] if model.vision is None else sorted(model.vision.reader.media_tokens())
+    inputs = [[_make_input(sequence, media_tokens, pad) for sequence in sequences] for sequences in rollout.sequences]
+    samples = _share_prompts(inputs) if model.shares_prompts else _make_documents(inputs)
     batch = make_batch(samples, ids, [0] * len(ids), True, pad, placeholder_tokens(model.mesh), model.vision)
-    labels, drawn = batch.tensors["labels"], _of_drawn(rollout, lambda sequence: sequence.token_ids)
-    batch.tensors["labels"] = labels.masked_scatter(labels != IGNORED, drawn.long())
-    numbers = [number for number, own in enumerate(samples) for _ in own.documents] or [0]
-    batch.tensors["samples"] = torch.tensor(numbers)[batch.tensors["documents"]]
-    batch.tensors.update({name: at_labels(values, batch) for name, values in fields.items()})
-    return batch
+    drawn = _gather_drawn(rollout, lambda sequence: sequence.token_ids).long()
+    decisions = torch.arange(len(drawn)) if decisions is None else decisions
+    owners = [number for number, sample in enumerate(samples) for _ in sample.documents] or [0]
+    return replace(
+        batch,
+        labels=batch.labels.masked_scatter(batch.loss_mask, drawn),
+        sample_index=torch.tensor(owners)[batch.document_ids],
+        decision_index=torch.full_like(batch.labels, -1).masked_scatter(batch.loss_mask, decisions),
+    )
 
 
-def _as_input(sequence: TokenSequence, media: list[int], pad: int) -> TokenSequence:
-    """A sequence as the model is given it. A token that stands for an image (one of ``media``), which ends an answer
-    when the policy draws it, is a label and no input: there is no image for it."""
-    if not media:
+def _make_input(sequence: TokenSequence, media_tokens: list[int], pad: int) -> TokenSequence:
+    """A sequence as the model is given it. A token that stands for an image (one of ``media_tokens``), which ends an
+    answer when the policy draws it, is a label and no input: there is no image for it."""
+    if not media_tokens:
         return sequence
-    has_no_image = sequence.drawn & np.isin(sequence.token_ids, media)
+    has_no_image = sequence.drawn & np.isin(sequence.token_ids, media_tokens)
     return replace(sequence, token_ids=np.where(has_no_image, pad, sequence.token_ids).astype(np.int32))
 
 
-def _apart(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
+def _make_documents(samples: Sequence[list[TokenSequence]]) -> list[TextSample]:
     """A document for each sequence of each sample."""
     return [
-        TextSample(tuple(Document(each.token_ids, each.drawn, images=each.images) for each in own)) for own in sequences
+        TextSample(
+            tuple(Document(sequence.token_ids, sequence.drawn, images=sequence.images) for sequence in sequences)
+        )
+        for sequences in samples
     ]
 
 
-def _sharing_prompts(sequences: Sequence[list[TokenSequence]]) -> list[TextSample]:
+def _share_prompts(samples: Sequence[list[TokenSequence]]) -> list[TextSample]:
     """The same, but that what stands before the first drawn token is a document of its own, of the first of neighbours
     that have it in common, and what comes after it goes on from its last token."""
-    found, known = [], None
-    for own in sequences:
+    text_samples, last_prompt = [], None
+    for sequences in samples:
         documents = []
-        for each in own:
-            given = int(each.drawn.argmax()) if each.drawn.any() else 0
-            if given < 2:
-                known = None
-                documents.append(Document(each.token_ids, each.drawn))
+        for sequence in sequences:
+            prompt_length = int(sequence.drawn.argmax()) if sequence.drawn.any() else 0
+            if prompt_length < 2:
+                last_prompt = None
+                documents.append(Document(sequence.token_ids, sequence.drawn))
                 continue
-            prompt = each.token_ids[:given]
-            if known is None or not np.array_equal(known, prompt):
-                documents.append(Document(prompt, each.drawn[:given]))
-                known = prompt
-            last = given - 1  # its output is what the first drawn token is a label of
-            documents.append(Document(each.token_ids[last:], each.drawn[last:], first_position=last))
-        found.append(TextSample(tuple(documents)))
-    return found
-
-
-def at_labels(values: Tensor, batch: TextBatch) -> Tensor:
-    """Values ``[R]`` of the decisions of a batch at the places of their labels: ``[1, T]``, 0 elsewhere."""
-    labels = batch.tensors["labels"]
-    return torch.zeros(labels.shape, dtype=values.dtype).masked_scatter(labels != IGNORED, values.cpu())
-
-
-def of_decisions(rows: Tensor, batch: TextBatch) -> Tensor:
-    """The values ``[R]`` of a tensor ``[1, T]`` on the CPU at the places of labels: the inverse of ``at_labels``."""
-    return rows[batch.tensors["labels"] != IGNORED]
+            prompt = sequence.token_ids[:prompt_length]
+            if last_prompt is None or not np.array_equal(last_prompt, prompt):
+                documents.append(Document(prompt, sequence.drawn[:prompt_length]))
+                last_prompt = prompt
+            last = prompt_length - 1  # its output is what the first drawn token is a label of
+            documents.append(Document(sequence.token_ids[last:], sequence.drawn[last:], first_position=last))
+        text_samples.append(TextSample(tuple(documents)))
+    return text_samples
 
 
 def drawn_log_probs(rollout: TextRollout) -> Tensor:
     """Log-probabilities of B samples' decisions as the engine gave them: float32 ``[R]``."""
-    return _of_drawn(rollout, lambda sequence: sequence.log_probs)
+    return _gather_drawn(rollout, lambda sequence: sequence.log_probs)
 
 
 def drawn_versions(rollout: TextRollout) -> Tensor:
     """Versions of the policies that drew them: int32 ``[R]``."""
-    return _of_drawn(rollout, lambda sequence: sequence.versions)
+    return _gather_drawn(rollout, lambda sequence: sequence.versions)
 
 
-def _of_drawn(rollout: TextRollout, of_sequence: Callable) -> Tensor:
-    parts = [torch.from_numpy(of_sequence(each)[each.drawn]) for own in rollout.sequences for each in own]
-    return torch.cat(parts) if parts else torch.zeros(0)
+def _gather_drawn(rollout: TextRollout, select: Callable[[TokenSequence], np.ndarray]) -> Tensor:
+    values = [
+        torch.from_numpy(select(sequence)[sequence.drawn]) for sequences in rollout.sequences for sequence in sequences
+    ]
+    return torch.cat(values) if values else torch.zeros(0)
 
 
-def of_all_decisions(
-    rollout: TextRollout,
-    parts: Sequence[Tensor],
-    model: LanguageModel,
-    compute: Callable[[list[TextBatch]], list[Tensor]],
-) -> Tensor:
-    """What a model says of the decisions of B samples, without gradients.
+def group_by_step(batches: Sequence[TokenBatch], passes: Sequence[Passes]) -> list[list[TokenBatch]]:
+    """The micro-batches of each optimiser step."""
+    remaining = iter(batches)
+    return [[next(remaining) for _ in step.parts] for step in passes]
 
-    Args:
-        rollout: the samples.
-        parts: int64, those of each micro-batch, perhaps none; as many micro-batches on every rank.
-        model: its tokenizer pads.
-        compute: from micro-batches to a number for each token, float32 ``[1, T]`` for each micro-batch, such as the
-            log-probabilities of labels, or a critic's values.
+
+def add_values(batches: Sequence[TokenBatch], **values: Sequence[Tensor]) -> list[TokenBatch]:
+    """Micro-batches with a further field each, by its name a tensor ``[1, T]`` for each of them."""
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    return [replace(batch, **row) for batch, row in zip(batches, rows, strict=True)]
+
+
+def gather_values(batches: Sequence[TokenBatch], name: str, rollout: TextRollout) -> Tensor:
+    """A field of micro-batches at the places of their labels, for all R tokens that the rank's samples drew.
+
+    The device is waited for once.
 
     Returns:
-        float32 ``[R]`` on the CPU; 0 of samples that are in no part.
+        float32 ``[R]`` in host memory; 0 of samples that are in no micro-batch.
     """
-    given = [rollout.rows(part if len(part) else torch.zeros(1, dtype=torch.int64)) for part in parts]
-    batches = [pack_samples(some, model, {}) for some in given]
-    found = [torch.zeros(count) for count in rollout.num_rows]
-    computed = compute(batches)  # which are brought to the CPU in one copy
-    sizes, shapes = [rows.numel() for rows in computed], [rows.shape for rows in computed]
-    whole = torch.cat([rows.detach().flatten() for rows in computed]).cpu() if computed else torch.zeros(0)
-    on_host = [rows.view(shape) for rows, shape in zip(whole.split(sizes), shapes, strict=True)]
-    for part, some, batch, rows in zip(parts, given, batches, on_host, strict=True):
-        split = of_decisions(rows, batch).split(some.num_rows)
-        for sample, values in zip(part.tolist(), split, strict=False):
-            found[sample] = values
-    return torch.cat(found)
+    gathered = torch.zeros(sum(rollout.num_rows))
+    if not batches:
+        return gathered
+    values = [getattr(batch, name) for batch in batches]
+    on_host = torch.cat([tensor.detach().flatten() for tensor in values]).cpu()
+    for batch, row in zip(batches, on_host.split([tensor.numel() for tensor in values]), strict=True):
+        if not batch.is_placeholder:
+            index = batch.decision_index.flatten()
+            gathered[index[index >= 0]] = row[index >= 0]
+    return gathered
 
 
-def baselined(update: Any, penalties: Tensor, sequences: Sequences, mask: Tensor) -> tuple[Advantages, None]:
+def gather_token_values(batches: Sequence[TokenBatch], rollout: TextRollout) -> dict[str, Tensor]:
+    """All that micro-batches know of the R tokens that the rank's samples drew, ``[R]`` by name, for dumps."""
+    names = ["reference_log_probs", "proximal_log_probs", "values"]
+    names = [name for name in names if batches and getattr(batches[0], name) is not None]
+    values = {name: gather_values(batches, name, rollout) for name in [*names, "advantages", "returns"]}
+    return {"rollout_log_probs": drawn_log_probs(rollout)} | values
+
+
+def subtract_penalties(
+    advantages: Advantages,
+    rollout: TextRollout,
+    penalties: Tensor,
+    sequences: Sequences,
+    mask: Tensor,
+    config: TextRLConfig,
+    mesh: Mesh,
+) -> Advantages:
     """Advantages of rewards less the sum of their tokens' penalties, compared over all ranks, which all call it.
 
     So a KL in the reward comes before the baseline of a group, as in verl (``use_kl_in_reward``) and TRL (RLOO).
 
     Args:
-        update: its B samples with their rewards, and the configuration.
+        advantages: of the rank's B samples, with their rewards.
+        rollout: these samples.
         penalties: ``[R]`` of the decisions.
         sequences: of these, one for each sample.
         mask: bool ``[R]``: those that are learned from.
+        config: of the task.
+        mesh: of the ranks.
 
     Returns:
-        Of this rank's samples, with their rewards before the penalty; and no penalties, since they are taken.
+        Of this rank's samples, with their rewards before the penalty.
     """
-    mesh, own = update.actor.mesh, update.advantages
-    groups = torch.tensor([request.group_id for request in update.batch.requests])
-    everyone = mesh.gather((penalised(own.rewards, penalties, sequences, mask), groups))
-    rewards, groups = (torch.cat(parts) for parts in zip(*everyone, strict=True))
-    first = sum(len(part) for part, _ in everyone[: mesh.data_rank])
-    found = update.config.algorithm.advantage.compute(rewards, groups)
-    return replace(
-        found.rows(range(first, first + len(update.batch))), rewards=own.rewards, components=own.components
-    ), None
+    groups = torch.tensor([request.group_id for request in rollout.requests])
+    by_rank = mesh.gather((penalised(advantages.rewards, penalties, sequences, mask), groups))
+    rewards, groups = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
+    first = sum(len(part) for part, _ in by_rank[: mesh.data_rank])
+    compared = config.algorithm.advantage.compute(rewards, groups).rows(range(first, first + len(rollout)))
+    return replace(compared, rewards=advantages.rewards, components=advantages.components)
 
 
-def rows_in(parts: Sequence[Tensor], count: int) -> Tensor:
+def mark_rows(parts: Sequence[Tensor], count: int) -> Tensor:
     """Which of so many samples are in a micro-batch: bool ``[count]``."""
-    found = torch.zeros(count, dtype=torch.bool)
+    is_in = torch.zeros(count, dtype=torch.bool)
     for part in parts:
-        found[part] = True
-    return found
+        is_in[part] = True
+    return is_in
 
 
 def token_counts(rollout: TextRollout, flops: FlopCount, passes: int, mesh: Mesh) -> dict[str, float]:

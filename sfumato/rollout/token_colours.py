@@ -56,14 +56,14 @@ def write_token_page(
         if missing := sorted(set(samples) - set(rollout.sample_ids)):
             raise ValueError(f"samples {missing} are not among the {len(order)} of this dump")
         chosen = [rollout.sample_ids.index(sample) for sample in samples]
-    known = rollout.known
-    values = {ADVANTAGE: known["advantages"]}
-    if PROXIMAL in known:
-        values["log-prob difference"] = known[PROXIMAL] - known["rollout_log_probs"]
+    token_values = dump.token_values
+    values = {ADVANTAGE: token_values["advantages"]}
+    if PROXIMAL in token_values:
+        values["log-prob difference"] = token_values[PROXIMAL] - token_values["rollout_log_probs"]
     split = {name: each.split(rollout.num_rows) for name, each in values.items()}
     is_known = [True] * len(order)
-    if PROXIMAL in known:  # which is 0 throughout in samples that are not learned from
-        is_known = [bool(each.any()) for each in known[PROXIMAL].split(rollout.num_rows)]
+    if PROXIMAL in token_values:  # which is 0 throughout in samples that are not learned from
+        is_known = [bool(each.any()) for each in token_values[PROXIMAL].split(rollout.num_rows)]
     shown_rows = {name: [row for row in chosen if is_known[row] or name == ADVANTAGE] for name in split}
     largest = {
         name: max((_largest(parts[row]) for row in shown_rows[name]), default=0.0) for name, parts in split.items()

@@ -7,11 +7,10 @@ tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from sfumato.algorithms.rows import by_row
 from sfumato.data.vision import Images
@@ -56,32 +55,16 @@ class TextRollout(Rollout):
     sequences: list[list[TokenSequence]] = by_row()
     """B lists: the sequences of a sample, mostly one; several where an agent began anew or had others work for it. All
     of them share the sample's reward."""
-    fields: list[dict[str, torch.Tensor]] | None = by_row(None)
-    """B mappings: further values of each sample's decisions by name, once an update has computed them."""
 
     @property
     def num_rows(self) -> list[int]:
         """Tokens of each sample that the policy drew."""
-        return [sum(sequence.num_drawn for sequence in own) for own in self.sequences]
-
-    def with_fields(self, **values: torch.Tensor) -> TextRollout:
-        """The same with further values ``[R]`` of the decisions, sample by sample."""
-        known = self.fields or [{} for _ in self.requests]
-        split = {name: each.split(self.num_rows) for name, each in values.items()}
-        return replace(
-            self, fields=[own | {name: parts[row] for name, parts in split.items()} for row, own in enumerate(known)]
-        )
-
-    @property
-    def known(self) -> dict[str, torch.Tensor]:
-        """The further values ``[R]`` of the decisions by name, sample by sample."""
-        assert self.fields is not None
-        return {name: torch.cat([own[name] for own in self.fields]) for name in self.fields[0]}
+        return [sum(sequence.num_drawn for sequence in sequences) for sequences in self.sequences]
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sample."""
-        return [sum(len(sequence.token_ids) for sequence in own) for own in self.sequences]
+        return [sum(len(sequence.token_ids) for sequence in sequences) for sequences in self.sequences]
 
 
 def single_turn(

@@ -13,7 +13,7 @@ from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.batch import Drawn, Part, records_of
+from sfumato.rollout.batch import Drawn, RankBatch, records_of
 from sfumato.runtime.roles import Handle, Role, Roles
 from sfumato.runtime.stream import RolloutStream
 from sfumato.tracking.run import Run
@@ -26,7 +26,7 @@ def evaluate(
     draw: Callable[..., Any],
     config: RLConfig,
     step: int,
-    trained: Sequence[Part] = (),
+    trained: Sequence[RankBatch] = (),
     scores: Scores | None = None,
     advantages: Any = None,
     stream: RolloutStream | None = None,
@@ -40,7 +40,7 @@ def evaluate(
         draw: ``(state, rows, config)`` to samples of these held-out prompts, and what was ``Drawn`` with them.
         config: of the task.
         step: finished iterations.
-        trained: the ranks' parts of the iteration, if any, with the scores and advantages of all its samples.
+        trained: what the ranks learned from in the iteration, if any, with scores and advantages of all its samples.
         stream: brings a sampler that draws the weights of now.
 
     Returns:
@@ -100,7 +100,7 @@ def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scor
 
 def _save_samples(
     actor: Any,
-    part: tuple[list[list[Sample]], list[Scores], Part | None],
+    part: tuple[list[list[Sample]], list[Scores], RankBatch | None],
     scores: Any,
     advantages: Any,
     config: Any,

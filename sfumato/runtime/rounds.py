@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from sfumato.errors import ConfigError, RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
+from sfumato.rollout.batch import RankBatch
 from sfumato.runtime.roles import Driver, Future, Handle
 
 
@@ -251,19 +252,6 @@ class InFlight:
         return needed <= free
 
 
-class RankSamples(NamedTuple):
-    """What one of the actor's data-parallel ranks learns from."""
-
-    kept: list[Handle]
-    """What ``generate`` returned for the update, of the units that hold its samples."""
-    seen: list[Handle]
-    """What rewards saw of these units."""
-    sample_ids: dict[int, int]
-    """Ids of its samples, with their places among the samples of all ranks, which ``StreamBatch`` has in order."""
-    under_way: Handle | None = None
-    """What the iteration left to the next, where it leaves something."""
-
-
 class DrawnSample(NamedTuple):
     """A sample of an iteration."""
 
@@ -276,7 +264,7 @@ class DrawnSample(NamedTuple):
 class StreamBatch:
     """One iteration's samples."""
 
-    parts: list[RankSamples]
+    rank_batches: list[RankBatch]
     """What each of the actor's data-parallel ranks learns from that this process drives."""
     scores: Scores
     """Scores of the samples of all ranks, in the order of their ids."""

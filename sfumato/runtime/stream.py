@@ -38,12 +38,12 @@ from typing import Any
 from sfumato.config.rl import RLConfig
 from sfumato.errors import RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
+from sfumato.rollout.batch import RankBatch
 from sfumato.runtime.roles import Handle, Roles, labelled
 from sfumato.runtime.rounds import (
     DrawnSample,
     InFlight,
     Iteration,
-    RankSamples,
     Request,
     Round,
     ScoredGroup,
@@ -257,21 +257,21 @@ class RolloutStream:
         samples = [sample for _, some in everyone for sample in some]
         order = sorted(range(len(samples)), key=lambda index: samples[index].sample_id)
         places = {samples[index].sample_id: place for place, index in enumerate(order)}
-        parts = [
-            RankSamples(
-                [unit.made[0] for unit in some],
-                [unit.made[1] for unit in some],
-                {sample_id: places[sample_id] for sample_id in ids},
-                iteration.rounds[-1].under_way,
+        rank_batches = [
+            RankBatch(
+                rollouts=[unit.made[0] for unit in units],
+                samples=[unit.made[1] for unit in units],
+                sample_ids={sample_id: places[sample_id] for sample_id in ids},
+                unfinished=iteration.rounds[-1].under_way,
             )
-            for some, ids in self._samples_of_actor(iteration)
+            for units, ids in self._samples_of_actor(iteration)
         ]
         return StreamBatch(
-            parts=parts,
+            rank_batches=rank_batches,
             scores=Scores.cat([scores for scores, _ in everyone]).rows(order),
             group_ids=[samples[index].group_id for index in order],
             versions=[samples[index].version for index in order],
-            num_driven=sum(len(part.sample_ids) for part in parts),
+            num_driven=sum(len(rank_batch.sample_ids) for rank_batch in rank_batches),
             fraction_driven=len(self.roles.actor.data_ranks) / self.roles.actor.num_data_ranks,
             generate_s=sum(round_.seconds for round_ in iteration.rounds),
             wait_s=wait_s,

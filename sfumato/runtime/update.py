@@ -21,7 +21,7 @@ from sfumato.config.rl import RLConfig
 from sfumato.data.packing import pack
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.batch import Part, Passes, Rollout, SampleRequest, join
+from sfumato.rollout.batch import Passes, RankBatch, Rollout, SampleRequest, join_rollouts
 from sfumato.runtime.states import Actor
 
 
@@ -64,22 +64,24 @@ class MicroBatch:
 class Update:
     """One iteration's samples in the order in which they are learned from, and sums for the log."""
 
-    def __init__(self, actor: Actor[Any], part: Part, advantages: Advantages, config: RLConfig, step: int) -> None:
+    def __init__(
+        self, actor: Actor[Any], rank_batch: RankBatch, advantages: Advantages, config: RLConfig, step: int
+    ) -> None:
         """Orders the samples. All ranks make it, and take all of its steps.
 
         Args:
             actor: is told that an update begins.
-            part: the samples of this rank.
+            rank_batch: the samples of this rank.
             advantages: of the samples of all ranks, in the order of their ids.
             config: of the task.
             step: finished iterations.
         """
         self.actor, self.config, self.step = actor, config, step
-        self.batch = join(part, actor.mesh.device)
+        self.batch = join_rollouts(rank_batch, actor.mesh.device)
         """The ``Rollout`` of this rank's samples."""
         self.grad_norms: list[float] = []
         """Norms before clipping, one for each optimiser step; the task adds them."""
-        self.advantages = advantages.rows(list(part[2].values()))
+        self.advantages = advantages.rows(list(rank_batch.sample_ids.values()))
         """Of this rank's samples."""
         self._lr = actor.state.schedule.get_last_lr()[0]
         self._losses, self._sums = Numbers(), Numbers()

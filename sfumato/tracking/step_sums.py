@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
 from sfumato.algorithms.reading import Numbers
-from sfumato.parallel.loss import IGNORED
+from sfumato.data.token_batch import TokenBatch
 from sfumato.parallel.mesh import Mesh
 
 
@@ -19,18 +19,18 @@ class SourceLosses:
         self.names = list(names)
         self._sums: list[torch.Tensor] = []
 
-    def add(self, losses: torch.Tensor, row: Mapping[str, torch.Tensor]) -> None:
+    def add(self, losses: torch.Tensor, batch: TokenBatch) -> None:
         """Counts a micro-batch.
 
         Args:
             losses: float ``[B, T]``, the loss of each token, without graph.
-            row: ``labels`` and ``sources``, the number of each token's source, int64 ``[B, T]``.
+            batch: the placed micro-batch.
         """
         if len(self.names) < 2:
             return
-        loss_mask = row["labels"] != IGNORED
+        loss_mask = batch.loss_mask
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=losses.device)
-        sources = row["sources"].where(loss_mask, 0).flatten()  # and no picking, which would wait for the device
+        sources = batch.source_ids.where(loss_mask, 0).flatten()  # and no picking, which would wait for the device
         sums[0].index_add_(0, sources, losses.where(loss_mask, 0.0).flatten().double())
         sums[1].index_add_(0, sources, loss_mask.flatten().double())
         self._sums.append(sums)

@@ -20,11 +20,12 @@ from torch import Tensor
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.packing import make_batch
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models import language_load
-from sfumato.models.language import LanguageModel, Tensors
+from sfumato.models.language import LanguageModel
 from sfumato.models.probe import Checks, probe
 from sfumato.models.scores import TokenScores
 from sfumato.parallel import mesh as mesh_module
@@ -140,7 +141,7 @@ def build(kind: str, train: TextTrainConfig) -> LanguageModel:
     return model
 
 
-def micro_batch(index: int) -> TextBatch:
+def micro_batch(index: int) -> TokenBatch:
     generator = np.random.default_rng(index)
     samples = []
     for length in LENGTHS[index]:
@@ -165,14 +166,14 @@ def train(kind: str, **settings: Any) -> Outcome | str:
         return str(error)
     every = [micro_batch(index) for index in range(len(LENGTHS))]
     mine = [every[index] for index in mesh.range_of_rank(len(every))]
-    count = sum(batch.num_tokens for batch in every)
+    count = sum(batch.num_labels for batch in every)
 
-    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> Tensor:
-        return -scores.log_probs(row["labels"]).sum() / count
+    def loss_fn(scores: TokenScores, batch: TokenBatch) -> Tensor:
+        return -scores.log_probs(batch.labels).sum() / count
 
     found = zip(model.token_log_probs(mine), mine, strict=True)
-    log_probs = [values[batch.tensors["labels"] != IGNORED] for values, batch in found]
-    loss = mesh.sum(sum(model.forward_backward(mine, loss_of)), over="loss")
+    log_probs = [values[batch.labels != IGNORED] for values, batch in found]
+    loss = mesh.sum(sum(model.forward_backward(mine, loss_fn)), over="loss")
     grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the step")
     gradients = {
         name: whole(parameter.grad.detach()).clone() for name, parameter in trainable_parameters(model.trained).items()
@@ -183,7 +184,7 @@ def train(kind: str, **settings: Any) -> Outcome | str:
         grad_norm,
         torch.cat([part for parts in mesh.gather(log_probs, over="data") for part in parts]),
         gradients,
-        f"{model.attention} {model.rows.rows} {model.rows.same_length}",
+        f"{model.attention} {model.row_layout.rows} {model.row_layout.same_length}",
     )
 
 

@@ -69,10 +69,10 @@ def test_the_loss_is_two_means_and_codes_are_what_the_image_tokenizer_says(setti
     (_, batches) = next(iter(loader.steps(from_step=0)))
     sums, counts = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     for batch in batches:
-        for number in range(len(batch.lengths)):
-            own = batch.tensors["documents"][0] == number
-            own[sum(batch.lengths) :] = False
-            ids, labels = batch.tensors["input_ids"][0, own], batch.tensors["labels"][0, own]
+        for number in range(len(batch.document_lengths)):
+            own = batch.document_ids[0] == number
+            own[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
             with torch.no_grad():
                 logits = model.module.eval()(input_ids=ids[None], **batch.media[number]).logits[0]
             losses = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
@@ -95,11 +95,11 @@ def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
     model.parallelize(mesh, parsed.train)
     (_, batches) = next(iter(loader.steps(from_step=0)))
     for batch in batches:
-        found = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).tensors["input_ids"]
-        before, labels, kinds = (batch.tensors[name] for name in ("input_ids", "labels", "kinds"))
-        for number in range(len(batch.lengths)):
-            own = batch.tensors["documents"][0] == number
-            own[sum(batch.lengths) :] = False
+        found = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).input_ids
+        before, labels, kinds = (getattr(batch, name) for name in ("input_ids", "labels", "modality_ids"))
+        for number in range(len(batch.document_lengths)):
+            own = batch.document_ids[0] == number
+            own[sum(batch.document_lengths) :] = False
             draws = is_image(labels[0, own], model.codes).any()
             prompt = (labels[0, own] != IGNORED).cumsum(0) - (labels[0, own] != IGNORED).long() == 0
             expected = torch.where(prompt & (kinds[0, own] == 0) & draws, 0, before[0, own])

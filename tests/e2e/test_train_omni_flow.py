@@ -65,9 +65,9 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
     text, images, count, tokens = 0.0, [], 0, 0
     for batch in batches:
         for number, sample_id in enumerate(batch.sample_ids):
-            own = batch.tensors["documents"][0] == number
-            own[sum(batch.lengths) :] = False
-            ids, labels = batch.tensors["input_ids"][0, own], batch.tensors["labels"][0, own]
+            own = batch.document_ids[0] == number
+            own[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
             media = {name: each for name, each in batch.media[number].items() if name != "drawn_latents"}
             with torch.no_grad():
                 found = model.module.eval()(input_ids=ids[None], output_hidden_states=True, **media)

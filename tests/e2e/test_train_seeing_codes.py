@@ -46,12 +46,12 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
     built.parallelize(mesh, parsed.train)
     probe(built, parsed.model, parsed.train, 256, print)  # Chameleon has a row for each document
     compared = set()
-    for index, scores, row in built.score(validation.batches):
-        batch, ours = validation.batches[index], scores.log_probs(row["labels"])[0]
-        for number in range(len(batch.lengths)):
-            own = batch.tensors["documents"][0] == number
-            own[sum(batch.lengths) :] = False
-            ids, labels = batch.tensors["input_ids"][0, own], batch.tensors["labels"][0, own]
+    for (scores, placed), batch in zip(built.score(validation.batches), validation.batches, strict=True):
+        ours = scores.log_probs(placed.labels)[0]
+        for number in range(len(batch.document_lengths)):
+            own = batch.document_ids[0] == number
+            own[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
             found = 50 + batch.sample_ids[number]
             sizes = [(16 + 8 * (found % 3), 24 + 8 * each) for each in range(found % 3)]
             images = [Image.open(io.BytesIO(picture(*size, found))).convert("RGB") for size in sizes]

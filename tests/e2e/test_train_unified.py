@@ -74,12 +74,12 @@ def test_losses_are_those_of_transformers_processor_and_model(trained: Any, expo
     plain, processor = exported
     built, _, validation = again
     compared = set()
-    for index, scores, row in built.score(validation.batches):
-        batch, ours = validation.batches[index], scores.log_probs(row["labels"])[0]
-        for number in range(len(batch.lengths)):
-            own = batch.tensors["documents"][0] == number
-            own[sum(batch.lengths) :] = False
-            ids, labels = batch.tensors["input_ids"][0, own], batch.tensors["labels"][0, own]
+    for (scores, placed), batch in zip(built.score(validation.batches), validation.batches, strict=True):
+        ours = scores.log_probs(placed.labels)[0]
+        for number in range(len(batch.document_lengths)):
+            own = batch.document_ids[0] == number
+            own[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
             row_index = 50 + batch.sample_ids[number]
             tokens, found = REFERENCES[kind](plain, processor, built, row_index, labels)
             assert torch.equal(tokens, ids)

@@ -32,8 +32,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.packing import make_batch
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models import language_load
 from sfumato.models.language import LanguageModel, Tensors
@@ -223,16 +224,15 @@ def _train(
         make_batch([TextSample((document,)) for document in part], range(len(part)), [0] * len(part), packed, 0, 1)
         for part in documents
     ]
-    count = sum(batch.num_tokens for batch in batches)
+    count = sum(batch.num_labels for batch in batches)
 
-    def loss_of(scores: TokenScores, row: Tensors, _batch: TextBatch) -> Tensor:
-        return -scores.log_probs(row["labels"]).sum() / count
+    def loss_fn(scores: TokenScores, batch: TokenBatch) -> Tensor:
+        return -scores.log_probs(batch.labels).sum() / count
 
     log_probs = [
-        found[batch.tensors["labels"] != IGNORED]
-        for found, batch in zip(model.token_log_probs(batches), batches, strict=True)
+        found[batch.labels != IGNORED] for found, batch in zip(model.token_log_probs(batches), batches, strict=True)
     ]
-    loss = sum(model.forward_backward(batches, loss_of))
+    loss = sum(model.forward_backward(batches, loss_fn))
     gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
@@ -284,9 +284,9 @@ def _differences(ours: Measured, theirs: Measured) -> tuple[float, float, float,
 def _way(model: LanguageModel) -> str:
     """The attention, and how rows reach the model, as the page's legend explains."""
     kernel = "packed" if model.attention == ATTENTION else model.attention
-    if model.rows.rows == "packed":
+    if model.row_layout.rows == "packed":
         return kernel
-    return f"{kernel} by length" if model.rows.same_length else f"{kernel} by document"
+    return f"{kernel} by length" if model.row_layout.same_length else f"{kernel} by document"
 
 
 HEAD = """\

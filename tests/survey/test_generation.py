@@ -68,7 +68,7 @@ def _training_log_probs(model: LanguageModel, request: GenerationRequest, drawn:
     tokens = np.array([*request.prompt_ids, *drawn.token_ids], np.int32)
     sample = TextSample((Document(tokens, np.arange(len(tokens)) >= len(request.prompt_ids)),))
     batch = make_batch([sample], [0], [0], True, 0, 1)
-    return model.token_log_probs([batch])[0][batch.tensors["labels"] != IGNORED]
+    return model.token_log_probs([batch])[0][batch.labels != IGNORED]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, Part, SampleRequest, requests_of
+from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
@@ -58,11 +58,11 @@ def train(config: Config, run: Run, roles: Roles, loader: PromptLoader) -> None:
     for step, batch in run.steps(stream.steps(from_step=start)):
         scores = combiner.finish(batch.scores, batch.group_ids)
         advantages = config.algorithm.advantage.compute(torch.tensor(scores.total), torch.tensor(batch.group_ids))
-        metrics = roles.actor.map(update_policy, batch.parts, advantages, config, step).result()
+        metrics = roles.actor.map(update_policy, batch.rank_batches, advantages, config, step).result()
         stream.publish(version=step + 1)
         metrics |= scores.metrics("") | advantages.metrics | batch.staleness(step)
         if (step + 1) % config.eval.every_steps == 0:
-            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.parts, scores, advantages)
+            metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.rank_batches, scores, advantages)
         run.log(step + 1, metrics, show={"reward": "reward/total"})
         roles.actor.call(Actor.after_step, run.sync()).result()
     roles.actor.call(Actor.export, config).result()
@@ -108,9 +108,11 @@ def samples_of(prompts: list[Prompt], groups: list[int], integers: torch.Tensor)
     ]
 
 
-def update_policy(actor: Actor, part: Part, advantages: Advantages, config: Config, step: int) -> dict[str, float]:
+def update_policy(
+    actor: Actor, rank_batch: RankBatch, advantages: Advantages, config: Config, step: int
+) -> dict[str, float]:
     algorithm, model = config.algorithm, actor.model
-    update = Update(actor, part, advantages, config, step)
+    update = Update(actor, rank_batch, advantages, config, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
             log_probs = replay(model, micro.samples)

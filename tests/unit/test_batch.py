@@ -12,7 +12,7 @@ import torch
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.rewards.base import Sample
-from sfumato.rollout.batch import Part, SampleRequest, join
+from sfumato.rollout.batch import RankBatch, SampleRequest, join_rollouts
 from sfumato.rollout.diffusion import DiffusionRollout
 from sfumato.rollout.trajectories import Trajectories
 from tests.tiny import load_task, rl_task, run_task_here, tiny_rl_config
@@ -59,7 +59,7 @@ def test_tensors_go_to_a_device_and_stay_where_they_are() -> None:
 def test_a_rank_learns_from_its_samples_in_the_order_of_their_ids() -> None:
     parts = rollout([1, 1], 2, trajectories(2)), rollout([0, 0], 0, trajectories(2))
     samples = [[Sample(text=str(each), prompt="", group_id=0) for each in part.sample_ids] for part in parts]
-    whole = join(Part(parts, samples, {0: 0, 1: 1, 3: 2}), torch.device("cpu"))
+    whole = join_rollouts(RankBatch(parts, samples, {0: 0, 1: 1, 3: 2}), torch.device("cpu"))
     assert whole.sample_ids == [0, 1, 3] and [sample.text for sample in whole.samples] == ["0", "1", "3"]
     assert torch.equal(whole.latents[2], parts[0].latents[1]) and torch.equal(whole.kept.latents, whole.latents)
     assert whole.row_conditioning.tensors["prompt"].flatten().tolist() == [0, 0, 1]

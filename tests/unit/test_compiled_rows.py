@@ -39,7 +39,7 @@ def numbers_of(model: LanguageModel) -> list[float]:
     rows = [batch(given[: count + 1]) for count in range(NUM_ROWS)]
     found = [*model.forward_backward(rows, sum_of_losses)]
     log_probs = model.token_log_probs(rows[:3])
-    assert [each.shape for each in log_probs] == [row.tensors["labels"].shape for row in rows[:3]]
+    assert [each.shape for each in log_probs] == [row.labels.shape for row in rows[:3]]
     return found + [float(each.sum()) for each in log_probs]
 
 

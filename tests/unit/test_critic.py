@@ -1,6 +1,7 @@
 """The critic: values, updates of its own, and a state that goes on to the bit beside the policy's."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,6 @@ from sfumato.models.critic import Critic
 from sfumato.models.language_load import build_language_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from tests.tiny import tiny_language_description
 from tests.token_batches import batch, samples
@@ -51,24 +51,24 @@ def make(tmp_path, critic=True, **settings):
 def given():
     """Two micro-batches with returns: whether the token is even."""
     batches = [batch(samples()[:4]), batch(samples()[4:])]
-    return batches, [{"returns": (each.tensors["input_ids"] % 2).float()} for each in batches]
+    return [replace(each, returns=(each.input_ids % 2).float()) for each in batches]
 
 
 def run(critic, num_updates, first=0):
     """The clipped loss over the loss masks, old values being those before each update."""
-    batches, returns = given()
-    count = sum(each.num_tokens for each in batches)
+    batches = given()
+    count = sum(each.num_labels for each in batches)
     metrics = []
 
-    def loss(values, row, _batch):
-        mask = (row["labels"] != IGNORED).flatten()
-        losses, _ = value_loss(values.flatten(), row["old_values"].flatten(), row["returns"].flatten(), mask, 0.5)
+    def loss(values, batch):
+        old_values, returns, mask = batch.values.flatten(), batch.returns.flatten(), batch.loss_mask.flatten()
+        losses, _ = value_loss(values.flatten(), old_values, returns, mask, 0.5)
         return losses.sum() / count
 
     for step in range(first, first + num_updates):
         old = critic.values(batches)
-        fields = [own | {"old_values": values} for own, values in zip(returns, old, strict=True)]
-        metrics.append(critic.update(batches, fields, loss, step))
+        with_values = [replace(own, values=values) for own, values in zip(batches, old, strict=True)]
+        metrics.append(critic.update(with_values, loss, step))
     return metrics
 
 
@@ -96,14 +96,13 @@ def test_updates_are_those_of_adamw_on_the_clipped_loss(tmp_path):
     assert metrics[0]["critic/lr"] == 3e-3 and metrics[1]["critic/lr"] == pytest.approx(3e-3 * 3 / 4)
     assert metrics[-1]["critic/loss"] < 0.7 * metrics[0]["critic/loss"]
     assert all(torch.equal(value, policy[name]) for name, value in state.model.state_dict().items())
-    batches, returns = given()
-    count = sum(each.num_tokens for each in batches)
+    batches = given()
+    count = sum(each.num_labels for each in batches)
     loss = 0.0
-    for each, own in zip(batches, returns, strict=True):
-        rows = each.tensors
-        hidden = plain.model(input_ids=rows["input_ids"], position_ids=rows["position_ids"]).last_hidden_state
+    for each in batches:
+        hidden = plain.model(input_ids=each.input_ids, position_ids=each.position_ids).last_hidden_state
         values = plain.score(hidden)[..., 0]
-        loss = loss + (0.5 * (values - own["returns"]).square())[rows["labels"] != IGNORED].sum() / count
+        loss = loss + (0.5 * (values - each.returns).square())[each.loss_mask].sum() / count
     loss.backward()
     assert metrics[0]["critic/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -145,7 +144,7 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
     folder.mkdir()
     critic.model.save_export(folder, {name: each.clone() for name, each in critic.model.module.state_dict().items()})
     _, other = make(tmp_path, model_path=str(folder), lora={"rank": 2, "alpha": 4})
-    batches, _ = given()
+    batches = given()
     assert torch.equal(other.values(batches)[0], critic.values(batches)[0])
     before = other.values(batches)[0]
     run(other, 1)
@@ -155,8 +154,8 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
 def test_a_return_that_is_not_finite_stops_before_the_update(tmp_path):
     _, critic = make(tmp_path)
     before = tensors(critic)
-    batches, fields = given()
-    fields[0]["returns"][0, 3] = np.nan
+    batches = given()
+    batches[0].returns[0, 3] = np.nan
     with pytest.raises(NonFiniteError, match="critic, step 8"):
-        critic.update(batches, fields, lambda values, row, _: (values - row["returns"]).square().sum(), 7)
+        critic.update(batches, lambda values, batch: (values - batch.returns).square().sum(), 7)
     assert all(torch.equal(each, before[name]) for name, each in tensors(critic).items())

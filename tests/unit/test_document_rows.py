@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sfumato.data.packing import TextBatch, make_batch
+from sfumato.data.packing import make_batch
 from sfumato.data.text import Document, TextSample
+from sfumato.data.token_batch import TokenBatch
 from sfumato.models.document_rows import document_lengths, group_documents
 from sfumato.models.language import LanguageModel, RowLayout
 from sfumato.models.language_load import build_byte_tokenizer
@@ -39,7 +40,7 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(259, (length,), generator=generator) for length in LENGTHS]
 
 
-def packed() -> TextBatch:
+def packed() -> TokenBatch:
     samples = [TextSample((Document(ids.numpy().astype(np.int32), np.arange(len(ids)) > 0),)) for ids in documents()]
     return make_batch(samples, list(range(len(samples))), [0] * len(samples), True, 0, 2)
 
@@ -50,7 +51,7 @@ def model(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> 
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     found = LanguageModel(module, build_byte_tokenizer(), None, lambda: module, None, chunked)
-    found._mesh, found.rows = Mesh(Layout(), torch.device("cpu")), rows
+    found._mesh, found.row_layout = Mesh(Layout(), torch.device("cpu")), rows
     return found
 
 
@@ -62,8 +63,8 @@ def check(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> 
     """Against transformers' own module with its own attention, one document after the other."""
     found, seen, count = model(kind, attention, rows, chunked), [], sum(LENGTHS) - len(LENGTHS)
 
-    def loss(scores, row, batch):
-        seen.append(scores.log_probs(row["labels"]))
+    def loss(scores, batch):
+        seen.append(scores.log_probs(batch.labels))
         return -seen[-1].sum() / count
 
     total = sum(found.forward_backward([packed()], loss))
@@ -74,7 +75,7 @@ def check(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> 
         alone.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
         (-alone[-1].sum() / count).backward()
     theirs = torch.cat(alone).detach()
-    ours = seen[0].detach()[packed().tensors["labels"] != -100]
+    ours = seen[0].detach()[packed().labels != -100]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-5)
     assert total == pytest.approx(-float(theirs.mean()), rel=1e-5)
     expected = gradients(plain)

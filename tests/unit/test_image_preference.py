@@ -74,12 +74,12 @@ def test_log_probs_of_pairs_are_those_of_transformers_one_by_one(built):
     samples = [transform(FiledRow(row), f"row {index}")[0] for index, row in enumerate(rows)]
     batch = make_batch(samples, [0, 1, 2], [0, 0, 0], True, 0, 2, model.vision)
     (log_probs,) = model.token_log_probs([batch])
-    mask = batch.tensors["labels"] != IGNORED
+    mask = batch.labels != IGNORED
     plain = copy.deepcopy(model.module)
     set_attention(plain, "eager")
     for number, row in enumerate(rows):
         for place, answer in ((2 * number, row["chosen"]), (2 * number + 1, row["rejected"])):
-            found = float(log_probs[mask & (batch.tensors["documents"] == place)].sum())
+            found = float(log_probs[mask & (batch.document_ids == place)].sum())
             assert found == pytest.approx(log_prob_alone(model, plain, row, answer), abs=2e-5), (number, answer)
 
 

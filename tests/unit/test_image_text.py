@@ -471,8 +471,8 @@ def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
         for name, each in expected.tensors.items():
             torch.testing.assert_close(batch.conditioning.tensors[name][row], each[0])
             torch.testing.assert_close(batch.conditioning.negative[name], expected.negative[name])
-    assert torch.equal(batch.conditioning.tensors["pooled"][0], batch.conditioning.tensors["pooled"][1])
-    assert not torch.equal(batch.conditioning.tensors["pooled"][1], batch.conditioning.tensors["pooled"][2])
+    assert torch.equal(batch.conditioning.pooled[0], batch.conditioning.pooled[1])
+    assert not torch.equal(batch.conditioning.pooled[1], batch.conditioning.pooled[2])
     model.forget_prompts()
 
 

@@ -38,8 +38,8 @@ def build(model, **train):
     return built
 
 
-def sum_of_losses(scores, row, _):
-    return -scores.log_probs(row["labels"]).sum()
+def sum_of_losses(scores, batch):
+    return -scores.log_probs(batch.labels).sum()
 
 
 def gradients(model):
@@ -94,10 +94,9 @@ def test_chunked_loss_is_the_loss(tmp_path, tied):
     found, expected = gradients(chunked), gradients(plain)
     assert max(relative(found[name], expected[name]) for name in expected) < 1e-5
     assert torch.equal(chunked.predictions(given)[1], plain.predictions(given)[1])
-    for index, scores, row in chunked.score(given):
-        labels = row["labels"]
-        ours = scores.log_probs_and_entropy(labels, 0.7)
-        theirs = next(s.log_probs_and_entropy(labels, 0.7) for number, s, _ in plain.score(given) if number == index)
+    for (scores, placed), (plain_scores, _) in zip(chunked.score(given), plain.score(given), strict=True):
+        ours = scores.log_probs_and_entropy(placed.labels, 0.7)
+        theirs = plain_scores.log_probs_and_entropy(placed.labels, 0.7)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -107,7 +106,7 @@ def test_logits_are_made_for_learned_tokens_only(tmp_path):
     model.module.get_output_embeddings().register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
     given = batch(samples())
     model.forward_backward([given, batch([])], sum_of_losses)
-    assert seen == [given.num_tokens, 1]
+    assert seen == [given.num_labels, 1]
 
 
 def test_a_placeholder_gives_zero_gradients_to_everything(tmp_path):

@@ -23,10 +23,10 @@ def sample(number, prompt, answer):
 
 def documents(batch):
     """Tokens of each document, and those that are labels."""
-    ids, labels = batch.tensors["input_ids"].flatten(), batch.tensors["labels"].flatten()
+    ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
     found = []
-    for number, length in enumerate(batch.lengths):
-        start = int((batch.tensors["documents"].flatten() == number).nonzero()[0])
+    for number, length in enumerate(batch.document_lengths):
+        start = int((batch.document_ids.flatten() == number).nonzero()[0])
         own = labels[start : start + length]
         found.append((ids[start : start + length].tolist(), own[own != IGNORED].tolist()))
     return found
@@ -42,7 +42,7 @@ def test_each_prompt_has_the_answer_of_the_sample_before(packed):
     first, second = mismatched(batches, ALONE, 64, 0)
     assert documents(first) == [([300, 250, 9], [250]), ([100, 101, 350, 351, 9], [350, 351])]
     assert documents(second) == [([200, 201, 202, 203, 150, 151, 152, 9], [150, 151, 152])]
-    assert first.sample_ids == [12, 10] and first.tensors["input_ids"].shape[0] == (1 if packed else 2)
+    assert first.sample_ids == [12, 10] and first.input_ids.shape[0] == (1 if packed else 2)
 
 
 def test_long_answers_are_cut_and_placeholders_stay():
@@ -52,4 +52,4 @@ def test_long_answers_are_cut_and_placeholders_stay():
     ]
     found, nothing = mismatched(batches, ALONE, 8, 0)
     assert documents(found)[1] == ([200, 201, 202, 203, 204, 205, 150, 151], [150, 151])
-    assert not nothing.lengths and nothing.tensors["input_ids"].shape == (1, 2)
+    assert not nothing.document_lengths and nothing.input_ids.shape == (1, 2)

@@ -142,7 +142,7 @@ WAYS = [{}, {"chunked_loss": True}, {"mixed_precision": "bf16"}, {"dyn_bsz": Fal
 @pytest.mark.parametrize("train", WAYS)
 def test_what_is_right_is_left_as_it_is(train: dict) -> None:
     model, said = look(Plain, **train)
-    assert (model.rows.rows, said) == ("packed", [])
+    assert (model.row_layout.rows, said) == ("packed", [])
     assert all(parameter.grad is None for parameter in model.module.parameters())
     assert model.module.training
 
@@ -159,7 +159,7 @@ def test_the_numbers_of_the_run_are_those_without_a_probe() -> None:
 
 def test_documents_that_leak_get_rows_of_their_own() -> None:
     model, said = look(Leaking)
-    assert model.rows.rows == "documents" and len(said) == 1
+    assert model.row_layout.rows == "documents" and len(said) == 1
     assert "Leaking: documents together give other log-probabilities" in said[0]
     with pytest.raises(ConfigError, match=r"Right is model\.attention packed with model\.rows documents"):
         look(Leaking, model={"rows": "packed"})
@@ -181,17 +181,20 @@ class CertainLeaking(Leaking, Certain):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_large_logits_are_rounded_by_their_size(precision: str) -> None:
     model, said = look(Certain, mixed_precision=precision)
-    assert (model.rows.rows, said) == ("packed", [])
-    assert look(CertainLeaking, mixed_precision=precision)[0].rows.rows == "documents"
+    assert (model.row_layout.rows, said) == ("packed", [])
+    assert look(CertainLeaking, mixed_precision=precision)[0].row_layout.rows == "documents"
 
 
 def test_a_leak_can_be_a_warning() -> None:
     model, said = look(Leaking, model={"rows": "packed"}, probe="warn")
-    assert said[0].startswith("WARNING: Leaking is not trained as transformers would") and model.rows.rows == "packed"
+    assert (
+        said[0].startswith("WARNING: Leaking is not trained as transformers would")
+        and model.row_layout.rows == "packed"
+    )
 
 
 def test_a_leak_is_noticed_in_bf16() -> None:
-    assert look(Leaking, mixed_precision="bf16")[0].rows.rows == "documents"
+    assert look(Leaking, mixed_precision="bf16")[0].row_layout.rows == "documents"
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
@@ -219,7 +222,7 @@ def test_noise_is_refused() -> None:
 
 def test_positions_that_depend_on_the_row_get_rows_of_one_length() -> None:
     model, said = look(Stretched)
-    assert model.rows.rows == "documents" and model.rows.same_length and len(said) == 1
+    assert model.row_layout.rows == "documents" and model.row_layout.same_length and len(said) == 1
 
 
 def test_what_is_kept_is_refused() -> None:
@@ -242,7 +245,7 @@ class Choosing(LlamaForCausalLM):
 
 def test_what_begins_at_a_length_of_the_row_is_noticed() -> None:
     model, said = look(Choosing)
-    assert model.rows.same_length and len(said) == 1
+    assert model.row_layout.same_length and len(said) == 1
 
 
 def test_a_module_that_transformers_cannot_run_is_named() -> None:

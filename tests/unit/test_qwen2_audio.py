@@ -75,14 +75,14 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
         for weight in trainable_parameters(model.trained).values():
             if weight.ndim == 1:
                 weight.add_(0.1 * torch.randn_like(weight))
-    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
     given = [sound_row(index) for index in range(6)]
     samples = [sample for index, row in enumerate(given) for sample in transform(FiledRow(row), f"row {index}")]
     batch = make_batch(samples, list(range(6)), [0] * 6, True, 0, 2, model.vision)
     assert [len(media.get("input_features", ())) for media in batch.media] == [0, 1, 2, 0, 1, 2]
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
-    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
     for row, sample, log_probs in zip(given, samples, found, strict=True):
@@ -108,7 +108,7 @@ def test_bf16_is_float32_but_for_rounding(built: Any, tmp_path: Path) -> None:
     for model in (built[1], build(tmp_path, train={"mixed_precision": "bf16"})[1]):
         (sample,) = built[2](FiledRow(sound_row(2)), "a test")
         batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
-        total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+        total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
         assert all(weight.dtype == torch.float32 for weight in model.trained.parameters())
         found.append((total, model.token_log_probs([batch])[0]))
         model.module.zero_grad()
@@ -119,7 +119,7 @@ def test_a_batch_without_audio_computes_the_encoder_with_gradients_of_zero(built
     _, model, transform = built
     (sample,) = transform(FiledRow(sound_row(0)), "a test")
     batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
-    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
     names = [name for name in trainable_parameters(model.trained) if "audio_tower" in name or "projector" in name]
     assert len(names) > 20 and not any(UNUSED in name for name in names)
     for name in names:
@@ -191,7 +191,7 @@ def test_what_is_exported_is_loaded_by_transformers_and_gives_the_same(run: Any,
     batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
     with torch.no_grad():
         theirs = plain(**inputs).logits[0]
-        ours = model._logits(batch.tensors, batch.media)[0]
+        ours = model(model.place_batch(batch, every_token=True))._output[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     described = load_config(TrainTextConfig, overrides=run[0])
     begun = build_language_model(described.model, described.train, data_type=described.data.data_type).plain

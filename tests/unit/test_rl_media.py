@@ -22,7 +22,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.dumps import dump_path, read_dump
 from sfumato.rollout.text_policy import build_text_policy, open_prompts
-from sfumato.rollout.text_rows import of_decisions, pack_samples
+from sfumato.rollout.text_rows import pack_samples
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 from tests.tiny import run_task_here
 from tests.tiny_vision import sound
@@ -68,8 +68,8 @@ def test_drawn_tokens_have_the_log_probs_of_transformers(kind: str, tmp_path: Pa
         assert len({tuple(one.token_ids) for one in drawn[3:6]}) == 3, "the answers of a group differ"
         requests = [SampleRequest(index // 3, index % 3, 1) for index in range(len(drawn))]
         rollout = TextRollout(requests=requests, versions=[0] * len(drawn), sequences=[[one] for one in drawn])
-        batch = pack_samples(rollout, model, {})  # as an update packs them
-        again = of_decisions(model.token_log_probs([batch])[0], batch)
+        batch = pack_samples(rollout, model)  # as an update packs them
+        again = model.token_log_probs([batch])[0][batch.loss_mask]
         before = torch.cat([torch.from_numpy(one.log_probs[one.drawn]) for one in drawn])
         assert torch.allclose(again, before, atol=1e-5)
         with torch.no_grad():  # and after weights have changed
@@ -100,8 +100,8 @@ def test_a_drawn_token_by_which_media_are_found_ends_the_answer(kind: str, tmp_p
         numbers = np.zeros(len(tokens), np.float32)
         one = TokenSequence(np.array(tokens, np.int32), drawn, numbers, drawn - 1, "stop", given.images)
         rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[one]])
-        batch = pack_samples(rollout, model, {})
-        found = of_decisions(model.token_log_probs([batch])[0], batch)
+        batch = pack_samples(rollout, model)
+        found = model.token_log_probs([batch])[0][batch.loss_mask]
         assert torch.allclose(found, by_transformers(model, one), atol=1e-5)
 
 

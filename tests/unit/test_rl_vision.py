@@ -32,7 +32,7 @@ from sfumato.rollout.engines.http_server import NOT_SENT
 from sfumato.rollout.engines.rows import CachedRows, RecomputedRows
 from sfumato.rollout.engines.vllm_images import RenderedImages, token_runs
 from sfumato.rollout.text_policy import build_text_policy, open_prompts
-from sfumato.rollout.text_rows import of_decisions, pack_samples
+from sfumato.rollout.text_rows import pack_samples
 from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here
@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
     """Log-probabilities of the drawn tokens by transformers' own module, alone, which counts positions itself."""
     tokens, before = torch.from_numpy(sequence.token_ids.astype(np.int64))[None], sequence.token_ids[:-1]
-    given = model.alone(before, sequence.images)
+    given = model.single_document_inputs(before, sequence.images)
     plain = copy.deepcopy(model.plain).eval()
     plain.set_attn_implementation("eager")
     with torch.no_grad():
@@ -86,7 +86,7 @@ def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) 
     requests = [GenerationRequest(each.token_ids, seed, most, images=each.images) for seed, each in enumerate(asked)]
     stop = tuple(model.vision.reader.media_tokens())
     found = complete(engine, requests, Sampling(stop_token_ids=stop))
-    assert isinstance(engine._rows, CachedRows if model.rows.rows == "packed" else RecomputedRows | CachedRows)
+    assert isinstance(engine._rows, CachedRows if model.row_layout.rows == "packed" else RecomputedRows | CachedRows)
     return [
         TokenSequence(**vars(single_turn(prompt.token_ids, *parts)) | {"images": prompt.images})
         for prompt, one in zip(asked, found, strict=True)
@@ -144,17 +144,19 @@ def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path)
         np.array(tokens, np.int32), drawn, np.zeros(len(tokens), np.float32), drawn - 1, "stop", prompts[1].images
     )
     rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[one]])
-    batch = pack_samples(rollout, model, {})
-    labels = batch.tensors["labels"]
+    batch = pack_samples(rollout, model)
+    labels = batch.labels
     assert labels[labels != -100].tolist() == [70, 71, IMAGE_TOKEN]
-    assert int((batch.tensors["input_ids"] == IMAGE_TOKEN).sum()) == given.count(IMAGE_TOKEN) > 0
-    found = of_decisions(model.token_log_probs([batch])[0], batch)
+    assert int((batch.input_ids == IMAGE_TOKEN).sum()) == given.count(IMAGE_TOKEN) > 0
+    found = model.token_log_probs([batch])[0][batch.loss_mask]
     before = one.token_ids[:-1]
     ids = torch.from_numpy(before.astype(np.int64))[None]
     with torch.no_grad():
         plain = copy.deepcopy(model.plain).eval()
         plain.set_attn_implementation("eager")
-        logits = plain(input_ids=ids, use_cache=False, **model.alone(before, one.images)).logits[0, -3:]
+        logits = plain(input_ids=ids, use_cache=False, **model.single_document_inputs(before, one.images)).logits[
+            0, -3:
+        ]
     expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor([70, 71, IMAGE_TOKEN])]
     assert torch.allclose(found, expected, atol=1e-5)
 

@@ -45,7 +45,7 @@ def sequence(length: int, drawn: Sequence[int], reason: FinishReason = "stop", s
     return TokenSequence(tokens, mask, log_probs, np.where(mask, seed, -1).astype(np.int32), reason)
 
 
-def example() -> tuple[TextRollout, Advantages]:
+def example() -> tuple[TextRollout, Advantages, dict[str, torch.Tensor]]:
     """Four samples: one of a turn, one of two sequences, one that drew nothing, one that has no sequence."""
     own = [
         [sequence(5, [3, 4])],
@@ -60,24 +60,24 @@ def example() -> tuple[TextRollout, Advantages]:
     rewards = torch.tensor([0.5, 1 / 3, torch.nan, 0.0], dtype=torch.float64)
     given = {"rewards": rewards, "components": {"length": rewards * 2, "a.b": rewards - 1}}
     values = torch.tensor([0.25, -1 / 3, 0.0, 1e-30])
-    return rollout.with_fields(**fields), Advantages(values, *flags, {"x": 1.0}, **given)
+    return rollout, Advantages(values, *flags, {"x": 1.0}, **given), fields
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def assert_equal(found: RolloutDump, rollout: TextRollout, advantages: Advantages) -> None:
+def assert_equal(
+    found: RolloutDump, rollout: TextRollout, advantages: Advantages, token_values: dict[str, torch.Tensor]
+) -> None:
     assert found.rollout.requests == rollout.requests and found.rollout.versions == rollout.versions
     for some, others in zip(found.rollout.sequences, rollout.sequences, strict=True):
         for one, other in zip(some, others, strict=True):
             for name in ("token_ids", "drawn", "log_probs", "versions"):
                 assert same(getattr(one, name), getattr(other, name)), name
             assert one.finish_reason == other.finish_reason
-    assert found.rollout.fields is not None and rollout.fields is not None
-    for known, expected in zip(found.rollout.fields, rollout.fields, strict=True):
-        assert set(known) == set(expected)
-        assert all(same(known[name].numpy(), expected[name].numpy()) for name in expected)
+    assert set(found.token_values) == set(token_values)
+    assert all(same(found.token_values[name].numpy(), token_values[name].numpy()) for name in token_values)
     assert set(found.advantages.components) == set(advantages.components)
     for name, expected in advantages.components.items():
         assert same(found.advantages.components[name].numpy(), expected.numpy())
@@ -86,20 +86,20 @@ def assert_equal(found: RolloutDump, rollout: TextRollout, advantages: Advantage
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
-    rollout, advantages = example()
+    rollout, advantages, token_values = example()
     path = dump_path(tmp_path, 10, 3)
-    write_dump(path, rollout, advantages, step=10, data_rank=3)
+    write_dump(path, rollout, advantages, token_values, step=10, data_rank=3)
     assert path.relative_to(tmp_path) == Path("rollouts/step_000010.rank3.safetensors")
     found = read_dump(path)
-    assert_equal(found, rollout, advantages)
-    assert found.step == 10 and found.part[2] == {10: 0, 11: 1, 12: 2, 13: 3}
+    assert_equal(found, rollout, advantages, token_values)
+    assert found.step == 10 and found.rank_batch.sample_ids == {10: 0, 11: 1, 12: 2, 13: 3}
     assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing else is left"
 
 
 def test_a_rank_without_samples_writes_none(tmp_path: Path) -> None:
-    rollout, advantages = example()
+    rollout, advantages, _ = example()
     empty = rollout.rows([])
-    write_dump(dump_path(tmp_path, 1), empty, advantages.rows([]), step=1)
+    write_dump(dump_path(tmp_path, 1), empty, advantages.rows([]), {}, step=1)
     assert len(read_dump(dump_path(tmp_path, 1)).rollout) == 0
 
 
@@ -113,7 +113,7 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
     config = tiny_text_rl_config(tmp_path, **settings)
     drawn = read_dump(dump_path(run_task_here("rl_text", config), 1))
     assert len(drawn.rollout) == 16 and drawn.advantages.values.any()
-    assert {"rollout_log_probs", "reference_log_probs", "proximal_log_probs", "advantages"} <= set(drawn.rollout.known)
+    assert {"rollout_log_probs", "reference_log_probs", "proximal_log_probs", "advantages"} <= set(drawn.token_values)
 
     task, learned = load_task("rl_text"), []
     update_policy, draw = task.update_policy, task.generate
@@ -167,7 +167,7 @@ def test_drawing_alone_and_learning_alone(tmp_path: Path) -> None:
     dumps = [read_dump(dump_path(drawn, step)) for step in (1, 2)]
     assert dumps[0].rollout.requests[0].prompt_id != dumps[1].rollout.requests[0].prompt_id
     for line, dump in zip(lines, dumps, strict=True):
-        assert dump.rollout.fields is None and dump.temperature == 1.0
+        assert not dump.token_values and dump.temperature == 1.0
         assert {int(each) for own in dump.rollout.sequences for one in own for each in one.versions} == {-1, 0}
         assert float(dump.advantages.rewards.mean()) == pytest.approx(line["reward/total"])
         assert torch.equal(dump.advantages.components["ascii"], dump.advantages.rewards)
@@ -183,13 +183,13 @@ def test_drawing_alone_and_learning_alone(tmp_path: Path) -> None:
 
 
 def dumped(folder: Path, rollout: TextRollout, advantages: Advantages, rank: int = 0, **more: Any) -> DumpedRollouts:
-    write_dump(dump_path(folder, 1, rank), rollout, advantages, 1, rank, **more)
+    write_dump(dump_path(folder, 1, rank), rollout, advantages, {}, 1, rank, **more)
     template = build_prompt_template(TextPromptDataConfig(synthetic={"problem": "add"}), build_byte_tokenizer())
     return DumpedRollouts(folder, template, temperature=0.8)
 
 
 def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
-    rollout, advantages = example()
+    rollout, advantages, _ = example()
     for own in rollout.sequences:
         for one in own:
             one.token_ids[:] = 65 + one.token_ids % 20
@@ -197,7 +197,7 @@ def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
     source = dumped(tmp_path, rollout.rows([2, 3]), advantages.rows([2, 3]), rank=1, temperature=0.8)
     wanted = [rollout.requests[row] for row in (3, 1)]
     found, samples = source.draw(wanted, 0)
-    assert found.requests == wanted and found.fields is None and found.versions == [3, 3]
+    assert found.requests == wanted and found.versions == [3, 3]
     assert [len(own) for own in found.sequences] == [0, 2] and samples[1].num_tokens == 4
     assert samples[1].scores == {"length": pytest.approx(2 / 3), "a.b": pytest.approx(-2 / 3)}
     assert samples[0].text == "" and len(samples[1].text) == 4 and samples[1].group_id == 0
@@ -208,7 +208,7 @@ def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_dumps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    rollout, advantages = example()
+    rollout, advantages, _ = example()
     wanted = rollout.requests[:1]
     with pytest.raises(DataError, match=r"token \d+, which the tokenizer of"):
         dumped(tmp_path / "tokens", rollout, advantages).draw(wanted, 0)
@@ -306,13 +306,14 @@ def test_a_run_that_does_not_ask_writes_none(tmp_path: Path) -> None:
 def test_tokens_in_colours(tmp_path: Path) -> None:
     sequences = [[TokenSequence(*(np.array(each) for each in tokens))] for tokens in COLOURED]
     requests = [SampleRequest(4, 0, 0), SampleRequest(5, 0, 0)]
-    rollout = TextRollout(requests=requests, versions=[0, 0], sequences=sequences).with_fields(
-        advantages=torch.tensor([0.5, 1.0, -0.25]),
-        rollout_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
-        proximal_log_probs=torch.tensor([-1.0, -2.5, -2.75]),
-    )
+    rollout = TextRollout(requests=requests, versions=[0, 0], sequences=sequences)
+    token_values = {
+        "advantages": torch.tensor([0.5, 1.0, -0.25]),
+        "rollout_log_probs": torch.tensor([-1.0, -2.0, -3.0]),
+        "proximal_log_probs": torch.tensor([-1.0, -2.5, -2.75]),
+    }
     flags = [torch.zeros(2, dtype=torch.bool)] * 3
-    dump = RolloutDump(rollout, Advantages(torch.tensor([0.75, -0.25]), *flags, {}), step=7)
+    dump = RolloutDump(rollout, Advantages(torch.tensor([0.75, -0.25]), *flags, {}), 7, token_values=token_values)
     texts = {1: "question", 2: "<script>alert(1)</script>", 3: '"', 4: "\x00"}
     page = Page(write_token_page(tmp_path / "tokens.html", dump, texts.__getitem__).read_text(encoding="utf-8"))
     assert "script" not in {tag for tag, _ in page.tags} and not page.open
@@ -327,8 +328,8 @@ def test_tokens_in_colours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"samples \[9\] are not among the 2 of this dump"):
         write_token_page(tmp_path / "one.html", dump, texts.__getitem__, [9])
     nothing = torch.tensor([float("nan"), 1.0, -0.25])
-    known = {"advantages": nothing, "proximal_log_probs": torch.tensor([-1.0, -2.5, 0.0])}
-    dump = RolloutDump(rollout.with_fields(**known), dump.advantages, step=7)
+    token_values |= {"advantages": nothing, "proximal_log_probs": torch.tensor([-1.0, -2.5, 0.0])}
+    dump = RolloutDump(rollout, dump.advantages, 7, token_values=token_values)
     page = Page(write_token_page(tmp_path / "tokens.html", dump, texts.__getitem__).read_text(encoding="utf-8"))
     assert "log-prob difference: this sample is not learned from" in page.text
     assert page.values("title", "b") == ["+nan", "+1", "+0", "-0.5", "-0.25"]
@@ -348,7 +349,7 @@ def test_the_page_is_true(tmp_path: Path) -> None:
     path = write_example(tmp_path)
     names: dict[str, Any] = {"output_dir": tmp_path, "tokenizer": build_byte_tokenizer()}
     exec(read, names)
-    assert names["dump"].step == 1 and len(names["known"]["advantages"]) == 6
+    assert names["dump"].step == 1 and len(names["token_values"]["advantages"]) == 6
     exec(coloured.replace('"tokens.html"', repr(str(tmp_path / "tokens.html"))), names)
     assert "sample 10" in (tmp_path / "tokens.html").read_text(encoding="utf-8")
     with safe_open(path, "pt") as file:
@@ -358,6 +359,6 @@ def test_the_page_is_true(tmp_path: Path) -> None:
 
 def write_example(folder: Path) -> Path:
     path = dump_path(folder, 1)
-    rollout, advantages = example()
-    write_dump(path, rollout.with_fields(rollout_log_probs=torch.zeros(6)), advantages, step=1)
+    rollout, advantages, token_values = example()
+    write_dump(path, rollout, advantages, token_values | {"rollout_log_probs": torch.zeros(6)}, step=1)
     return path

@@ -58,7 +58,7 @@ def exported(model, folder):
     return folder
 
 
-def square_error(values, row, _):
+def square_error(values, batch):
     return (values - 1.0).square().sum() / 100
 
 
@@ -84,7 +84,7 @@ def test_a_folder_of_a_causal_model_gets_a_new_head(tmp_path, init_device, tied)
     folder, causal = causal_folder(tmp_path, tie_word_embeddings=tied)
     model = build({"model_path": str(folder)}, init_device=init_device)
     given = batch(samples()[:1])
-    hidden = causal.model(input_ids=given.tensors["input_ids"]).last_hidden_state
+    hidden = causal.model(input_ids=given.input_ids).last_hidden_state
     head = model.module.score.weight
     torch.testing.assert_close(model.values([given])[0], (hidden @ head.T)[..., 0], rtol=1e-5, atol=1e-5)
     other = build({"model_path": str(folder)}, seed=1)
@@ -115,12 +115,12 @@ def test_an_export_is_a_classifier_of_transformers(tmp_path, init_device):
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForSequenceClassification"]
     given = batch(samples(), packed=False)
-    ids = given.tensors["input_ids"]
-    mask = torch.arange(ids.shape[1]) < torch.tensor(given.lengths)[:, None]
+    ids = given.input_ids
+    mask = torch.arange(ids.shape[1]) < torch.tensor(given.document_lengths)[:, None]
     with torch.no_grad():
         expected = theirs(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
     (values,) = model.values([given])
-    last = values[range(len(given.lengths)), torch.tensor(given.lengths) - 1]
+    last = values[range(len(given.document_lengths)), torch.tensor(given.document_lengths) - 1]
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
     again = build({"model_path": str(folder)}, init_device=init_device)
     assert torch.equal(again.values([given])[0], values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from sfumato.models.language import LanguageModel, RowLayout
 from sfumato.models.packed_attention import register_packed_attention
 from sfumato.models.shared_prompts import can_share_prompts
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.text_rows import of_decisions, pack_samples
+from sfumato.rollout.text_rows import pack_samples
 from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
 from tests.survey.tiny_configs import tiny_config
 from tests.unit import test_document_rows
@@ -42,14 +44,15 @@ def scored(kind: str, shares: bool, drawn: TextRollout) -> tuple[LanguageModel, 
     found, seen = model(kind, register_packed_attention(), RowLayout("packed")), []
     found.shares_prompts = shares
     weights = torch.linspace(-1.0, 2.0, sum(drawn.num_rows))
-    batch = pack_samples(drawn, found, {"weights": weights})
+    batch = pack_samples(drawn, found)
+    batch = replace(batch, loss_weights=batch.scatter_to_labels(weights))
 
-    def loss(scores, row, batch):
-        seen.extend(scores.log_probs_and_entropy(row["labels"], 0.7))
-        return (seen[0] * row["weights"]).sum()
+    def loss(scores, batch):
+        seen.extend(scores.log_probs_and_entropy(batch.labels, 0.7))
+        return (seen[0] * batch.loss_weights).sum()
 
     found.forward_backward([batch], loss)
-    return found, *(of_decisions(values, batch) for values in seen), sum(batch.lengths)
+    return found, *(values[batch.loss_mask] for values in seen), sum(batch.document_lengths)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])  # plain; soft caps; sinks
@@ -81,8 +84,9 @@ def test_samples_of_several_sequences_and_without_decisions_stay_in_order() -> N
     _, expected, *_ = scored("qwen3", False, rollout(own))
     shared, found, *_ = scored("qwen3", True, rollout(own))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    samples = pack_samples(rollout(own), shared, {}).tensors
-    assert samples["samples"][samples["labels"] != -100].tolist() == [0] * (5 + 2) + [2]
+    batch = pack_samples(rollout(own), shared)
+    assert batch.sample_index[batch.loss_mask].tolist() == [0] * (5 + 2) + [2]
+    assert batch.decision_index[batch.loss_mask].tolist() == list(range(5 + 2 + 1))
 
 
 def test_a_model_is_tried_and_refused_where_it_cannot_share(monkeypatch) -> None:

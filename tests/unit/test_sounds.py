@@ -100,7 +100,7 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
         for name, weight in trainable_parameters(model.trained).items():
             if weight.ndim == 1 and "audio_tower" in name:
                 weight.add_(0.1 * torch.randn_like(weight))
-    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
     given = [audio_row(index, LEAST[kind]) for index in range(5)]
     video = {"type": "video", "video": data_url(clip(32, 24, 14), "video/avi")}
     given[3]["messages"][0]["content"].insert(0, video)
@@ -111,7 +111,7 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
 
-    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
     for row, sample, log_probs in zip(given, samples, found, strict=True):
@@ -133,9 +133,9 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
 
 def test_a_batch_without_audio_computes_its_encoder_with_gradients_of_zero(tmp_path):
     model, transform = build(tmp_path)
-    model.take("sdpa", RowLayout("packed"))
+    model.set_row_layout("sdpa", RowLayout("packed"))
     batch = make_batch(samples_of(transform, [image_row(1)]), [0], [0], True, 0, 2, model.vision)
-    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
     for name, weight in trainable_parameters(model.trained).items():
         if "audio_tower" in name and "bos_eos" not in name:  # a weight that nothing uses
             assert weight.grad is not None and not weight.grad.any(), name

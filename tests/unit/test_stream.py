@@ -79,7 +79,7 @@ def first(stream: RolloutStream) -> StreamBatch:
 
 
 def kept_of(batch: StreamBatch) -> list[tuple]:
-    return [each.fetch() for each in batch.parts[0][0]]
+    return [each.fetch() for each in batch.rank_batches[0].rollouts]
 
 
 @pytest.mark.parametrize("with_reward", [True, False])
@@ -88,7 +88,7 @@ def test_iterations_come_in_order_with_their_own_scores(with_reward: bool) -> No
     seen = []
     for step, batch in stream.steps(from_step=1):
         assert kept_of(batch) == [("kept", step, step, [k, k + 1]) for k in (0, 2, 4)], "made by the newest policy"
-        assert list(batch.parts[0][2]) == list(range(6)) and batch.group_ids == [0, 0, 1, 1, 2, 2]
+        assert list(batch.rank_batches[0].sample_ids) == list(range(6)) and batch.group_ids == [0, 0, 1, 1, 2, 2]
         assert batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
         assert batch.versions == [step] * 6 and batch.staleness(step) == {"staleness/mean": 0.0, "staleness/max": 0.0}
         stream.publish(version=step + 1)
@@ -391,7 +391,8 @@ def test_data_parallel_ranks_of_the_sampler_and_of_the_actor_may_differ() -> Non
     stream, _, driver, _ = queued()
     batch = first(stream)
     assert [each[3] for each in kept_of(batch)] == [[0, 1], [2, 3], [4, 5]]
-    assert list(batch.parts[0][2]) == list(range(6)) and batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
+    assert list(batch.rank_batches[0].sample_ids) == list(range(6))
+    assert batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
     assert driver.longest_queue <= 2, "the sampler is given no more than it needs"
 
 

@@ -41,9 +41,9 @@ def drawn_by(stream: RolloutStream) -> list[tuple]:
     found = []
     for step, batch in stream.steps():
         assert batch.scores.total.tolist() == [100.0 + number for number in range(len(batch.group_ids))]
-        assert sorted(batch.parts[0].sample_ids) == list(range(len(batch.group_ids)))
+        assert sorted(batch.rank_batches[0].sample_ids) == list(range(len(batch.group_ids)))
         assert sorted(sample for unit in kept_of(batch) for sample in unit[3]) == list(range(len(batch.group_ids)))
-        found.append((step, batch.group_ids, batch.versions, batch.parts[0].sample_ids))
+        found.append((step, batch.group_ids, batch.versions, batch.rank_batches[0].sample_ids))
         stream.publish(version=step + 1)
     return found
 

@@ -17,7 +17,7 @@ def sample(*documents):
 
 
 def rows(batch):
-    return {name: each.tolist() for name, each in batch.tensors.items()}
+    return {name: each.tolist() for name, each in batch.tensors().items()}
 
 
 ONE, TWO = sample([11, 12, -13, -14]), sample([21, -22])
@@ -30,11 +30,11 @@ def test_packed():
         "input_ids": [[11, 12, 13, 14, 21, 22]],
         "position_ids": [[0, 1, 2, 3, 0, 1]],
         "labels": [[-100, 13, 14, -100, 22, -100]],
-        "documents": [[0, 0, 0, 0, 1, 1]],
-        "sources": [[2, 2, 2, 2, 0, 0]],
+        "document_ids": [[0, 0, 0, 0, 1, 1]],
+        "source_ids": [[2, 2, 2, 2, 0, 0]],
     }
-    assert all(each.dtype == torch.int64 for each in batch.tensors.values())
-    assert batch.lengths == [4, 2] and batch.sample_ids == [70, 75] and batch.num_tokens == 3
+    assert all(each.dtype == torch.int64 for each in batch.tensors().values())
+    assert batch.document_lengths == [4, 2] and batch.sample_ids == [70, 75] and batch.num_labels == 3
 
 
 def test_padded():
@@ -43,21 +43,21 @@ def test_padded():
         "input_ids": [[11, 12, 13, 14], [21, 22, 9, 9]],
         "position_ids": [[0, 1, 2, 3], [0, 1, 2, 3]],
         "labels": [[-100, 13, 14, -100], [22, -100, -100, -100]],
-        "documents": [[0, 0, 0, 0], [1, 1, 1, 1]],
-        "sources": [[2, 2, 2, 2], [1, 1, 1, 1]],
+        "document_ids": [[0, 0, 0, 0], [1, 1, 1, 1]],
+        "source_ids": [[2, 2, 2, 2], [1, 1, 1, 1]],
     }
-    assert batch.lengths == [4, 2] and batch.num_tokens == 3
+    assert batch.document_lengths == [4, 2] and batch.num_labels == 3
 
 
 def test_pairs():
     batch = make_batch([PAIR, PAIR], [5, 6], [0, 1], packed=True, pad_token_id=9, min_tokens=2)
     assert rows(batch)["input_ids"] == [[31, 32, 33, 31, 34] * 2]
-    assert rows(batch)["documents"] == [[0, 0, 0, 1, 1, 2, 2, 2, 3, 3]]
-    assert rows(batch)["sources"] == [[0] * 5 + [1] * 5]
+    assert rows(batch)["document_ids"] == [[0, 0, 0, 1, 1, 2, 2, 2, 3, 3]]
+    assert rows(batch)["source_ids"] == [[0] * 5 + [1] * 5]
     assert rows(batch)["labels"] == [[32, 33, -100, 34, -100] * 2]
-    assert batch.lengths == [3, 2, 3, 2] and batch.sample_ids == [5, 6]
+    assert batch.document_lengths == [3, 2, 3, 2] and batch.sample_ids == [5, 6]
     padded = make_batch([PAIR], [5], [0], packed=False, pad_token_id=9, min_tokens=2)
-    assert rows(padded)["documents"] == [[0, 0, 0], [1, 1, 1]]
+    assert rows(padded)["document_ids"] == [[0, 0, 0], [1, 1, 1]]
 
 
 def test_short_rows_are_filled_up():
@@ -66,8 +66,8 @@ def test_short_rows_are_filled_up():
         "input_ids": [[21, 22, 9, 9, 9]],
         "position_ids": [[0, 1, 0, 1, 2]],
         "labels": [[22, -100, -100, -100, -100]],
-        "documents": [[0] * 5],
-        "sources": [[1, 1, 0, 0, 0]],
+        "document_ids": [[0] * 5],
+        "source_ids": [[1, 1, 0, 0, 0]],
     }
     assert rows(make_batch([TWO], [5], [1], False, 9, 4))["position_ids"] == [[0, 1, 2, 3]]
 
@@ -77,7 +77,7 @@ def test_placeholders_have_nothing_to_learn(packed):
     batch = make_batch([], [], [], packed, pad_token_id=9, min_tokens=4)
     assert rows(batch)["input_ids"] == [[9] * 4] and rows(batch)["labels"] == [[-100] * 4]
     assert rows(batch)["position_ids"] == [[0, 1, 2, 3]]
-    assert batch.lengths == [] and batch.sample_ids == [] and batch.num_tokens == 0
+    assert batch.document_lengths == [] and batch.sample_ids == [] and batch.num_labels == 0
 
 
 def test_every_rank_of_a_sequence_has_a_part():

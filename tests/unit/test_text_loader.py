@@ -45,9 +45,9 @@ def take(loader, count=None):
 
 def read(batch):
     """Sample id and first token of each sample, of single documents."""
-    ids = batch.tensors["input_ids"]
-    starts = [0, *itertools.accumulate(batch.lengths)][:-1]
-    firsts = ids[:, 0] if len(ids) == len(batch.lengths) else ids[0, starts]
+    ids = batch.input_ids
+    starts = [0, *itertools.accumulate(batch.document_lengths)][:-1]
+    firsts = ids[:, 0] if len(ids) == len(batch.document_lengths) else ids[0, starts]
     return list(zip(batch.sample_ids, firsts.tolist()[: len(starts)], strict=True))
 
 
@@ -105,7 +105,7 @@ def test_ranks_have_as_many_micro_batches(make):
 
 def test_micro_batches_hold_what_fits(make):
     for _, batches in make(train={"global_batch_size": 8}).steps():
-        assert all(sum(each.lengths) <= 2 * 16 for each in batches)
+        assert all(sum(each.document_lengths) <= 2 * 16 for each in batches)
     for _, batches in make(train={"dyn_bsz": False}).steps():
         assert all(len(each.sample_ids) <= 2 for each in batches)
 
@@ -137,10 +137,10 @@ def test_contents_are_those_of_the_rows(make):
     for _, batches in make().steps():
         for batch in batches:
             for (_, first), length, start in zip(
-                read(batch), batch.lengths, [0, *itertools.accumulate(batch.lengths)], strict=False
+                read(batch), batch.document_lengths, [0, *itertools.accumulate(batch.document_lengths)], strict=False
             ):
                 assert length == LENGTHS[first // 1000]
-                ids = batch.tensors["input_ids"][0, start : start + length].tolist()
+                ids = batch.input_ids[0, start : start + length].tolist()
                 assert ids == list(range(first, first + length))
 
 
@@ -220,7 +220,7 @@ def test_shares_of_sources_in_what_is_trained(make):
     count = Counter()
     for _, batches in loader.steps():
         for batch in batches:
-            for source, ids in zip(batch.tensors["sources"][0].tolist(), batch.tensors["input_ids"][0], strict=True):
+            for source, ids in zip(batch.source_ids[0].tolist(), batch.input_ids[0], strict=True):
                 assert source == (int(ids) >= 1_000_000)
                 count[source] += 1
     assert abs(count[0] - count[1]) <= 32
@@ -241,19 +241,19 @@ def test_pairs_stay_together(make):
     for _, batches in loader.steps():
         assert sum(len(each.sample_ids) for each in batches) <= 2 * 2 * 16 // 8
         for batch in batches:
-            assert batch.lengths == [3, 5] * len(batch.sample_ids)
-            assert sum(batch.lengths) <= 2 * 16
+            assert batch.document_lengths == [3, 5] * len(batch.sample_ids)
+            assert sum(batch.document_lengths) <= 2 * 16
 
 
 def test_sequence_parallel_ranks_see_the_same_and_enough(make):
     first, second = (make(one_source([2]), rank=rank, ring=2) for rank in range(2))
     (_, one), (_, two) = next(first.steps()), next(second.steps())
-    assert one[0].tensors["input_ids"].equal(two[0].tensors["input_ids"])
-    assert one[0].tensors["input_ids"].shape == (1, 4)
+    assert one[0].input_ids.equal(two[0].input_ids)
+    assert one[0].input_ids.shape == (1, 4)
 
 
 def test_pipelines_get_as_many_micro_batches_as_they_need(make):
     train = {"pipeline_parallel_size": 3, "pipeline_schedule": "1f1b"}
     loader = make(one_source([5, 5]), train=train, pp=3)
     (_, batches), *rest = loader.steps()
-    assert not rest and sorted(len(each.lengths) for each in batches) == [0, 1, 1]
+    assert not rest and sorted(len(each.document_lengths) for each in batches) == [0, 1, 1]

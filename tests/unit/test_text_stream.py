@@ -137,7 +137,7 @@ def test_shares_are_exact(make):
     count = [0, 0]
     for _, batches in make(sources, train={"max_steps": 30}).steps():
         for batch in batches:
-            for source in batch.tensors["sources"][0].tolist():
+            for source in batch.source_ids[0].tolist():
                 count[source] += 1
     assert abs(count[0] - count[1]) <= 32
 

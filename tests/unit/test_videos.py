@@ -69,7 +69,7 @@ SLOW += [("qwen3_5", "documents"), ("qwen3_5_moe", "documents")]
 )
 def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
-    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
     given = [media_row(index) for index in range(5)]
     samples = samples_of(transform, given)
     batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
@@ -77,7 +77,7 @@ def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, ki
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
 
-    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
     for row, sample, log_probs in zip(given, samples, found, strict=True):
@@ -99,7 +99,7 @@ def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, ki
 @pytest.mark.parametrize("numbers", [(0, 3), (1,), (0,)])
 def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_path, rows, numbers):
     model, transform = build(tmp_path)
-    model.take("sdpa", RowLayout(rows))
+    model.set_row_layout("sdpa", RowLayout(rows))
     kinds = {"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"}
     given = [image_row(number) for number in numbers]
     samples = samples_of(transform, given)
@@ -107,10 +107,10 @@ def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_pat
     assert kinds <= {name for tensors in batch.media for name in tensors}
     calls = []
     model.module.base_model.visual.register_forward_hook(lambda *_: calls.append(1))
-    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
     assert len(calls) >= 2 and len(calls) % 2 == 0
     without = make_batch(samples, list(numbers), [0] * len(numbers), True, 0, 2)
-    assert batch.lengths == without.lengths and batch.num_tokens == without.num_tokens
+    assert batch.document_lengths == without.document_lengths and batch.num_labels == without.num_labels
 
 
 def processor(by_frame, **changes):

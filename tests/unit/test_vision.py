@@ -21,7 +21,7 @@ from sfumato.data.synthetic_text import SyntheticRows
 from sfumato.data.text import build_transform
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.flops import FlopCount
-from sfumato.models.language import check_sighted
+from sfumato.models.language import check_multimodal
 from sfumato.models.language_load import build_language_model
 from sfumato.models.packed_model import RowLayout
 from sfumato.models.plain import set_attention
@@ -77,14 +77,14 @@ QUICK = (("qwen3_vl", "packed"), ("gemma3", "documents"))
 )
 def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 1024 if kind in ("gemma4", "smolvlm") else 512})
-    model.take("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
+    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
     given = [image_row(index) for index in range(5)]
     samples = samples_of(transform, given)
     batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
 
-    total = model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())[0]
+    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     expected = 0.0
     found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     for row, sample, log_probs in zip(given, samples, found, strict=True):
@@ -110,17 +110,21 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
 @pytest.mark.parametrize("rows", ["packed", "documents"])
 def test_a_batch_without_images_computes_the_encoder_with_gradients_of_zero(tmp_path, rows, packed):
     model, transform = build(tmp_path)
-    model.take("sdpa", RowLayout(rows))
+    model.set_row_layout("sdpa", RowLayout(rows))
     samples = samples_of(transform, [image_row(0), image_row(3)])
     batch = make_batch(samples, [0, 1], [0, 0], packed, 0, 2, model.vision)
     without = make_batch(samples, [0, 1], [0, 0], packed, 0, 2)
-    assert not batch.image_shapes and batch.lengths == without.lengths and batch.num_tokens == without.num_tokens
-    model.forward_backward([batch], lambda scores, row, _: -scores.log_probs(row["labels"]).sum())
+    assert (
+        not batch.image_shapes
+        and batch.document_lengths == without.document_lengths
+        and batch.num_labels == without.num_labels
+    )
+    model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
     for name, weight in trainable_parameters(model.trained).items():
         assert weight.grad is not None and ("visual" not in name or not weight.grad.any()), name
     found = model.token_log_probs([batch])[0]
     model.vision = None
-    model.take("sdpa", RowLayout("documents"))
+    model.set_row_layout("sdpa", RowLayout("documents"))
     expected = model.token_log_probs([without])[0]
     size = expected.shape[1]
     torch.testing.assert_close(found[: len(expected), :size], expected, rtol=1e-5, atol=1e-5)
@@ -306,7 +310,7 @@ def test_meshes_that_cannot_be_are_refused(tmp_path, kind, cut, message):
     config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, train={"init_device": "meta"}))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     with pytest.raises(ConfigError, match=message):
-        check_sighted(model.plain, Mesh(Layout(**cut), torch.device("cpu")))
+        check_multimodal(model.plain, Mesh(Layout(**cut), torch.device("cpu")))
 
 
 def test_adapters_go_into_the_language_model_where_the_encoder_calls_other_things_so(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sfumato.algorithms.device import to_device
 from sfumato.data.drawing import DRAWN
-from sfumato.data.packing import TextBatch
+from sfumato.data.token_batch import TokenBatch
 from sfumato.data.vision import Images
 from sfumato.errors import ConfigError
 from sfumato.models.language import LanguageModel
@@ -68,7 +69,7 @@ class OmniModel(LanguageModel):
             if gathered:
                 self.module.reshard()
 
-    def drawn(self, scores: TokenScores, wanted: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor, list[int]]:
+    def drawn(self, scores: TokenScores, wanted: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, list[int]]:
         """What the head learns from, of the N - 1 images that a micro-batch draws and a blank one in no loss, so that
         ranks compute it equally often.
 
@@ -91,7 +92,7 @@ class OmniModel(LanguageModel):
         blank = hidden.new_zeros(1, *hidden.shape[1:])
         return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
 
-    def num_drawn(self, batch: TextBatch) -> int:
+    def num_drawn(self, batch: TokenBatch) -> int:
         """Images that a micro-batch draws as latents."""
         return sum(len(media[DRAWN]) for media in batch.media if DRAWN in media)
 
@@ -102,13 +103,15 @@ class OmniModel(LanguageModel):
         tokenizer = self.image_tokenizer
         return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)
 
-    def alone(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
-        """As ``PackedModel.alone``; transformers' module takes no latents."""
-        return {name: each for name, each in super().alone(input_ids, images).items() if name != DRAWN}
+    def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+        """As ``PackedModel.single_document_inputs``; transformers' module takes no latents."""
+        inputs = super().single_document_inputs(input_ids, images)
+        return {name: tensor for name, tensor in inputs.items() if name != DRAWN}
 
-    def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
-        media = [{name: each for name, each in one.items() if name != DRAWN} for one in media]
-        return super()._score(tensors, media)
+    def __call__(self, batch: TokenBatch) -> TokenScores:
+        """As ``LanguageModel.__call__``; latents of images that are drawn go to the flow head alone."""
+        media = [{name: tensor for name, tensor in one.items() if name != DRAWN} for one in batch.media]
+        return super().__call__(replace(batch, media=media))
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``); one with a

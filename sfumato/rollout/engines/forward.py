@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.vision import Beside, Images, Tensors, Vision
+from sfumato.data.vision import Images, MultimodalInputs, Tensors, Vision
 from sfumato.models.document_rows import forget_lengths
 
 
@@ -82,7 +82,7 @@ class Forward:
         """What a model that sees is given for the images of a sequence; raises DataError as ``ImageReader.tensors``."""
         return {} if self.vision is None or images is None else self.vision.reader.tensors(images)
 
-    def beside(self, input_ids: Tensor, position_ids: Tensor, beside: Beside) -> dict[str, Tensor]:
+    def beside(self, input_ids: Tensor, position_ids: Tensor, beside: MultimodalInputs) -> dict[str, Tensor]:
         """Arguments of the module for tokens ``[n, q]`` of a model that sees."""
         device = input_ids.device
         given = beside.arguments(position_ids.cpu(), self.arguments)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from sfumato.data.vision import Beside, Images, Tensors
+from sfumato.data.vision import Images, MultimodalInputs, Tensors
 from sfumato.models.document_rows import SHORT, WORTH_PADDING
 from sfumato.models.row_cache import COLUMNS, RowCache, register_row_attention
 from sfumato.rollout.engines.forward import Forward
@@ -121,10 +121,10 @@ class CachedRows:
             self._cache.take(rows, positions, start, seen)
             self._pass(torch.from_numpy(columns).to(device), beside)
 
-    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], beside: Beside) -> None:
+    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], beside: MultimodalInputs) -> None:
         """What follows a text with images stands, on all rotary axes, after the largest position in it."""
-        if beside.positions is not None:
-            for (tokens, row), positions in zip(part, beside.positions, strict=True):
+        if beside.rope_positions is not None:
+            for (tokens, row), positions in zip(part, beside.rope_positions, strict=True):
                 self._ahead[row] = float(positions[: len(tokens)].max()) + 1 - len(tokens)
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
@@ -139,12 +139,12 @@ class CachedRows:
         beside = None
         if self._forward.vision is not None:
             beside = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
-            if beside.positions is not None:
-                after = torch.from_numpy(positions + self._ahead[: len(positions)]).to(beside.positions.dtype)
-                beside = replace(beside, positions=after[:, None, None].expand(-1, 1, 3))
+            if beside.rope_positions is not None:
+                after = torch.from_numpy(positions + self._ahead[: len(positions)]).to(beside.rope_positions.dtype)
+                beside = replace(beside, rope_positions=after[:, None, None].expand(-1, 1, 3))
         return self._pass(tokens[:, None], beside)[:count, -1]
 
-    def _pass(self, input_ids: Tensor, beside: Beside | None) -> Tensor:
+    def _pass(self, input_ids: Tensor, beside: MultimodalInputs | None) -> Tensor:
         cache = self._cache
         more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
         more |= {"position_ids": cache.positions}
