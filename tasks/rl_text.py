@@ -175,7 +175,7 @@ def build_actor(
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
     engine, dumps = TextEngine(config, mesh, model, flops), RolloutDumps(config, mesh, run.say)
-    others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.under_way}
+    others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.unfinished}
     others |= {"critic": critic.state} if critic is not None else {}
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
     checkpointer, idle = Checkpointer(config.train, run, mesh, config.train.max_steps), config.runtime.offload_idle
@@ -192,11 +192,11 @@ def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, **prompts: list[Te
 
 
 def generate(
-    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, *under_way: object
+    sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, *unfinished: object
 ) -> tuple[TextRollout, list[Sample], *tuple[object, ...]]:
     """Draws answers, all requests at the same time; those under way go on, where iterations leave some to the next."""
     with sampler.policy():
-        return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version, *under_way)
+        return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version, *unfinished)
 
 
 def update_policy(
@@ -229,7 +229,7 @@ def update_policy(
     actor.end_update(step + 1)
     metrics = mismatch_metrics(mesh.sum_dict(mismatch.sums, over="loss"), mesh.max(mismatch.largest, over="loss"))
     metrics |= token_counts(update.batch, actor.engine.flops, len(config.algorithm.other_policies), mesh)
-    metrics |= critic_metrics | actor.engine.keep(rank_batch.unfinished) | update.advantages.metrics
+    metrics |= critic_metrics | actor.engine.store_unfinished(rank_batch.unfinished) | update.advantages.metrics
     return update.metrics(metrics)
 
 

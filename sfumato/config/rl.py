@@ -73,7 +73,7 @@ class RolloutConfig(Section):
         return True
 
     @property
-    def leaves_under_way(self) -> bool:
+    def leaves_unfinished(self) -> bool:
         """Whether an iteration leaves samples to the next that are under way."""
         return False
 

@@ -71,7 +71,7 @@ class TextRolloutConfig(RolloutConfig):
         return max(self.max_age // 2, 1) if self.async_strategy == "fully-async" else STALENESS[self.async_strategy]
 
     @property
-    def leaves_under_way(self) -> bool:
+    def leaves_unfinished(self) -> bool:
         """Whether an iteration leaves groups to the next, or at least the number of those that were begun."""
         return self.over_sampling_batch_size is not None
 

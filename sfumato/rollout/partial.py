@@ -5,9 +5,9 @@ M groups are under way (``rollout.over_sampling_batch_size``), of which an itera
 away, or with ``rollout.partial_rollout`` kept, with the log-probability and the version of each token, and go on in the
 next iteration, beside as many new groups as are missing.
 
-What is under way is a value: an iteration is drawn from the pool that the one before has left, and leaves another. All
-ranks that draw have the whole pool and share its groups anew in each iteration, so that neither a restart nor another
-number of ranks changes what is drawn.
+What is under way is a value: an iteration is drawn from the unfinished groups that the one before has left, and leaves
+others. All ranks that draw have all of them and share them anew in each iteration, so that neither a restart nor
+another number of ranks changes what is drawn.
 
 Group number p of a run is of the prompt that a run without this draws as group p mod P of iteration p div P, and has
 its noise.
@@ -25,12 +25,13 @@ from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.engines.base import Completion, Engine, Sampling
+from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.first_finished import SERVED_TURN_S, AnswerKey, FirstFinished
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.single_turn import answered
-from sfumato.rollout.race import SERVED_TURN_S, AnswerKey, Race
 from sfumato.rollout.tokens import TextRollout
-from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking
-from sfumato.rollout.under_way import Answer, Group, Pool
+from sfumato.rollout.turns import LengthLimits, SampleKeys
+from sfumato.rollout.unfinished import Group, UnfinishedGroups
 
 
 class OverSampling:
@@ -56,10 +57,10 @@ class OverSampling:
         limits: LengthLimits,
         template: PromptTemplate,
         version: int,
-        pool: Pool,
+        unfinished: UnfinishedGroups,
         places: Sequence[int],
-    ) -> tuple[TextRollout, list[Sample], Pool]:
-        """Draws the iteration that goes on from a pool, which is left as it is.
+    ) -> tuple[TextRollout, list[Sample], UnfinishedGroups]:
+        """Draws the iteration that goes on from unfinished groups, which are left as they are.
 
         Args:
             engine: of this rank, by the weights of now.
@@ -67,37 +68,38 @@ class OverSampling:
             limits: of an answer's length.
             template: has the tokenizer.
             version: of the weights.
-            pool: that the iteration before has left, on every rank.
+            unfinished: what the iteration before has left, on every rank.
             places: of the P groups of the iteration, those that this rank is to return.
 
         Returns:
             Of the P groups that ended first, oldest first, those in these places, numbered as the samples of any
-            iteration; what rewards see of them; and the pool of the next iteration.
+            iteration; what rewards see of them; and what is left to the next iteration.
 
         Raises:
-            ConfigError, EngineError: as ``Race.run``.
+            ConfigError, EngineError: as ``FirstFinished.run``.
         """
         rollout, mesh = self.config.rollout, self.mesh
-        learned_at = version if rollout.rollout_only else pool.iteration  # the policy's version then
-        kept = [each for each in pool.groups if learned_at - min(each.versions, default=version) <= rollout.max_age]
-        new = range(pool.begun, pool.begun + rollout.over_sampling_batch_size - len(kept))
+        learned_at = version if rollout.rollout_only else unfinished.iteration  # the policy's version then
+        oldest = learned_at - rollout.max_age
+        kept = [group for group in unfinished.groups if min(group.versions, default=version) >= oldest]
+        new = range(unfinished.begun, unfinished.begun + rollout.over_sampling_batch_size - len(kept))
         groups = copy.deepcopy(kept) + [self._new_group(number) for number in new]
         own = groups[mesh.data_rank :: mesh.data_size]
         turn_s = SERVED_TURN_S if rollout.engine.is_server else 0.0
-        race = Race(engine, sampling, rollout.num_prompts, own, mesh, turn_s)
+        race = FirstFinished(engine, sampling, rollout.num_prompts, own, mesh, turn_s)
         asyncio.run(race.run([self._answer_keys(group, limits) for group in own]))
         place_of = {number: place for place, number in enumerate(race.chosen())}
         taken = self._exchanged([each for each in own if each.number in place_of], place_of, places)
         left = [each for some in mesh.gather([one for one in own if one.number not in place_of]) for each in some]
         left.sort(key=lambda group: group.number)
-        metrics = self._left_metrics(left, len(pool.groups) - len(kept)) | self._ages(taken, learned_at)
-        after = Pool(pool.iteration + 1, new.stop, left if rollout.partial_rollout else [], metrics)
+        metrics = self._left_metrics(left, len(unfinished.groups) - len(kept)) | self._ages(taken, learned_at)
+        after = UnfinishedGroups(unfinished.iteration + 1, new.stop, left if rollout.partial_rollout else [], metrics)
         return *self._rollout_of({place_of[group.number]: group for group in taken}, version, template), after
 
     def _new_group(self, number: int) -> Group:
         num_prompts = self.config.rollout.num_prompts
         prompt_id = self._loader.groups(number // num_prompts)[number % num_prompts]
-        return Group(number, prompt_id, [Answer() for _ in range(self.config.rollout.n)])
+        return Group(number, prompt_id, [GrowingSequence() for _ in range(self.config.rollout.n)])
 
     def _answer_keys(self, group: Group, limits: LengthLimits) -> list[AnswerKey]:
         """What the answers of a group go on from."""
@@ -135,11 +137,10 @@ class OverSampling:
         for place, group in by_place.items():
             prompt = self.prompts[group.prompt_id]
             for member, answer in enumerate(group.answers):
-                sequence = SequenceInMaking(prompt.token_ids, prompt.images)
-                reason = answer.finish_reason
-                assert reason is not None
-                sequence.take(Completion(answer.token_ids, answer.log_probs, answer.versions, reason))
-                drawn = answered(sequence, prompt, template, is_truncated=reason == "length")
+                sequence = GrowingSequence.after_prompt(prompt.token_ids, prompt.images)
+                sequence.append_drawn(answer)
+                sequence.finish_reason = answer.finish_reason
+                drawn = answered(sequence, prompt, template, is_truncated=answer.finish_reason == "length")
                 sample_id = place * len(group.answers) + member
                 requests.append(SampleRequest(sample_id, place, group.prompt_id, is_first=member == 0))
                 versions.append(min(answer.versions, default=version))

@@ -22,10 +22,11 @@ from sfumato.data.messages import without_nulls
 from sfumato.data.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.seams import end_token, tokens_between
 from sfumato.rollout.tokens import FinishReason, TokenSequence
 from sfumato.rollout.tool_calls import ToolCall, hermes_calls, without_hermes_calls
-from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking
+from sfumato.rollout.turns import LengthLimits, SampleKeys
 
 
 class RefusedCallError(Exception):
@@ -61,7 +62,7 @@ class _Point:
     said: Any
     """Messages in a form that can be compared, or a text."""
     tools: str
-    sequence: SequenceInMaking
+    sequence: GrowingSequence
     length: int
     last_token: int | None
     """The stop token that ended the answer; None where the limit did."""
@@ -89,14 +90,14 @@ class Session:
     """The conversation that it ended; None where it was of a text."""
     is_truncated: bool = False
     """Whether the last call came to a limit."""
-    _sequences: list[SequenceInMaking] = field(default_factory=list)
+    _sequences: list[GrowingSequence] = field(default_factory=list)
     _points: list[_Point] = field(default_factory=list)
     _repeats: Counter[bytes] = field(default_factory=Counter)
 
     @property
     def sequences(self) -> list[TokenSequence]:
         """What was drawn, each token in one of them."""
-        return [sequence.finished() for sequence in self._sequences if any(sequence.drawn)]
+        return [sequence.freeze() for sequence in self._sequences if any(sequence.drawn)]
 
     async def chat(self, messages: list[Message], tools: Tools | None, max_new_tokens: int | None) -> PolicyReply:
         """Answers a conversation.
@@ -179,9 +180,9 @@ class Session:
             )
         if grows and point is not None:
             sequence = point.sequence
-            sequence.give(given)
+            sequence.append_given(given)
         else:  # what was drawn before is a decision of the sequence in which it was drawn
-            sequence = SequenceInMaking(whole)
+            sequence = GrowingSequence.after_prompt(whole)
             self._sequences.append(sequence)
         most = room if max_new_tokens is None else min(max_new_tokens, room)
         drawn = await sequence.draw(self.engine, self._seed(whole), most, self.sampling)

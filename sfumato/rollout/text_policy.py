@@ -37,12 +37,12 @@ from sfumato.rollout.batch import Drawn, SampleRequest
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.engines.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
+from sfumato.rollout.first_finished import OtherRankError
 from sfumato.rollout.partial import OverSampling
-from sfumato.rollout.race import OtherRankError
 from sfumato.rollout.replay import DumpedRollouts
 from sfumato.rollout.tokens import TextRollout, TokenSequence
 from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
-from sfumato.rollout.under_way import Pool, UnderWay
+from sfumato.rollout.unfinished import UnfinishedGroups, UnfinishedRollouts
 from sfumato.tracking.folder import run_date
 
 
@@ -122,7 +122,7 @@ class TextEngine:
         """What takes weights; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
         self._is_resting = False
-        self.under_way = UnderWay() if config.rollout.leaves_under_way else None
+        self.unfinished = UnfinishedRollouts() if config.rollout.leaves_unfinished else None
         """What finished iterations have left to the next, in the actor, which keeps it with its checkpoints."""
         self._over_sampling: OverSampling | None = None
         self._dumped = None
@@ -219,7 +219,7 @@ class TextEngine:
         prompts: Sequence[TextPrompt],
         iteration: int,
         version: int,
-        pool: Pool | None = None,
+        unfinished: UnfinishedGroups | None = None,
     ) -> tuple[Any, ...]:
         """Draws the samples of an iteration that are asked for, or with ``rollout.load_dump`` reads them.
 
@@ -228,12 +228,12 @@ class TextEngine:
             prompts: those of training.
             iteration: that is drawn.
             version: of the policy.
-            pool: what the iteration before left, where more groups are under way than are asked for: those that end
-                first then take the places of these.
+            unfinished: what the iteration before left, where more groups are under way than are asked for: those that
+                end first then take the places of these.
 
         Returns:
-            The rollout, and what rewards see of it; with a pool also the one of the next iteration, on Ray of the first
-            rank alone, whose speaks for all.
+            The rollout, and what rewards see of it; with unfinished groups also those of the next iteration, on Ray of
+            the first rank alone, which speaks for all.
 
         Raises:
             RoleLostError: when drawing fails, and nothing brings the engine back.
@@ -242,9 +242,10 @@ class TextEngine:
             return self._dumped.draw(requests, iteration)
         version = 0 if self.config.rollout.rollout_only else version
         weights = ("rollout", version)
-        if pool is not None:
-            assert pool.iteration == iteration, f"iteration {iteration} cannot go on from what {pool.iteration} does"
-            return self._draw_from(pool, requests, prompts, weights, version)
+        if unfinished is not None:
+            before = unfinished.iteration
+            assert before == iteration, f"iteration {iteration} cannot go on from what {before} does"
+            return self._draw_from(unfinished, requests, prompts, weights, version)
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
         wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
         sequences, samples = self.draw(weights, version, wanted, groups, keys)
@@ -252,17 +253,17 @@ class TextEngine:
 
     def _draw_from(
         self,
-        pool: Pool,
+        unfinished: UnfinishedGroups,
         requests: Sequence[SampleRequest],
         prompts: Sequence[TextPrompt],
         weights: tuple[str, int],
         version: int,
-    ) -> tuple[TextRollout, list[Sample], Pool | None]:
+    ) -> tuple[TextRollout, list[Sample], UnfinishedGroups | None]:
         if self._over_sampling is None:
             self._over_sampling = OverSampling(self.config, prompts, self.mesh)
         places = list(dict.fromkeys(request.group_id for request in requests))
         while True:
-            drawing = (*self._ready(weights, version), self.template, version, pool, places)
+            drawing = (*self._ready(weights, version), self.template, version, unfinished, places)
             try:
                 rollout, samples, after = self._over_sampling.draw(*drawing)
                 break
@@ -287,15 +288,15 @@ class TextEngine:
             sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, **stop)
         return engine, sampling, LengthLimits(longest, self.config.max_seq_len)
 
-    def keep(self, left: Pool | None) -> dict[str, float]:
+    def store_unfinished(self, unfinished: UnfinishedGroups | None) -> dict[str, float]:
         """Keeps what an iteration that was learned from has left to the next. In the actor.
 
         Returns:
             Metrics of the iteration, where there is more to say than its samples do.
         """
-        if self.under_way is not None:
-            self.under_way.pool = left
-            return left.metrics
+        if self.unfinished is not None:
+            self.unfinished.groups = unfinished
+            return unfinished.metrics
         return {} if self._dumped is None else self._dumped.metrics
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""A sample of a language model in the making: tokens that are given and tokens that are drawn, turn by turn."""
+"""A sample of a language model: what keys its noise, how long it may become, and what came of its prompt."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,10 +12,8 @@ import numpy as np
 
 from sfumato.data.messages import Messages
 from sfumato.data.text_prompts import TextPrompt
-from sfumato.data.vision import Images
 from sfumato.rewards.base import Sample
-from sfumato.rollout.engines.base import Completion, Engine, GenerationRequest, Sampling
-from sfumato.rollout.tokens import FinishReason, TokenSequence
+from sfumato.rollout.tokens import TokenSequence
 
 
 def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: int = 0) -> int:
@@ -27,7 +24,7 @@ def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: 
         purpose: what the sample is for, such as ``rollout`` or ``evaluation``.
         iteration: that the sample is drawn in.
         sample_id: number that no other sample of the iteration has.
-        turn: the how-manieth completion of the sample.
+        turn: number of the completion within the sample, from 0.
     """
     text = "/".join(["completion", str(int(seed)), purpose, *(str(int(key)) for key in (iteration, sample_id, turn))])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -115,88 +112,6 @@ class DrawnText:
             damage=self.damage or _odd_log_prob(self.sequences),
             images=prompt.images,
         )
-
-
-class SequenceInMaking:
-    """A token sequence that grows at its end. What stands in it is never tokenised again."""
-
-    def __init__(self, token_ids: Sequence[int], images: Images | None = None) -> None:
-        """Begins with a prompt, in which images may stand."""
-        self.images = images
-        self.num_prompt_tokens = len(token_ids)
-        self.token_ids: list[int] = []
-        self.drawn: list[bool] = []
-        self.log_probs: list[float] = []
-        self.versions: list[int] = []
-        self.finish_reason: FinishReason = "stop"
-        self.give(token_ids)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def give(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that the policy did not draw."""
-        self.token_ids += token_ids
-        self.drawn += [False] * len(token_ids)
-        self.log_probs += [0.0] * len(token_ids)
-        self.versions += [-1] * len(token_ids)
-
-    def take(self, completion: Completion) -> None:
-        """Appends what the policy drew."""
-        lengths = {len(completion.token_ids), len(completion.log_probs), len(completion.versions)}
-        assert len(lengths) == 1, f"tokens, log-probs and versions must be equally many, not {lengths}"
-        self.token_ids += completion.token_ids
-        self.drawn += [True] * len(completion.token_ids)
-        self.log_probs += completion.log_probs
-        self.versions += completion.versions
-        self.finish_reason = completion.finish_reason
-
-    def finished(self, finish_reason: FinishReason | None = None) -> TokenSequence:
-        """The sequence as it is now."""
-        return TokenSequence(
-            np.array(self.token_ids, np.int32),
-            np.array(self.drawn, bool),
-            np.array(self.log_probs, np.float32),
-            np.array(self.versions, np.int32),
-            finish_reason or self.finish_reason,
-            self.images,
-        )
-
-    async def draw(
-        self, engine: Engine, seed: int, max_new_tokens: int, sampling: Sampling, first_position: int = 0
-    ) -> list[int]:
-        """Has the engine draw a completion and appends it.
-
-        One that was aborted so that weights could change goes on with its noise and its tokens, by the new weights; the
-        engine lets it wait for ``resume``.
-
-        Args:
-            engine: that draws.
-            seed: of ``request_seed``.
-            max_new_tokens: at least 1.
-            sampling: how.
-            first_position: tokens of the same completion that stand at the end already.
-
-        Returns:
-            The drawn tokens.
-
-        Raises:
-            ConfigError, EngineError: as ``Engine.generate``.
-        """
-        first = len(self)
-        while True:
-            so_far = len(self) - first
-            request = GenerationRequest(
-                list(self.token_ids), seed, max_new_tokens - so_far, first_position + so_far, self.images
-            )
-            completion = await engine.generate(request, sampling)
-            self.take(completion)
-            if completion.finish_reason != "abort":
-                return self.token_ids[first:]
-            if len(self) - first >= max_new_tokens:
-                self.finish_reason = "length"
-                return self.token_ids[first:]
-            await asyncio.sleep(0)
 
 
 def _odd_log_prob(sequences: Sequence[TokenSequence]) -> str:

@@ -56,7 +56,7 @@ class Round:
         return [unit for unit in self.by_rank if unit is not None]
 
     @property
-    def under_way(self) -> Handle | None:
+    def unfinished(self) -> Handle | None:
         """What it leaves to the next iteration; the first of the ranks that this process drives speaks for all."""
         made = self.units[0].made
         return made[2] if len(made) > 2 else None

@@ -150,9 +150,9 @@ class Actor(Generic[Model]):
         del module
         return self.engine.rescore(self.model, tokens)
 
-    def under_way(self, _nothing: Any = None) -> Any:
+    def unfinished_groups(self, _nothing: Any = None) -> Any:
         """What the next iteration goes on from, of what the one before has left."""
-        return self.engine.under_way.pool
+        return self.engine.unfinished.groups
 
     def begin_update(self) -> None:
         """Call it before the forward passes of an update."""

@@ -72,7 +72,7 @@ class RolloutStream:
         offload: bool = False,
         log: Callable[[str], None] = print,
         more_groups: Callable[[int, Sequence[ScoredGroup], int], Sequence[Sequence[Request]]] | None = None,
-        under_way: Callable[[Any, Any], Any] | None = None,
+        unfinished: Callable[[Any, Any], Any] | None = None,
         max_queued: int = 2,
         store_fraction: float = 0.7,
         max_idle_turns: int = 100,
@@ -99,7 +99,7 @@ class RolloutStream:
                 ``scored`` holds all so far in the order in which they were asked for, of ``num_requested`` in all.
                 Each is then drawn by itself, whatever ``micro_batch_size``. Under torchrun a rank is asked for its
                 own groups. A sampler whose ranks compute together is to be given as many as it has ranks.
-            under_way: ``(actor_state, nothing)`` to what the first iteration goes on from, where each leaves something
+            unfinished: ``(actor_state, nothing)`` to what the first iteration goes on from, where each leaves something
                 to the next: ``generate`` is given it, too, and returns as a third value what it leaves. An iteration
                 is one round then.
             max_queued: rounds that the sampler is given at a time: one to work on, one to go on with.
@@ -110,7 +110,7 @@ class RolloutStream:
         self.roles, self.requests, self.generate, self.score = roles, requests, generate, score
         self.total_steps, self.micro_batch_size, self.more_groups = total_steps, micro_batch_size, more_groups
         self.with_reward, self.max_staleness, self.max_idle_turns = with_reward, max_staleness, max_idle_turns
-        self.log, self.under_way = log, under_way
+        self.log, self.unfinished = log, unfinished
         self._left: Handle | None = None
         """What the iteration left that was delivered last."""
         self.weights = SamplerWeights(
@@ -137,7 +137,7 @@ class RolloutStream:
             with_reward=config.rollout.with_reward,
             max_pending=config.reward.max_pending,
             max_staleness=config.rollout.staleness,
-            under_way=Actor.under_way if config.rollout.leaves_under_way else None,
+            unfinished=Actor.unfinished_groups if config.rollout.leaves_unfinished else None,
             offload=config.runtime.offload_idle,
             log=log,
             **functions,
@@ -156,9 +156,9 @@ class RolloutStream:
             ConfigError: when an iteration does not fit into the memory for samples on their way.
         """
         self.weights.actor_version, self._next_step, self.in_flight.iterations = from_step, from_step, []
-        if self.under_way is not None:
+        if self.unfinished is not None:
             nothing = [()] * len(self.roles.actor.data_ranks)
-            ((self._left,), *_) = self.roles.actor.map_remote(self.under_way, nothing, kind="load")
+            ((self._left,), *_) = self.roles.actor.map_remote(self.unfinished, nothing, kind="load")
         self.roles.driver.on_progress(self._listen)
         try:
             for step in range(from_step, self.total_steps):
@@ -240,7 +240,7 @@ class RolloutStream:
             if not any(round_.is_begun and not round_.is_generated for round_ in rounds):
                 wait_s += time.perf_counter() - started
         self.in_flight.iterations.remove(iteration)
-        self._left = iteration.rounds[-1].under_way
+        self._left = iteration.rounds[-1].unfinished
         self.in_flight.delivered_bytes = sum(round_.nbytes for round_ in iteration.rounds)
         return self._batch(iteration, wait_s)
 
@@ -262,7 +262,7 @@ class RolloutStream:
                 rollouts=[unit.made[0] for unit in units],
                 samples=[unit.made[1] for unit in units],
                 sample_ids={sample_id: places[sample_id] for sample_id in ids},
-                unfinished=iteration.rounds[-1].under_way,
+                unfinished=iteration.rounds[-1].unfinished,
             )
             for units, ids in self._samples_of_actor(iteration)
         ]
@@ -382,11 +382,11 @@ class RolloutStream:
 
     def _goes_on_from(self, round_: Round) -> list[Handle]:
         """What the iteration before the one of a round has left, where it leaves something."""
-        if self.under_way is None:
+        if self.unfinished is None:
             return []
         rounds = self.in_flight.rounds
         before = rounds.index(round_) - 1
-        return [self._left if before < 0 else rounds[before].under_way]
+        return [self._left if before < 0 else rounds[before].unfinished]
 
     def _plan(self, step: int) -> Iteration:
         sampler = self.roles.sampler
@@ -435,7 +435,7 @@ class RolloutStream:
 
     def _draw_again(self, rounds: Sequence[Round], problem: ValuesLostError) -> None:
         """Has samples made again by the weights that made them, with the same noise; their scores are kept."""
-        if self.under_way is not None:  # what was drawn after them went on from what they left
+        if self.unfinished is not None:  # what was drawn after them went on from what they left
             begun = [round_ for round_ in self.in_flight.rounds if round_.is_begun]
             rounds = begun[min(map(begun.index, rounds)) :]
         self.log(f"{problem}\n{len(rounds)} micro-batches are drawn again")

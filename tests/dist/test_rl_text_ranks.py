@@ -17,8 +17,9 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import EngineError, Sampling
 from sfumato.rollout.engines.embedded import EmbeddedEngine
-from sfumato.rollout.race import AnswerKey, Race
-from sfumato.rollout.under_way import Answer, Group
+from sfumato.rollout.first_finished import AnswerKey, FirstFinished
+from sfumato.rollout.growing_sequence import GrowingSequence
+from sfumato.rollout.unfinished import Group
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank
@@ -126,7 +127,7 @@ def race_that_fails_on_a_rank() -> tuple[str, str]:
     step, steps = engine._step, iter(range(5))
     if mesh.rank == 1:
         engine._step = lambda: step() if next(steps, None) is not None else 1 / 0
-    race = Race(engine, Sampling(), 1, [Group(mesh.rank, 0, [Answer()])], mesh)
+    race = FirstFinished(engine, Sampling(), 1, [Group(mesh.rank, 0, [GrowingSequence()])], mesh)
     key = AnswerKey(TextPrompt((5, 6, 7), "", None), 1, 240)
     try:
         asyncio.run(race.run([[key]]))

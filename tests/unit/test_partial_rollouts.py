@@ -30,7 +30,7 @@ from sfumato.rollout.engines.embedded import EmbeddedEngine
 from sfumato.rollout.partial import OverSampling
 from sfumato.rollout.tokens import TextRollout
 from sfumato.rollout.turns import LengthLimits, request_seed
-from sfumato.rollout.under_way import Pool, UnderWay
+from sfumato.rollout.unfinished import UnfinishedGroups, UnfinishedRollouts
 from sfumato.tracking.trackers import read_jsonl
 from tests.plain_engine import tiny_model
 from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
@@ -54,7 +54,7 @@ class Bench:
         self.module: nn.Module = tiny_model()
         self.engine = EmbeddedEngine(self.module, max_length=100, max_batch_size=max_batch_size)
         self.groups = OverSampling(self.config, self.prompts, Mesh(Layout(), torch.device("cpu")))
-        self.under_way = UnderWay()
+        self.kept = UnfinishedRollouts()
 
     def draw(self, version: int) -> TextRollout:
         """An iteration, by weights that follow from the version."""
@@ -64,19 +64,19 @@ class Bench:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.flush()
         self.engine.version = version
-        pool = dataclasses.replace(self.under_way.pool, iteration=version)
-        before = state_tokens(pool)
-        drawing = (SAMPLING, LIMITS, self.template, version, pool, range(P))
-        rollout, samples, self.under_way.pool = self.groups.draw(self.engine, *drawing)
-        assert state_tokens(pool) == before  # it may be drawn from again
+        unfinished = dataclasses.replace(self.kept.groups, iteration=version)
+        before = state_tokens(unfinished)
+        drawing = (SAMPLING, LIMITS, self.template, version, unfinished, range(P))
+        rollout, samples, self.kept.groups = self.groups.draw(self.engine, *drawing)
+        assert state_tokens(unfinished) == before  # it may be drawn from again
         assert [sample.num_tokens for sample in samples] == rollout.num_rows
         assert rollout.sample_ids == list(range(P * N))
         return rollout
 
     @property
-    def pool(self) -> Pool:
+    def unfinished(self) -> UnfinishedGroups:
         """What goes on in the next iteration."""
-        return self.under_way.pool
+        return self.kept.groups
 
 
 def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
@@ -87,8 +87,10 @@ def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
     ]
 
 
-def state_tokens(pool: Pool) -> list[Any]:
-    return [(each.number, [(list(one.token_ids), list(one.versions)) for one in each.answers]) for each in pool.groups]
+def state_tokens(unfinished: UnfinishedGroups) -> list[Any]:
+    return [
+        (each.number, [(list(one.token_ids), list(one.versions)) for one in each.answers]) for each in unfinished.groups
+    ]
 
 
 def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
@@ -112,19 +114,19 @@ def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
     for place, (one,) in zip(expected, first.sequences, strict=True):
         assert one.token_ids[one.drawn].tolist() == alone[place].token_ids
         np.testing.assert_allclose(one.log_probs[one.drawn], alone[place].log_probs, atol=1e-5)
-    for group in bench.pool.groups:
+    for group in bench.unfinished.groups:
         assert group.number not in chosen
         for member, answer in enumerate(group.answers):
             whole = alone[group.number * N + member].token_ids
             assert answer.token_ids == whole[:last]
             assert (answer.finish_reason is None) == (len(whole) > last)
-    assert bench.pool.metrics["rollout/kept_groups"] == M - P
+    assert bench.unfinished.metrics["rollout/kept_groups"] == M - P
 
 
 def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.draw(1)
-    kept = copy.deepcopy(bench.pool.groups)
+    kept = copy.deepcopy(bench.unfinished.groups)
     second = bench.draw(2)
     by_prompt = {group.prompt_id: group for group in kept}
     gone_on = 0
@@ -144,9 +146,9 @@ def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
             said = logits.log_softmax(-1).gather(-1, given[1:, None])[:, 0][one.drawn[1:]]
             np.testing.assert_allclose(log_probs[count:], said[count:], atol=1e-5)
             assert not np.allclose(log_probs[:count], said[:count], atol=1e-3)  # they were other weights
-    assert gone_on >= 2 and bench.pool.metrics["staleness/max"] == 1
+    assert gone_on >= 2 and bench.unfinished.metrics["staleness/max"] == 1
     ages = np.concatenate([2 - one.versions[one.drawn] for (one,) in second.sequences])
-    assert bench.pool.metrics["staleness/mean"] == ages.mean()
+    assert bench.unfinished.metrics["staleness/mean"] == ages.mean()
 
 
 def test_what_ends_first_depends_on_no_batch(tmp_path: Path) -> None:
@@ -154,18 +156,18 @@ def test_what_ends_first_depends_on_no_batch(tmp_path: Path) -> None:
     together, in_turns = Bench(tmp_path), Bench(tmp_path, max_batch_size=5)
     for version in (1, 2, 3, 4):
         assert values(together.draw(version)) == values(in_turns.draw(version))
-        assert state_tokens(together.pool) == state_tokens(in_turns.pool)
+        assert state_tokens(together.unfinished) == state_tokens(in_turns.unfinished)
 
 
 def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for version in (1, 2):
         bench.draw(version)
-    state, module = json.loads(json.dumps(bench.under_way.state())), copy.deepcopy(bench.module.state_dict())
+    state, module = json.loads(json.dumps(bench.kept.state())), copy.deepcopy(bench.module.state_dict())
     expected = [bench.draw(version) for version in (3, 4)]
     bench.module.load_state_dict(module)
-    bench.under_way = UnderWay()
-    bench.under_way.restore(state)
+    bench.kept = UnfinishedRollouts()
+    bench.kept.restore(state)
     for version, whole in zip((3, 4), expected, strict=True):
         again = bench.draw(version)
         assert values(again) == values(whole)
@@ -174,28 +176,28 @@ def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
 
 
 def test_an_iteration_that_was_lost_is_drawn_again(tmp_path: Path) -> None:
-    """As when its sampler was killed: from the same pool, which has been on its way to another process."""
+    """As when its sampler was killed: from the same unfinished, which has been on its way to another process."""
     bench = Bench(tmp_path)
     bench.draw(1)
-    module, pool = copy.deepcopy(bench.module.state_dict()), pickle.dumps(bench.pool)
-    whole, after = bench.draw(2), state_tokens(bench.pool)
+    module, unfinished = copy.deepcopy(bench.module.state_dict()), pickle.dumps(bench.unfinished)
+    whole, after = bench.draw(2), state_tokens(bench.unfinished)
     bench.module.load_state_dict(module)
-    bench.under_way.pool = pickle.loads(pool)
-    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.pool) == after
+    bench.kept.groups = pickle.loads(unfinished)
+    assert values(bench.draw(2)) == values(whole) and state_tokens(bench.unfinished) == after
 
 
 def test_an_engine_that_fails_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, untouched = Bench(tmp_path), Bench(tmp_path)
     for each in (bench, untouched):
         each.draw(1)
-    before = state_tokens(bench.pool)
+    before = state_tokens(bench.unfinished)
     module, step = copy.deepcopy(bench.module.state_dict()), bench.engine._step
     steps = iter(range(4))
     monkeypatch.setattr(bench.engine, "_step", lambda: step() if next(steps, None) is not None else 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         bench.draw(2)
     monkeypatch.undo()
-    assert state_tokens(bench.pool) == before
+    assert state_tokens(bench.unfinished) == before
     bench.module.load_state_dict(module)
     assert values(bench.draw(2)) == values(untouched.draw(2))
 
@@ -206,13 +208,13 @@ def test_groups_that_became_too_old_are_dropped(tmp_path: Path) -> None:
     for version in range(1, 9):
         rollout = bench.draw(version)
         oldest.append(version - min(rollout.versions))
-        dropped += bench.pool.metrics["rollout/too_old_groups"]
+        dropped += bench.unfinished.metrics["rollout/too_old_groups"]
         assert all(version - each <= 1 for each in rollout.versions)
     assert dropped > 0 and max(oldest) == 1
     longer = Bench(tmp_path, max_staleness=100)
     for version in range(1, 9):
         longer.draw(version)
-        assert longer.pool.metrics["rollout/too_old_groups"] == 0
+        assert longer.unfinished.metrics["rollout/too_old_groups"] == 0
 
 
 def test_every_prompt_is_begun_once(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_every_prompt_is_begun_once(tmp_path: Path) -> None:
     learned = [
         request.prompt_id for version in range(6) for request in bench.draw(version).requests if request.is_first
     ]
-    learned += [group.prompt_id for group in bench.pool.groups]
+    learned += [group.prompt_id for group in bench.unfinished.groups]
     begun = [each for iteration in range(8) for each in bench.groups._loader.groups(iteration)][: 6 * P + M - P]
     assert sorted(learned) == sorted(begun)
 
@@ -230,9 +232,9 @@ def test_without_partial_rollout_the_rest_is_thrown_away(tmp_path: Path) -> None
     bench = Bench(tmp_path, **settings)
     for version in (1, 2):
         assert set(bench.draw(version).versions) == {version}
-        metrics = bench.pool.metrics
+        metrics = bench.unfinished.metrics
         assert metrics["rollout/aborted_groups"] == M - P and metrics["rollout/aborted_tokens"] > 0
-        assert metrics["staleness/max"] == 0 and bench.pool.groups == []
+        assert metrics["staleness/max"] == 0 and bench.unfinished.groups == []
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_without_partial_rollout_the_rest_is_thrown_away(tmp_path: Path) -> None
 )
 def test_a_state_of_something_else_is_refused(state: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        UnderWay().restore(state)
+        UnfinishedRollouts().restore(state)
 
 
 def run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, task: Any = "rl_text") -> Path:

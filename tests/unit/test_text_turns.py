@@ -12,8 +12,9 @@ from sfumato.data.prompt_template import build_prompt_template
 from sfumato.data.text_prompts import TextPrompt, load_text_prompts
 from sfumato.models.language_load import build_byte_tokenizer
 from sfumato.rollout.engines.base import Completion, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.single_turn import SingleTurn
-from sfumato.rollout.turns import LengthLimits, SampleKeys, SequenceInMaking, request_seed
+from sfumato.rollout.turns import LengthLimits, SampleKeys, request_seed
 from tests.plain_engine import PlainEngine, log_probs_of, tiny_model
 
 TOKENIZER = build_byte_tokenizer()
@@ -140,14 +141,14 @@ def test_limits():
 
 
 def test_given_tokens_are_no_decisions():
-    sequence = SequenceInMaking([1, 2])
-    sequence.take(Completion([3], [-0.5], [7], "stop"))
-    sequence.give([4, 5])
-    sequence.take(Completion([6], [-0.25], [8], "length"))
-    found = sequence.finished()
+    sequence = GrowingSequence.after_prompt([1, 2])
+    sequence.append_drawn(Completion([3], [-0.5], [7], "stop"))
+    sequence.append_given([4, 5])
+    sequence.append_drawn(Completion([6], [-0.25], [8], "length"))
+    found = sequence.freeze("length")
     assert found.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and found.token_ids.dtype == np.int32
     assert found.drawn.tolist() == [False, False, True, False, False, True]
     assert found.log_probs.tolist() == [0, 0, -0.5, 0, 0, -0.25] and found.versions.tolist() == [-1, -1, 7, -1, -1, 8]
     assert (found.num_drawn, found.finish_reason, sequence.num_prompt_tokens, len(sequence)) == (2, "length", 2, 6)
     with pytest.raises(AssertionError, match="equally many"):
-        sequence.take(Completion([6], [], [8], "stop"))
+        sequence.append_drawn(Completion([6], [], [8], "stop"))

@@ -16,8 +16,9 @@ from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.own_codes import OwnCodes, family_of, read_own_codes
 from sfumato.rewards.base import load_once
 from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class DrawingKind(RolloutKind):
         first = template.tokenizer.convert_tokens_to_ids(text.code.format(0))
         opening = template.tokenizer(text.opening, add_special_tokens=False)["input_ids"]
         line_end = [template.tokenizer.convert_tokens_to_ids(text.line_end)] if text.line_end else []
-        sequence, columns = SequenceInMaking([*prompt.token_ids, *opening]), text.columns or drawn.num_codes
+        sequence, columns = GrowingSequence.after_prompt([*prompt.token_ids, *opening]), text.columns or drawn.num_codes
         starts = range(0, drawn.num_codes, columns)
         needed = drawn.num_codes + len(line_end) * (len(starts) - 1)
         if limits.room(len(sequence), len(sequence)) < needed:
@@ -83,7 +84,7 @@ class DrawingKind(RolloutKind):
         codes: list[int] = []
         for start in starts:
             if start:
-                sequence.give(line_end)
+                sequence.append_given(line_end)
             line = await sequence.draw(engine, keys.request_seed(), columns, sampling, first_position=start)
             codes += [token - first for token in line]
             if len(codes) < start + columns:  # a token that ends an answer
@@ -91,7 +92,7 @@ class DrawingKind(RolloutKind):
         is_whole = len(codes) == drawn.num_codes and all(0 <= code < drawn.codebook_size for code in codes)
         blank = np.full((drawn.height, drawn.width, 3), 255, np.uint8)
         image = drawn.decode([codes])[0] if is_whole else blank
-        return DrawnImage([sequence.finished()], "", image=image)
+        return DrawnImage([sequence.freeze()], "", image=image)
 
 
 @dataclass(frozen=True)

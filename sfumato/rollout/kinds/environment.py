@@ -12,11 +12,12 @@ from sfumato.data.prompt_template import PromptTemplate
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.own_calls import call_own, describe
 from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
 from sfumato.rollout.tools import cut
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Environment(RolloutKind):
             play.damage, is_truncated = str(error), False
         finally:
             await play.close()
-        sequences = [play.sequence.finished()] if play.sequence is not None else []
+        sequences = [play.sequence.freeze()] if play.sequence is not None else []
         return DrawnText(sequences, play.text, play.messages, is_truncated, play.metadata, play.damage)
 
     async def _act(
@@ -113,7 +114,7 @@ class _Play:
     def __init__(self, kind: Environment, template: PromptTemplate, prompt: TextPrompt) -> None:
         self.kind, self.template, self.prompt = kind, template, prompt
         self.environment: Any = None
-        self.sequence: SequenceInMaking | None = None
+        self.sequence: GrowingSequence | None = None
         self.messages = None if prompt.messages is None else list(prompt.messages)
         self.text, self.damage, self.is_done = "", "", False
         self.rewards: list[float] = []
@@ -135,7 +136,7 @@ class _Play:
                 head = [each for each in self.messages if each["role"] in ("system", "developer")]
                 content = self.messages = [*head, {"role": "user", "content": first}]
             ids = tuple(self.template.encode_one(content, self.prompt.where, self.prompt.tools))
-        self.sequence = SequenceInMaking(ids)
+        self.sequence = GrowingSequence.after_prompt(ids)
 
     async def step(self, drawn: list[int], sampling: Sampling) -> str:
         """Has the environment answer what was drawn. Returns the observation."""
@@ -170,7 +171,7 @@ class _Play:
     def tell(self, observation: str, given: list[int]) -> None:
         """Appends an observation."""
         assert self.sequence is not None
-        self.sequence.give(given)
+        self.sequence.append_given(given)
         if self.messages is not None:
             self.messages.append({"role": "user", "content": observation})
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 from sfumato.data.prompt_template import PromptTemplate
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +29,15 @@ class SingleTurn(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence = SequenceInMaking(prompt.token_ids, prompt.images)
+        sequence = GrowingSequence.after_prompt(prompt.token_ids, prompt.images)
         room = limits.room(len(sequence), len(sequence))
         if room:
             await sequence.draw(engine, keys.request_seed(), room, sampling)
         return answered(sequence, prompt, template, is_truncated=not room or sequence.finish_reason == "length")
 
 
-def answered(sequence: SequenceInMaking, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool) -> DrawnText:
+def answered(sequence: GrowingSequence, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool) -> DrawnText:
     """A prompt with its whole answer, as a sample."""
     text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
     messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
-    return DrawnText([sequence.finished()], text, messages, is_truncated)
+    return DrawnText([sequence.freeze()], text, messages, is_truncated)

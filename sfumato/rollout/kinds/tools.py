@@ -13,11 +13,12 @@ from sfumato.data.prompt_template import PromptTemplate, Tools
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
 from sfumato.rollout.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
 from sfumato.rollout.tools import Tool, ToolResult, build_tool
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys, SequenceInMaking
+from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 SHORT = {"calc": "calculator"}
 """Names for inline calls that take fewer tokens."""
@@ -100,7 +101,7 @@ class ToolUse(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence, messages = SequenceInMaking(prompt.token_ids), list(prompt.messages or [])
+        sequence, messages = GrowingSequence.after_prompt(prompt.token_ids), list(prompt.messages or [])
         tools, results, text, is_truncated = self.by_name(), [], "", True
         for turn in range(self.max_turns):
             room = limits.room(sequence.num_prompt_tokens, len(sequence))
@@ -125,9 +126,9 @@ class ToolUse(RolloutKind):
             given = tokens_between(template, said, end_token(drawn, sampling), prompt.tools)
             if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.give(given)
+            sequence.append_given(given)
             messages += said
-        return DrawnText([sequence.finished()], text, messages, is_truncated, _counted(results))
+        return DrawnText([sequence.freeze()], text, messages, is_truncated, _counted(results))
 
     async def _draw_inline(
         self,
@@ -138,7 +139,7 @@ class ToolUse(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence, tools = SequenceInMaking(prompt.token_ids), self.by_name()
+        sequence, tools = GrowingSequence.after_prompt(prompt.token_ids), self.by_name()
         results: list[ToolResult] = []
         ends = tokens_that_end_in(template.tokenizer, INLINE_END) - set(sampling.stop_token_ids)
         stopping = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
@@ -161,11 +162,11 @@ class ToolUse(RolloutKind):
             given = tokens_after(template, sequence.token_ids[-1], said)
             if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.give(given)
+            sequence.append_given(given)
             turn, begins = turn + 1, len(sequence)
         text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
         messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
-        finished = sequence.finished("length" if is_truncated else "stop")
+        finished = sequence.freeze("length" if is_truncated else "stop")
         return DrawnText([finished], text, messages, is_truncated, _counted(results))
 
     async def _call(self, tools: dict[str, Tool], call: ToolCall) -> ToolResult:

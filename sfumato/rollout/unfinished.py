@@ -10,39 +10,9 @@ import numpy as np
 
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Completion
-from sfumato.rollout.tokens import FinishReason
+from sfumato.rollout.growing_sequence import GrowingSequence
 
 _ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
-
-
-@dataclass
-class Answer:
-    """What has been drawn of an answer. Its pickle takes 12 bytes a token."""
-
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    """None while it is under way."""
-
-    def take(self, completion: Completion) -> None:
-        """Appends what was drawn."""
-        self.token_ids += completion.token_ids
-        self.log_probs += completion.log_probs
-        self.versions += completion.versions
-
-    def cut(self, length: int) -> None:
-        """Forgets what was drawn beyond so many tokens, and that it ended there."""
-        if len(self.token_ids) > length:
-            del self.token_ids[length:], self.log_probs[length:], self.versions[length:]
-            self.finish_reason = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        arrays = {name: np.array(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
-        return {**arrays, "finish_reason": self.finish_reason}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, **{name: state[name].tolist() for name in _ARRAYS})
 
 
 @dataclass
@@ -52,7 +22,8 @@ class Group:
     number: int
     """Groups that were begun before it in the run."""
     prompt_id: int
-    answers: list[Answer]
+    answers: list[GrowingSequence]
+    """Without their prompt."""
 
     @property
     def has_ended(self) -> bool:
@@ -66,7 +37,7 @@ class Group:
 
 
 @dataclass
-class Pool:
+class UnfinishedGroups:
     """The groups that are under way between two iterations, of all ranks."""
 
     iteration: int = 0
@@ -79,19 +50,23 @@ class Pool:
     """Of the iteration that left them."""
 
 
-class UnderWay:
-    """The pool of a run's finished iterations. A checkpoint keeps it, whatever the number of ranks."""
+class UnfinishedRollouts:
+    """The unfinished groups of a run's finished iterations. A checkpoint keeps it, whatever the number of ranks."""
 
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.groups = UnfinishedGroups()
 
     def state(self) -> dict[str, Any]:
         """See ``Resumable``: 16 letters a token."""
         groups = [
-            {"number": group.number, "prompt_id": group.prompt_id, "answers": [_packed(one) for one in group.answers]}
-            for group in self.pool.groups
+            {
+                "number": group.number,
+                "prompt_id": group.prompt_id,
+                "answers": [_encode_answer(one) for one in group.answers],
+            }
+            for group in self.groups.groups
         ]
-        return {"under_way": {"iteration": self.pool.iteration, "begun": self.pool.begun, "groups": groups}}
+        return {"under_way": {"iteration": self.groups.iteration, "begun": self.groups.begun, "groups": groups}}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See ``Resumable``."""
@@ -103,21 +78,23 @@ class UnderWay:
         try:
             found = state["under_way"]
             groups = [
-                Group(int(each["number"]), int(each["prompt_id"]), [_unpacked(one) for one in each["answers"]])
+                Group(int(each["number"]), int(each["prompt_id"]), [_decode_answer(one) for one in each["answers"]])
                 for each in found["groups"]
             ]
-            self.pool = Pool(int(found["iteration"]), int(found["begun"]), groups)
+            self.groups = UnfinishedGroups(int(found["iteration"]), int(found["begun"]), groups)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the partial rollouts of the checkpoint do not hold together: {error}") from error
 
 
-def _packed(answer: Answer) -> dict[str, Any]:
+def _encode_answer(answer: GrowingSequence) -> dict[str, Any]:
     found: dict[str, Any] = {"finish_reason": answer.finish_reason}
     for name, dtype in _ARRAYS.items():
         found[name] = base64.b64encode(np.array(getattr(answer, name), dtype).tobytes()).decode("ascii")
     return found
 
 
-def _unpacked(state: dict[str, Any]) -> Answer:
+def _decode_answer(state: dict[str, Any]) -> GrowingSequence:
     values = {name: np.frombuffer(base64.b64decode(state[name]), dtype).tolist() for name, dtype in _ARRAYS.items()}
-    return Answer(**values, finish_reason=state["finish_reason"])
+    answer = GrowingSequence(finish_reason=state["finish_reason"])
+    answer.append_drawn(Completion(**values, finish_reason=answer.finish_reason or "abort"))
+    return answer

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
-from sfumato.rollout.under_way import Answer, Group
+from sfumato.rollout.growing_sequence import GrowingSequence
+from sfumato.rollout.unfinished import Group
 
 TURNS = 16
 """Turns of the event loop between two talks among ranks. The embedded engine draws a token for each of its rows in a
@@ -39,7 +40,7 @@ class AnswerKey:
     """Tokens that it may have."""
 
 
-class Race:
+class FirstFinished:
     """Draws this rank's groups until enough of all ranks' have ended."""
 
     def __init__(
@@ -77,7 +78,7 @@ class Race:
             OtherRankError: when that happened on another rank.
         """
         for group in self.groups:
-            self._look(group)
+            self._mark_if_finished(group)
         draws = [
             self._draw(answer, group, key)
             for group, own in zip(self.groups, keys, strict=True)
@@ -109,10 +110,10 @@ class Race:
                 raise OtherRankError(problems[0])
             for ends, _, _ in everyone:
                 self._ends |= ends
-            self._shorten()
+            self._lower_token_limit()
             is_over = all(is_through for _, is_through, _ in everyone)
 
-    async def _draw(self, answer: Answer, group: Group, key: AnswerKey) -> None:
+    async def _draw(self, answer: GrowingSequence, group: Group, key: AnswerKey) -> None:
         while answer.finish_reason is None:
             so_far = len(answer.token_ids)
             until_last = self._before[id(answer)] + self._last - so_far
@@ -121,20 +122,20 @@ class Race:
             tokens, longest = [*key.prompt.token_ids, *answer.token_ids], min(key.room - so_far, until_last)
             request = GenerationRequest(tokens, key.seed, longest, so_far, key.prompt.images)
             completion = await self.engine.generate(request, self.sampling)
-            answer.take(completion)
+            answer.append_drawn(completion)
             if completion.finish_reason == "stop":
                 answer.finish_reason = "stop"
             elif len(answer.token_ids) == key.room:
                 answer.finish_reason = "length"
-        self._look(group)
+        self._mark_if_finished(group)
 
-    def _look(self, group: Group) -> None:
+    def _mark_if_finished(self, group: Group) -> None:
         """Notes when a group has ended."""
         if group.has_ended:
             self._ends[group.number] = max(len(one.token_ids) - self._before[id(one)] for one in group.answers)
-            self._shorten()
+            self._lower_token_limit()
 
-    def _shorten(self) -> None:
+    def _lower_token_limit(self) -> None:
         """Nobody need draw beyond the tick at which enough groups have ended."""
         if len(self._ends) < self.wanted:
             return
@@ -151,5 +152,5 @@ class Race:
         chosen = sorted(order[: self.wanted])
         for group in self.groups:
             for answer in group.answers if group.number not in chosen else ():
-                answer.cut(self._before[id(answer)] + self._last)
+                answer.truncate(self._before[id(answer)] + self._last)
         return chosen
