@@ -65,6 +65,7 @@ $(VENV)-extras/.installed: pyproject.toml
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache pyproject.toml
 
 format: setup
 	$(BIN)/ruff check --fix .

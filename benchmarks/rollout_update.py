@@ -36,7 +36,7 @@ from sfumato.algorithms.objectives import ClippedRatio
 from sfumato.config.sections import TrainConfig
 from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.flops import denoiser_flops
+from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories

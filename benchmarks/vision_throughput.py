@@ -209,10 +209,10 @@ def rate_of(name: str, steps: int) -> float:
 
 def balance(num_steps: int) -> dict[str, float]:
     """Share of time lost to waiting for the rank with most work, by how samples are shared out."""
-    from sfumato.data.packing import pack
     from sfumato.data.row_samples import FiledRow
     from sfumato.data.text import build_transform
     from sfumato.models.flops import FlopCount
+    from sfumato.parallel.bin_packing import pack
 
     with tempfile.TemporaryDirectory() as folder:
         config, model = build(Path(folder), 1)

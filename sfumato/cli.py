@@ -157,7 +157,7 @@ def _doctor(given: argparse.Namespace) -> int:
 
 
 def _export(given: argparse.Namespace) -> int:
-    from sfumato.checkpoint.export import export_checkpoint
+    from sfumato.commands.export import export_checkpoint
 
     with code_of_configurations(given.trust_code):
         print(printable(export_checkpoint(given.source, given.out, given.merge)))

@@ -22,10 +22,9 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics, old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
-from sfumato.data.identity import identify_prompts
+from sfumato.data.image_identity import identify_prompts
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.models.policies import Policies
@@ -48,6 +47,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import Update
+from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 

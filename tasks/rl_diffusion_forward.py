@@ -19,10 +19,9 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import ForwardRLConfig
-from sfumato.data.identity import identify_prompts
+from sfumato.data.image_identity import identify_prompts
 from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
@@ -43,6 +42,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import Update
+from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 

@@ -19,10 +19,9 @@ from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
 from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.identity import identify_text_prompts
+from sfumato.data.text_prompt_identity import identify_text_prompts
 from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
 from sfumato.data.token_batch import TokenBatch
 from sfumato.models.language import LanguageModel
@@ -65,6 +64,7 @@ from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import MicroBatch, Update
 from sfumato.runtime.weight_sync.sync import Rescoring
+from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 

@@ -24,11 +24,11 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.bad_rows import BadRows, bad_row_limit
-from sfumato.data.encoded import read_pixels, read_rows
-from sfumato.data.identity import identify_images
+from sfumato.data.image_identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import read_pixels, read_rows
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip

@@ -26,14 +26,14 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.encoded import EncodedBatch
-from sfumato.data.encoders import open_encoder
-from sfumato.data.identity import identify_images
+from sfumato.data.image_identity import identify_images
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel, set_output
+from sfumato.models.diffusion.encoded import EncodedBatch
+from sfumato.models.diffusion.encoders import open_encoder
+from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import denoiser_flops
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip

@@ -27,14 +27,14 @@ from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.encoded import EncodedBatch
-from sfumato.data.encoders import Encoder, open_encoder
-from sfumato.data.identity import identify_images
+from sfumato.data.image_identity import identify_images
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import set_output
+from sfumato.models.diffusion.encoded import EncodedBatch
+from sfumato.models.diffusion.encoders import Encoder, open_encoder
+from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import denoiser_flops
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer

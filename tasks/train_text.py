@@ -113,7 +113,7 @@ def make_model(model: LanguageModelConfig) -> None:
 def next_token_loss(scores: TokenScores, batch: TokenBatch, num_tokens: float, by_source: SourceLosses) -> torch.Tensor:
     """A micro-batch's part of the mean cross entropy over the loss mask of the step, which holds ``num_tokens``."""
     total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
-    by_source.add(losses, batch)
+    by_source.add(losses, batch.source_ids, batch.loss_mask)
     return total / max(num_tokens, 1)
 
 

@@ -20,8 +20,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.config.load import merge
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.trackers import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in
 from tests.tiny import ROOT, run_task_here, tiny_rl_config, weights_in

@@ -34,8 +34,8 @@ from sfumato.config.load import load_config, merge, parse_overrides
 from sfumato.config.recipes import FORWARD_RECIPES
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.flops import DenoiserFlops, denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import DenoiserFlops, denoiser_flops
 from sfumato.rollout import policy
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.trackers import read_jsonl

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
-from sfumato.checkpoint.identity import own_checkpoints
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
@@ -16,7 +14,9 @@ from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.tracking.folder import read_environment
+from sfumato.tracking.identity import own_checkpoints
 from sfumato.tracking.run import Run
 
 

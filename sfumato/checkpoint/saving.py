@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from sfumato.checkpoint.envelope import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
 from sfumato.checkpoint.parts import METADATA, VALUES, SavePlanner
 from sfumato.checkpoint.state import TrainState, collect_state
 from sfumato.errors import CheckpointError
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
 
 
 class Staging:

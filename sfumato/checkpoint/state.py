@@ -14,16 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from sfumato.checkpoint.identity import KEY as IDENTITY
-from sfumato.checkpoint.identity import Identity, compare_identity
 from sfumato.checkpoint.parts import StoredCheckpoint, TensorParts, parts_of_shard, whole_part
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import saved_shard
+from sfumato.optim.trained import Trained
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.finite import NAMED, listed
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, chunks_of, local
+from sfumato.tracking.identity import KEY as IDENTITY
+from sfumato.tracking.identity import Identity, compare_identity
 
 OPTIONAL = {
     "ema": "moving average (train.ema_decay)",
@@ -51,16 +52,6 @@ class Resumable(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a position. Raises DataError when it is one of other data."""
-
-
-@dataclass
-class Trained:
-    """A module with what trains it."""
-
-    module: nn.Module
-    """As ``parallelize`` returned it."""
-    optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
 
 
 @dataclass

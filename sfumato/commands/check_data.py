@@ -16,7 +16,6 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.answer_end import AnswerEnd, facts_of
 from sfumato.data.data_notes import describe_text_data
-from sfumato.data.encoded import Dataset
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
 from sfumato.data.loader import IndexLoader
@@ -33,6 +32,7 @@ from sfumato.data.text_prompts import TextPrompt, check_text_prompts, describe_s
 from sfumato.data.token_store import find_token_store
 from sfumato.data.vision import ImageReader
 from sfumato.errors import DataError
+from sfumato.models.diffusion.encoded import Dataset
 from sfumato.models.model_folder import describe_export
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh

@@ -11,9 +11,9 @@ import numpy as np
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
+from sfumato.data.epoch_order import EpochOrder, refuse_repetition
 from sfumato.data.file_columns import find_file
 from sfumato.data.glyphs import caption_of, held_out_words, source_image, training_words
-from sfumato.data.loader import EpochOrder, refuse_repetition
 from sfumato.data.pictures import File, check_fit, check_image, fitted, read_image, read_size
 from sfumato.data.rows import FiledRows, open_rows, text_field
 from sfumato.errors import DataError

@@ -8,50 +8,33 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from sfumato.checkpoint.identity import Identity
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.background import STEPS_AHEAD, in_background
 from sfumato.data.bad_rows import BadRows, bad_row_limit
 from sfumato.data.chat import ChatTemplate
 from sfumato.data.data_notes import describe_text_data
-from sfumato.data.identity import identify_text
-from sfumato.data.loader import refuse_repetition
+from sfumato.data.document_cost import SightedCost, default_cost
+from sfumato.data.epoch_order import refuse_repetition
 from sfumato.data.media_cache import MediaCache, build_media_cache
 from sfumato.data.media_threads import open_ahead
 from sfumato.data.mixing import Order
-from sfumato.data.packing import Bins, make_batch, micro_batch_rule, pack, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.row_blocks import RowFile
 from sfumato.data.row_samples import samples_of
 from sfumato.data.sources import Sources, open_sources, open_validation
 from sfumato.data.stored import digest_of
 from sfumato.data.text import TextSample, TextTransform, build_transform
+from sfumato.data.text_identity import identify_text
 from sfumato.data.text_steps import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
 from sfumato.data.token_batch import TokenBatch
 from sfumato.data.token_store import Watch, build_token_store
 from sfumato.data.vision import Images, Vision
 from sfumato.errors import ConfigError, DataError
+from sfumato.parallel.bin_packing import Bins, micro_batch_rule, pack
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.folder import run_date
-
-ATTENTION_LENGTH = 24_576
-"""Tokens of a document at which attention costs as much as everything else: 12 x a hidden width of 2048."""
-
-
-def default_cost(length: int) -> float:
-    """Work that a document of so many tokens makes, in units of that of a token without attention."""
-    return length + length**2 / ATTENTION_LENGTH
-
-
-class SightedCost(NamedTuple):
-    """Work of a model that sees, in the units of the cost of documents."""
-
-    vision: Vision
-    """What makes batches."""
-    of_images: Callable[[np.ndarray], float]
-    """Work that images of these ``Images.shapes`` make."""
+from sfumato.tracking.identity import Identity
 
 
 class TextLoader:

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from sfumato.checkpoint.state import Trained
 from sfumato.config.critic import CriticConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.token_batch import TokenBatch
 from sfumato.models.probe import probe
 from sfumato.models.scalar_head import build_scalar_model
 from sfumato.optim.optimizer import build_optimizer
+from sfumato.optim.trained import Trained
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 

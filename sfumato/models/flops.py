@@ -6,22 +6,17 @@ out, and so is what is computed twice to save memory: recomputed blocks, logits 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from sfumato.data.text_loader import SightedCost
+from sfumato.data.document_cost import SightedCost
 from sfumato.data.vision import ImageReader, Vision
 from sfumato.errors import ConfigError
-from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.sound_flops import sound_flops
 from sfumato.parallel.expert import find_experts, has_experts
-from sfumato.parallel.shards import trainable_parameters
 
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Names of the number of experts that a token goes to, in configurations."""
@@ -244,52 +239,6 @@ class _Output(NamedTuple):
 
     numel: int
     is_trained: bool
-
-
-class DenoiserFlops(NamedTuple):
-    """Operations of a denoiser for one image or video, without guidance."""
-
-    forward: int
-    """Operations of a forward pass."""
-    training: int
-    """Operations of a forward and a backward pass."""
-
-
-def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
-    """Operations of a denoiser for one image or video, without guidance.
-
-    Counted by torch on meta tensors, in which nothing is computed. Of the backward pass only what is needed counts:
-    frozen weights (LoRA) have no gradient, and before the first adapter there is none at all.
-
-    Args:
-        model: before or after ``parallelize``.
-        height, width: of the image in pixels; a video has ``model.frames`` of them.
-    """
-    shadow = with_denoiser(model, meta_denoiser(model))
-    embeddings = {name: tensor.to("meta") for name, tensor in model.example_embeddings(height, width).items()}
-    latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
-    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
-        forward = counter.get_total_flops()
-        velocity.sum().backward()
-    return DenoiserFlops(forward, counter.get_total_flops())
-
-
-def meta_denoiser(model: DiffusionModel) -> nn.Module:
-    """The denoiser as it was before ``parallelize``, on meta, with what is trained marked as such."""
-    plain = model.plain_denoiser().train()
-    trained = set(trainable_parameters(model.denoiser))
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(name in trained)
-    return plain
-
-
-def with_denoiser(model: DiffusionModel, denoiser: nn.Module) -> DiffusionModel:
-    """A copy of a model that shares everything but the denoiser."""
-    shadow = copy.copy(model)
-    shadow.pipeline = copy.copy(model.pipeline)
-    shadow.set_denoiser(denoiser)
-    return shadow
 
 
 def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from sfumato.models.language_parts import build_tokenizer as build_tokenizer
 from sfumato.models.language_parts import read_model_config as read_model_config
 from sfumato.models.language_parts import source_of as source_of
 from sfumato.models.lora import add_lora, language_targets
-from sfumato.models.omni.unified import build_unified
 from sfumato.models.source_folder import describe_left_out
 from sfumato.models.vision_load import add_image_tokens, build_vision
 
@@ -48,6 +47,8 @@ def build_language_model(
     sees = data_type is not None and data_type.has_images
     described = read_model_config(config, sees)
     if is_unified(described, sees):
+        from sfumato.models.omni.unified import build_unified  # with what makes pictures, which others need not load
+
         return build_unified(config, train, described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM

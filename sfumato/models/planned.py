@@ -19,9 +19,9 @@ from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.text import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
-from sfumato.models.flops import meta_denoiser, with_denoiser
 from sfumato.models.language import check_multimodal, check_settings
 from sfumato.models.language_parts import freeze, read_model_config
 from sfumato.models.lora import add_lora, language_targets

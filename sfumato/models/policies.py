@@ -9,8 +9,8 @@ from typing import Generic, Protocol, Self, TypeVar
 from torch import nn
 
 from sfumato.algorithms.decay import FROZEN, Constant, Decay
-from sfumato.checkpoint.export import Exportable, has_adapters
 from sfumato.config.sections import TrainConfig
+from sfumato.models.exportable import Exportable, has_adapters
 from sfumato.optim.ema import Ema
 from sfumato.parallel.mesh import Mesh
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import make_batch, micro_batch_rule, placeholder_tokens
+from sfumato.data.packing import make_batch, placeholder_tokens
 from sfumato.data.text import Document, TextSample
 from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
@@ -30,6 +30,7 @@ from sfumato.models.packed_model import PackedModel, RowLayout
 from sfumato.models.plain import can_set_attention, changing_positions, set_attention
 from sfumato.models.probe_documents import make_documents, other_than
 from sfumato.parallel.attention import SIZES
+from sfumato.parallel.bin_packing import micro_batch_rule
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.parallelize import forget_pass

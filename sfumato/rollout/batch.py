@@ -9,13 +9,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from sfumato.algorithms.rows import TensorRows, by_row
-from sfumato.data.prompts import PromptLoader
 from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scores import Scores
@@ -36,7 +35,18 @@ class SampleRequest:
     """Whether it is the first of its group: its micro-batch brings the prompt's embeddings, once for the group."""
 
 
-def requests_of(prompts: PromptLoader, iteration: int, data_rank: int, num_data_ranks: int) -> list[SampleRequest]:
+class GroupOrder(Protocol):
+    """Which prompts the groups of an iteration are of: a loader of prompts of any modality."""
+
+    group_size: int
+    """Samples of a group."""
+
+    def groups(self, iteration: int) -> list[int]:
+        """Rows of the training prompts, one for each group of the iteration, over all ranks."""
+        ...
+
+
+def requests_of(prompts: GroupOrder, iteration: int, data_rank: int, num_data_ranks: int) -> list[SampleRequest]:
     """A data-parallel rank's samples of an iteration: whole groups, numbered over all ranks."""
     groups = prompts.groups(iteration)
     return [

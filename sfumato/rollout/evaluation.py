@@ -10,10 +10,10 @@ import torch
 from sfumato.algorithms.dynamics import EulerODE
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import SampleConfig, TrainDitConfig
-from sfumato.data.encoded import Dataset
 from sfumato.data.prompts import Prompt
 from sfumato.errors import NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.encoded import Dataset
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Drawn
 from sfumato.rollout.diffusion import decode_samples, sample_of

@@ -11,8 +11,8 @@ import numpy as np
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output
+from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import denoiser_flops
 from sfumato.parallel.mesh import Mesh
 
 READ_TOGETHER = 64

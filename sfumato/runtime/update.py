@@ -18,7 +18,7 @@ from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.rl import RLConfig
-from sfumato.data.packing import pack
+from sfumato.parallel.bin_packing import pack
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Passes, RankBatch, Rollout, SampleRequest, join_rollouts

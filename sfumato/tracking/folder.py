@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from sfumato.checkpoint.envelope import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.config.base import Section
 from sfumato.config.load import config_text, flatten, read_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.trackers import read_jsonl
 

@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 
 from sfumato.algorithms.reading import Numbers
-from sfumato.data.token_batch import TokenBatch
 from sfumato.parallel.mesh import Mesh
 
 
@@ -19,18 +18,18 @@ class SourceLosses:
         self.names = list(names)
         self._sums: list[torch.Tensor] = []
 
-    def add(self, losses: torch.Tensor, batch: TokenBatch) -> None:
+    def add(self, losses: torch.Tensor, source_ids: torch.Tensor, loss_mask: torch.Tensor) -> None:
         """Counts a micro-batch.
 
         Args:
             losses: float ``[B, T]``, the loss of each token, without graph.
-            batch: the placed micro-batch.
+            source_ids: int64 ``[B, T]``, the number of each token's source.
+            loss_mask: bool ``[B, T]``: tokens that count.
         """
         if len(self.names) < 2:
             return
-        loss_mask = batch.loss_mask
         sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=losses.device)
-        sources = batch.source_ids.where(loss_mask, 0).flatten()  # and no picking, which would wait for the device
+        sources = source_ids.where(loss_mask, 0).flatten()  # and no picking, which would wait for the device
         sums[0].index_add_(0, sources, losses.where(loss_mask, 0.0).flatten().double())
         sums[1].index_add_(0, sources, loss_mask.flatten().double())
         self._sums.append(sums)

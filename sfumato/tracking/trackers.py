@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sfumato.checkpoint.envelope import flush
 from sfumato.config.characters import whole_characters
 from sfumato.config.paths import outside_problem
 from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.errors import ConfigError, DataError
+from sfumato.tracking.atomic_folders import flush
 from sfumato.tracking.services import SERVICES, missing
 
 KNOWN_TRACKERS = ("tensorboard", *SERVICES)

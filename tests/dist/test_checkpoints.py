@@ -14,11 +14,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
-from sfumato.checkpoint.export import export_checkpoint
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
+from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import merge
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError
@@ -29,6 +28,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.shards import Shards, local, trainable_parameters
+from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.run import Run
 from tests.dist.cases import CASES, ROWS, adamw, build, count_all, make_mesh, summed_loss
 from tests.dist.matrix import MODES

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.config.dit import DitTrainConfig
 from sfumato.config.load import merge
 from sfumato.errors import NonFiniteError
@@ -21,6 +20,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl
 from tests.rows import ROUNDING

@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.data.encoded import EncodedBatch
 from sfumato.errors import CheckpointError
+from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import load_task, run_task_here, tiny_dit_config
 

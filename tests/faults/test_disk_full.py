@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
@@ -17,6 +16,7 @@ from sfumato.errors import CheckpointError
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.run import Run
 from tests.tiny import run_task_here, tiny_dit_config
 

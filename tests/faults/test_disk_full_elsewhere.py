@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.checkpoint.saving import Saving
 from sfumato.config.load import merge
 from sfumato.errors import CheckpointError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import JsonLines, Trackers, read_jsonl

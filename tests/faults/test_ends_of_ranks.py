@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sfumato.checkpoint.envelope import list_checkpoints
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, tiny_dit_config, write_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint.envelope import list_checkpoints, newest_intact, prune_checkpoints, verify_checkpoint
+from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, prune_checkpoints, verify_checkpoint
 from tests.tiny import ROOT
 
 TRIALS = 30
@@ -18,7 +18,7 @@ TRIALS = 30
 WRITER = """
 import os, sys
 from pathlib import Path
-from sfumato.checkpoint.envelope import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
+from sfumato.tracking.atomic_folders import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
 
 root, log, step = Path(sys.argv[1]), os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT), int(sys.argv[3])
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitConfig
@@ -20,13 +19,13 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.image_text import open_image_text
-from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import OnlineEncoder
 from sfumato.models.diffusion.frozen_parts import FrozenParts
+from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language_load import build_language_model
 from sfumato.optim.ema import Ema
@@ -36,6 +35,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import load_weights
 from sfumato.rewards.networks.folder import assign_tensors
 from sfumato.rollout.diffusion import LATENTS_NOT_FINITE, PICTURE_NOT_FINITE
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl

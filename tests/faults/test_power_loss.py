@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint.envelope import (
+from sfumato.tracking.atomic_folders import (
     begin_checkpoint,
     finish_checkpoint,
     list_checkpoints,

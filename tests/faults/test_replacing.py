@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint import envelope
-from sfumato.checkpoint.envelope import exchange, replace_folder, restore_folder
+from sfumato.tracking import atomic_folders as envelope
+from sfumato.tracking.atomic_folders import exchange, replace_folder, restore_folder
 from tests.faults.test_disk_full import make as checkpointer_of
 
 KILLED = 77

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.config.load import merge
 from sfumato.errors import CheckpointError, NonFiniteError
+from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from tests.tiny import (
     load_task,
     rl_task,

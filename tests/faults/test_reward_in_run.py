@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint.envelope import list_checkpoints
 from sfumato.errors import RewardError
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.config.load import merge
+from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.trackers import read_jsonl
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import tiny_pipeline_description, write_config, write_tiny_pipeline

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from sfumato.checkpoint.envelope import list_checkpoints, read_values
 from sfumato.config.load import merge
 from sfumato.errors import FolderError
+from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.trackers import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in

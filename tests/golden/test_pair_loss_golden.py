@@ -14,7 +14,7 @@ from sfumato.algorithms.forward_process.group_losses import DPO
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.config.load import load_config
-from sfumato.data.encoded import EncodedBatch
+from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout

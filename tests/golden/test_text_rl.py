@@ -41,7 +41,7 @@ from sfumato.algorithms.token_objectives import (
     TokenObjective,
     sequence_log_ratio,
 )
-from sfumato.data.packing import pack
+from sfumato.parallel.bin_packing import pack
 
 FILE = json.loads((Path(__file__).parent / "data" / "text_rl.json").read_text(encoding="utf-8"))
 INPUTS = {name: torch.tensor(value, dtype=torch.float64) for name, value in FILE["inputs"].items()}

@@ -10,9 +10,8 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.objectives import Ratio
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.identity import Identity
 from sfumato.checkpoint.state import TrainState
-from sfumato.data.identity import identify_prompts
+from sfumato.data.image_identity import identify_prompts
 from sfumato.data.prompts import Prompt, PromptLoader, load_prompts
 from sfumato.models.policies import Policies
 from sfumato.optim.optimizer import build_optimizer
@@ -27,6 +26,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import Update
+from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
 from tests.toy_modality.integers import IntegerModel, IntegerRLConfig, Sequences, draw, replay

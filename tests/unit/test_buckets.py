@@ -19,11 +19,11 @@ from sfumato.config.image_data import ImageTextDataConfig, sizes_of_area
 from sfumato.config.sections import EpochTrainConfig, ModelConfig
 from sfumato.data import buckets as module
 from sfumato.data.buckets import Buckets, read_sizes, sort_into_buckets
-from sfumato.data.encoders import open_encoder
 from sfumato.data.image_text import ImageTextDataset, nearest_size
 from sfumato.data.loader import IndexLoader, evaluation_batches
 from sfumato.data.pictures import read_image, read_size
 from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.encoders import open_encoder
 from sfumato.models.diffusion.load import build_diffusion_model
 from tests.tiny import tiny_dit_config, write_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux_kontext

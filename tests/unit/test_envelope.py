@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.checkpoint import envelope
-from sfumato.checkpoint.envelope import (
+from sfumato.errors import CheckpointError
+from sfumato.tracking import atomic_folders as envelope
+from sfumato.tracking.atomic_folders import (
     MANIFEST,
     begin_checkpoint,
     finish_checkpoint,
@@ -19,7 +20,6 @@ from sfumato.checkpoint.envelope import (
     prune_checkpoints,
     verify_checkpoint,
 )
-from sfumato.errors import CheckpointError
 
 
 def write_files(folder: Path) -> None:

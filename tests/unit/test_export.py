@@ -9,8 +9,8 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
-from sfumato.checkpoint.envelope import list_checkpoints
-from sfumato.checkpoint.export import export_checkpoint, export_model
+from sfumato.checkpoint.export import export_model
+from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import CheckpointError, ConfigError
@@ -20,6 +20,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
+from sfumato.tracking.atomic_folders import list_checkpoints
 from tests.tiny import (
     run_task_here,
     tiny_dit_config,

@@ -20,9 +20,9 @@ from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.latents import unpack
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import denoiser_flops
 from sfumato.models.memory_plan import plan_memory
 from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model
 from sfumato.parallel.layout import Layout

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from sfumato.checkpoint import state as state_module
-from sfumato.checkpoint.envelope import verify_checkpoint
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
@@ -27,6 +26,7 @@ from sfumato.errors import CheckpointError
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import verify_checkpoint
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 

@@ -12,12 +12,12 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from sfumato.config.image_data import ImageTextDataConfig
-from sfumato.data.encoded import BadRows, read_pixels
 from sfumato.data.file_columns import find_file
 from sfumato.data.image_text import open_image_text
 from sfumato.data.loader import IndexBatch
 from sfumato.data.pictures import read_frames, read_image
 from sfumato.errors import DataError
+from sfumato.models.diffusion.encoded import BadRows, read_pixels
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 

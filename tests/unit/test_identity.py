@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.checkpoint.identity import KEY, compare_identity, identify
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.load import load_config
@@ -20,11 +19,15 @@ from sfumato.config.rl import PromptDataConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data import identity as module
-from sfumato.data.identity import content_of_file, content_of_images, content_of_prompts, content_of_sources
+from sfumato.data import text_identity
+from sfumato.data.identity import content_of_file
+from sfumato.data.image_identity import content_of_images, content_of_prompts
 from sfumato.data.image_text import ImageTextDataset, PairDataset
 from sfumato.data.prompts import load_prompts
 from sfumato.data.sources import open_sources
+from sfumato.data.text_identity import content_of_sources
 from sfumato.errors import CheckpointError
+from sfumato.tracking.identity import KEY, compare_identity, identify
 from tests.tiny import tiny_dit_config, tiny_text_config
 
 
@@ -129,7 +132,7 @@ def test_of_a_large_file_blocks_are_read_and_its_size(tmp_path: Path, monkeypatc
 
 def test_of_many_streamed_files_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
-    monkeypatch.setattr(module, "content_of_file", lambda path, blocks: read.append((path.name, blocks)) or "x")
+    monkeypatch.setattr(text_identity, "content_of_file", lambda path, blocks: read.append((path.name, blocks)) or "x")
     for number in range(200):
         (tmp_path / f"{number:03}.jsonl").write_text("{}")
     content_of_sources(open_sources(TextDataConfig(train_path=str(tmp_path), datasets_type="iterable")))

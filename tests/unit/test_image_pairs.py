@@ -17,13 +17,13 @@ from PIL import Image
 from sfumato.config.image_data import PairDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder, encode_rows
 from sfumato.data.glyphs import GlyphDataset, GlyphPairs, is_held_out
 from sfumato.data.image_text import PairDataset, open_held_out_pairs, open_image_pairs
-from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch, evaluation_batches
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import OnlineEncoder, encode_rows
+from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh

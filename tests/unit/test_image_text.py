@@ -21,13 +21,13 @@ from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data import file_digests
 from sfumato.data.background import STEPS_AHEAD, read_ahead
-from sfumato.data.encoded import BadRows, OnlineEncoder, read_pixels
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import ImageTextDataset, open_image_text
-from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.data.row_store import RowStore
 from sfumato.errors import DataError
+from sfumato.models.diffusion.encoded import BadRows, OnlineEncoder, read_pixels
+from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from tests.token_rows import index_loader
 
@@ -471,8 +471,8 @@ def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
         for name, each in expected.tensors.items():
             torch.testing.assert_close(batch.conditioning.tensors[name][row], each[0])
             torch.testing.assert_close(batch.conditioning.negative[name], expected.negative[name])
-    assert torch.equal(batch.conditioning.pooled[0], batch.conditioning.pooled[1])
-    assert not torch.equal(batch.conditioning.pooled[1], batch.conditioning.pooled[2])
+    assert torch.equal(batch.conditioning.tensors["pooled"][0], batch.conditioning.tensors["pooled"][1])
+    assert not torch.equal(batch.conditioning.tensors["pooled"][1], batch.conditioning.tensors["pooled"][2])
     model.forget_prompts()
 
 

@@ -18,14 +18,14 @@ import torch
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.data import row_store
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder
-from sfumato.data.encoder_identity import identify_encoders
 from sfumato.data.file_digests import FileDigests, digest_of_file, signature_of
 from sfumato.data.image_text import ImageTextDataset, PairDataset
-from sfumato.data.latent_cache import LatentCache, open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.data.row_store import RowStore, RowWriter
 from sfumato.errors import DataError
+from sfumato.models.diffusion.encoded import OnlineEncoder
+from sfumato.models.diffusion.encoder_identity import identify_encoders
+from sfumato.models.diffusion.latent_cache import LatentCache, open_cache
 from tests.unit.test_image_text import build_model, count_encoded, picture, settle, silent
 
 ROOT = Path(__file__).parents[2]
@@ -294,7 +294,7 @@ def test_two_processes_make_one_cache(tmp_path: Path, model: Any, monkeypatch: p
 
 
 def test_what_nobody_uses_is_named_with_its_size(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sfumato.data.latent_cache.UNUSED_BYTES", 0)
+    monkeypatch.setattr("sfumato.models.diffusion.latent_cache.UNUSED_BYTES", 0)
     folder, cache, said = write_folder(tmp_path / "data"), tmp_path / "cache", []
     (cache / "0123456789abcdef0123").mkdir(parents=True)
     (cache / "0123456789abcdef0123" / "latents.bin").write_bytes(b"x" * 3 * 2**20)

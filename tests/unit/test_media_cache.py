@@ -21,11 +21,11 @@ from sfumato.cli import main as command
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data import media_cache
-from sfumato.data.identity import identify_text
 from sfumato.data.media_cache import MediaCache, fingerprint_of_media, pack, unpack
 from sfumato.data.media_threads import open_ahead
 from sfumato.data.sources import open_sources
 from sfumato.data.text import build_transform
+from sfumato.data.text_identity import identify_text
 from sfumato.data.token_store import build_token_store
 from sfumato.errors import DataError
 from sfumato.models.language_load import build_reader

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.checkpoint.export import export_checkpoint
+from sfumato.commands.export import export_checkpoint
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
@@ -22,11 +22,11 @@ from sfumato.config.recipes import TRAJECTORY_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.encoded import BadRows
 from sfumato.data.image_text import open_image_text
-from sfumato.data.latent_cache import open_cache
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError
 from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.encoded import BadRows
+from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language_load import build_language_model
 from sfumato.models.lora import add_lora

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sfumato.config.parallel import ParallelConfig
-from sfumato.data.packing import micro_batch_rule, pack
 from sfumato.errors import ConfigError
+from sfumato.parallel.bin_packing import micro_batch_rule, pack
 from sfumato.parallel.stages import check_micro_batches
 
 

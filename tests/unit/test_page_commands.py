@@ -160,7 +160,11 @@ RULES = [
     ),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
-        r"make (test|slow-test|same|format|setup)$", names_a_target, "what runs these tests, and continuous integration"
+        r"make (test|slow-test|same|lint|format|setup)$",
+        names_a_target,
+        "what runs these tests, and continuous integration",
+        names_a_target,
+        "what runs these tests, and continuous integration",
     ),
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),

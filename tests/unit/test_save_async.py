@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
 from sfumato.checkpoint.checkpointer import Checkpointer
-from sfumato.checkpoint.envelope import list_checkpoints, verify_checkpoint
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
@@ -22,6 +21,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.cluster.worker import RoleRun
+from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.run import Run
 from tests.tiny import DEVICE, Position
 

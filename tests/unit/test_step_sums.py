@@ -18,23 +18,23 @@ def rows() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         losses = torch.tensor([[1.0, 2.0, 4.0, 0.0]]) + shift
         labels = torch.tensor([[5, 6, 7, IGNORED]])
         sources = torch.tensor([[0, 1, 1, 0]])
-        found.append((losses, {"labels": labels, "sources": sources}))
+        found.append((losses, sources, labels != IGNORED))
     return found
 
 
 def test_means_of_two_sources_are_over_their_tokens_in_all_micro_batches():
     sums = SourceLosses(["a", "b"])
-    for losses, row in rows():
-        sums.add(losses, row)
+    for losses, sources, loss_mask in rows():
+        sums.add(losses, sources, loss_mask)
     found = sums.means(Mesh(Layout(), torch.device("cpu")))
     assert found == {"tokens/a": 2, "loss/a": (1 + 11) / 2, "tokens/b": 4, "loss/b": (2 + 4 + 12 + 14) / 4}
 
 
 def test_a_loss_of_nan_outside_the_mask_does_not_count():
     sums = SourceLosses(["a", "b"])
-    losses, row = rows()[0]
+    losses, sources, loss_mask = rows()[0]
     losses[0, -1] = torch.nan
-    sums.add(losses, row)
+    sums.add(losses, sources, loss_mask)
     assert sums.means(Mesh(Layout(), torch.device("cpu")))["loss/a"] == 1.0
 
 
@@ -43,7 +43,7 @@ def test_sums_stay_where_the_losses_are_and_nothing_is_read():
     with FakeTensorMode():
         sums = SourceLosses(["a", "b"])
         for _ in range(2):
-            row = {name: torch.zeros(1, 4, dtype=torch.int64, device="meta") for name in ("labels", "sources")}
-            sums.add(torch.zeros(1, 4, device="meta"), row)
+            sources = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+            sums.add(torch.zeros(1, 4, device="meta"), sources, sources != IGNORED)
         total = sums.total()
     assert total.device.type == "meta" and total.shape == (2, 2) and total.dtype == torch.float64

@@ -22,12 +22,12 @@ from sfumato.config.dit import FlowConfig, TrainDitDpoConfig
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.data.bad_rows import BadRows
-from sfumato.data.encoded import OnlineEncoder
 from sfumato.data.image_text import open_image_pairs, open_image_text
-from sfumato.data.latent_cache import open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import OnlineEncoder
+from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.stable_diffusion import StableDiffusion, StableDiffusionXL
 from sfumato.models.policies import Policies

@@ -12,11 +12,11 @@ import numpy as np
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.bad_rows import BadRows, bad_row_limit
 from sfumato.data.buckets import Buckets, OneSize
-from sfumato.data.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
-from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
-from sfumato.data.latent_cache import LatentCache, open_cache
 from sfumato.data.loader import IndexBatch
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
+from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
+from sfumato.models.diffusion.latent_cache import LatentCache, open_cache
 from sfumato.parallel.mesh import Mesh
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sfumato.checkpoint.envelope import list_checkpoints, read_values
 from sfumato.config.base import Section
 from sfumato.config.load import flatten
 from sfumato.errors import CheckpointError
+from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
 
 Identity = dict[str, Any]

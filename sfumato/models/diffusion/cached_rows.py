@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sfumato.data.encoded import Dataset
 from sfumato.data.file_digests import signature_of
 from sfumato.data.row_store import RowStore
 from sfumato.errors import DataError
+from sfumato.models.diffusion.encoded import Dataset
 
 NOTHING = b"\0" * 16
 """In the place of a key of a row that is broken."""

@@ -29,17 +29,6 @@ import torch
 from sfumato.algorithms.device import to_device
 from sfumato.data.bad_rows import BadRows
 from sfumato.data.buckets import OneSize
-from sfumato.data.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows
-from sfumato.data.encoded import (
-    Dataset,
-    EncodedBatch,
-    describe_enlarged,
-    encode_rows,
-    no_framing,
-    no_latents,
-    not_finite_error,
-)
-from sfumato.data.encoder_identity import EncoderIdentity, identify_encoders
 from sfumato.data.file_digests import FileDigests, Stat, signature_of, stat_of
 from sfumato.data.glyphs import GlyphDataset
 from sfumato.data.image_text import PairDataset
@@ -49,7 +38,18 @@ from sfumato.data.row_store import RowStore, RowWriter
 from sfumato.data.stored import digest_of, make_cache_folder
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows
 from sfumato.models.diffusion.conditioning import Conditioning
+from sfumato.models.diffusion.encoded import (
+    Dataset,
+    EncodedBatch,
+    describe_enlarged,
+    encode_rows,
+    no_framing,
+    no_latents,
+    not_finite_error,
+)
+from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
 from sfumato.parallel.finite import finite_rows
 
 LAYOUT = 2

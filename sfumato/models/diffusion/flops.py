@@ -1,0 +1,59 @@
+"""Operations that a denoiser needs for an image or a video; what counts is what ``models/flops.py`` says."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.parallel.shards import trainable_parameters
+
+
+class DenoiserFlops(NamedTuple):
+    """Operations of a denoiser for one image or video, without guidance."""
+
+    forward: int
+    """Operations of a forward pass."""
+    training: int
+    """Operations of a forward and a backward pass."""
+
+
+def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
+    """Operations of a denoiser for one image or video, without guidance.
+
+    Counted by torch on meta tensors, in which nothing is computed. Of the backward pass only what is needed counts:
+    frozen weights (LoRA) have no gradient, and before the first adapter there is none at all.
+
+    Args:
+        model: before or after ``parallelize``.
+        height, width: of the image in pixels; a video has ``model.frames`` of them.
+    """
+    shadow = with_denoiser(model, meta_denoiser(model))
+    embeddings = {name: tensor.to("meta") for name, tensor in model.example_embeddings(height, width).items()}
+    latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
+        forward = counter.get_total_flops()
+        velocity.sum().backward()
+    return DenoiserFlops(forward, counter.get_total_flops())
+
+
+def meta_denoiser(model: DiffusionModel) -> nn.Module:
+    """The denoiser as it was before ``parallelize``, on meta, with what is trained marked as such."""
+    plain = model.plain_denoiser().train()
+    trained = set(trainable_parameters(model.denoiser))
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return plain
+
+
+def with_denoiser(model: DiffusionModel, denoiser: nn.Module) -> DiffusionModel:
+    """A copy of a model that shares everything but the denoiser."""
+    shadow = copy.copy(model)
+    shadow.pipeline = copy.copy(model.pipeline)
+    shadow.set_denoiser(denoiser)
+    return shadow

@@ -1,0 +1,19 @@
+"""A module with what trains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass
+class Trained:
+    """A module with what trains it."""
+
+    module: nn.Module
+    """As ``parallelize`` returned it."""
+    optimizer: torch.optim.Optimizer
+    schedule: LambdaLR
