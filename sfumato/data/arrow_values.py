@@ -22,15 +22,23 @@ def arrow_row(table: Any, where: str) -> dict[str, Any]:
 
     Raises DataError that names ``where``.
     """
+    return arrow_rows(table, where)[0]
+
+
+def arrow_rows(table: Any, where: str) -> list[dict[str, Any]]:
+    """All rows of a table or batch, as ``arrow_row`` has one. Raises DataError where any of them cannot be read."""
     import pyarrow
 
     try:
         table.validate(full=True)
-        row = table.to_pylist()[0]
+        rows = table.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}") from error
     converters = _converters(table.schema)
-    return {key: converters[key](value, where) if key in converters else value for key, value in row.items()}
+    for row in rows:
+        for key, convert in converters.items():
+            row[key] = convert(row[key], where)
+    return rows
 
 
 Convert = Callable[[Any, str], Any]

@@ -77,10 +77,14 @@ def bad_row_limit(max_bad_rows: int | float, num_rows: int) -> int:
 
 def describe_bad_rows(reasons: Sequence[str]) -> str:
     """How many rows were left out for what kind of reason; ``reasons`` are the messages of their errors."""
-    kinds = Counter(_kind_of(reason) for reason in reasons)
+    return _describe_kinds(Counter(map(_kind_of, reasons)))
+
+
+def _describe_kinds(kinds: Counter[str]) -> str:
     listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MOST_KINDS))
     others = "" if len(kinds) <= MOST_KINDS else f"; and {len(kinds) - MOST_KINDS} other kinds"
-    return f"{len(reasons)} row{'s' if len(reasons) > 1 else ''} left out: {listed}{others}"
+    count = kinds.total()
+    return f"{count} row{'s' if count > 1 else ''} left out: {listed}{others}"
 
 
 def _kind_of(reason: str) -> str:
@@ -95,6 +99,8 @@ class BadRows:
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
         self.limit, self.say = limit, say
         self.seen: set[int | str] = set()
+        self._kinds: Counter[str] = Counter()
+        self._num_summed_up = 0
 
     def add(self, row: int | str, error: DataError) -> None:
         """Notes a broken row by its number or place. Raises the error when over ``limit`` are, or it is fatal."""
@@ -106,4 +112,11 @@ class BadRows:
         if len(self.seen) > self.limit:
             hint = "data.max_bad_rows leaves such rows out" if self.limit == 0 else f"data.max_bad_rows is {self.limit}"
             raise DataError(f"{error} ({hint})") from error
+        self._kinds[_kind_of(str(error))] += 1
         self.say(f"row left out ({len(self.seen)} of at most {self.limit}): {error}")
+
+    def sum_up(self) -> None:
+        """Says how many rows were left out for what kind of reason, where some came since it was said last."""
+        if len(self.seen) > self._num_summed_up:
+            self._num_summed_up = len(self.seen)
+            self.say(f"{_describe_kinds(self._kinds)}, since this process began")

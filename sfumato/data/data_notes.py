@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.folders import describe_left_out, shared_line
 from sfumato.data.messages import unread_keys
-from sfumato.data.rows import RowTable
+from sfumato.data.rows import readable_rows
 from sfumato.data.sources import Sources
 from sfumato.data.text import TextTransform
 from sfumato.errors import DataError
@@ -19,7 +18,7 @@ from sfumato.errors import DataError
 LOOKED_AT = 64
 """Rows of a source whose keys are looked at."""
 COMPARED = 50_000
-"""Training rows that evaluation rows are compared with."""
+"""Training rows of a source that is streamed which ``sfumato check`` compares evaluation rows with; of others, all."""
 OTHER_COLUMNS = ("tools", "system", "chosen", "rejected", "image", "images", "video", "videos", "audio", "audios")
 """Columns that formats of conversations read besides their keys."""
 
@@ -45,42 +44,41 @@ def describe_text_data(
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
     template = getattr(transform, "template", None)
     for name, table in zip(sources.names, sources.rows, strict=True):
-        rows = list(islice(_readable_rows(table), LOOKED_AT))
+        rows = [row for _, row in islice(readable_rows(table), LOOKED_AT)]
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
     if held_out is not None:
-        lines += _shared_rows(sources, held_out, sorted(columns), num_eval_rows)
+        most = COMPARED if data.datasets_type == "iterable" else None
+        lines += _shared_rows(sources, held_out, sorted(columns), num_eval_rows, most)
     return lines
 
 
-def _shared_rows(sources: Sources, held_out: Sources, columns: list[str], num_eval_rows: int) -> list[str]:
-    """Evaluation rows that hold in the columns that are read what one of the first training rows holds."""
-    places: dict[bytes, str] = {}
+def _shared_rows(
+    sources: Sources, held_out: Sources, columns: list[str], num_eval_rows: int, most: int | None
+) -> list[str]:
+    """Evaluation rows that hold in the columns that are read what one of the training rows holds.
+
+    ``most`` is how many rows of each source of training are looked at; None is all.
+    """
+    places: dict[bytes, list[str]] = {}
     num_rows = 0
     for table in held_out.rows:
-        for index in range(min(len(table), num_eval_rows - num_rows)):
+        for index in range(min(len(table), -(-num_eval_rows // len(held_out.rows)))):
             num_rows += 1
             try:
-                places.setdefault(_digest(table[index], columns), table.describe(index))
+                places.setdefault(_digest(table[index], columns), []).append(table.describe(index))
             except DataError:
                 continue  # a broken row is named where it is used
-    trained: set[bytes] = set()
+    trained: dict[bytes, str] = {}
     for table in sources.rows:
-        for row in islice(_readable_rows(table), COMPARED):
-            trained.add(_digest(row, columns))
-    return shared_line([where for digest, where in places.items() if digest in trained], num_rows)
+        for index, row in islice(readable_rows(table), most):
+            digest = _digest(row, columns)
+            if digest in places and digest not in trained:
+                trained[digest] = table.describe(index)
+    shared = [(where, trained[digest]) for digest, wheres in places.items() if digest in trained for where in wheres]
+    return shared_line(shared, num_rows)
 
 
 def _digest(row: dict[str, Any], columns: list[str]) -> bytes:
     content = {column: row[column] for column in columns if row.get(column) is not None}
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()
-
-
-def _readable_rows(table: RowTable) -> Iterator[dict[str, Any]]:
-    """Rows in order. Broken ones are left out here: they are named where they are read for training."""
-    for index in range(len(table)):
-        try:
-            row = table[index]
-        except DataError:
-            continue
-        yield row

@@ -34,6 +34,8 @@ _WORD = {
 }
 NAMED = 5
 """Files that a note names."""
+SHARED_EXAMPLES = 3
+"""Evaluation rows among the training rows that a note names."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +80,20 @@ def describe_left_out(path: str | Path | None, option: str, held_out: bool = Fal
     return [f"{option}: {note}" for found in _find_parts(path, option, held_out) for note in found.notes]
 
 
-def shared_line(shared: Sequence[str], num_rows: int) -> list[str]:
-    """The line about evaluation rows that are training rows, by their places; none where there are none."""
+def shared_line(shared: Sequence[tuple[str, str]], num_rows: int) -> list[str]:
+    """The line about evaluation rows that are training rows; none where there are none.
+
+    Args:
+        shared: the place of each such row, and that of a training row like it.
+        num_rows: evaluation rows.
+    """
     if not shared:
         return []
+    examples = "; ".join(f"{held_out} is {trained}" for held_out, trained in shared[:SHARED_EXAMPLES])
+    more = f"; and {len(shared) - SHARED_EXAMPLES} more" if len(shared) > SHARED_EXAMPLES else ""
     return [
-        f"data.eval_path: {len(shared)} of the {num_rows} evaluation rows are among the training rows, the first is "
-        f"{shared[0]}: the evaluation does not say how the model does on what it has not seen"
+        f"data.eval_path: {len(shared)} of the {num_rows} evaluation rows are among the training rows "
+        f"({examples}{more}): the evaluation does not say how the model does on what it has not seen"
     ]
 
 

@@ -13,19 +13,22 @@ import itertools
 import json
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from sfumato.config.paths import file_problem
-from sfumato.data.arrow_values import arrow_row
+from sfumato.data.arrow_values import arrow_row, arrow_rows
 from sfumato.data.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.folders import data_ending, find_files
 from sfumato.data.webdataset import TarRows
 from sfumato.errors import DataError
+
+ARROW_BLOCK = 1000
+"""Rows of an Arrow table that are turned into Python values at a time where all are read."""
 
 
 class RowTable(Protocol):
@@ -120,6 +123,11 @@ class ParquetRows(FileRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return arrow_row(self._table[index], self.describe(index))
 
+    def blocks(self) -> Iterator[Any]:
+        """All rows in order, as Arrow tables of up to ``ARROW_BLOCK`` rows."""
+        for start in range(0, len(self), ARROW_BLOCK):
+            yield self._table[start : start + ARROW_BLOCK]
+
     def column(self, key: str) -> list[Any]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
         if key not in self._table.column_names:
@@ -158,6 +166,12 @@ class ArrowRows(FileRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         number, offset = _locate(self._ends, index)
         return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
+
+    def blocks(self) -> Iterator[Any]:
+        """All rows in order, as record batches of up to ``ARROW_BLOCK`` rows."""
+        for batch in self._batches:
+            for start in range(0, batch.num_rows, ARROW_BLOCK):
+                yield batch.slice(start, ARROW_BLOCK)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path}  # the other process maps the file itself
@@ -232,6 +246,29 @@ class JoinedRows:
     def column(self, key: str) -> list[Any]:
         """As of one file: all rows' values, file by file."""
         return [value for part in self.parts for value in part.column(key)]
+
+
+def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their numbers, in order. Broken ones are left out: they are named where they are used."""
+    first = 0
+    parts = rows.parts if isinstance(rows, JoinedRows) else [rows]
+    for part in parts:
+        blocks = part.blocks() if isinstance(part, ParquetRows | ArrowRows) else iter(())
+        index = 0
+        for block in blocks:
+            try:
+                values = arrow_rows(block, part.describe(index))
+            except DataError:
+                break  # which of its rows is broken is found out one by one
+            yield from enumerate(values, start=first + index)
+            index += len(values)
+        for number in range(index, len(part)):
+            try:
+                row = part[number]
+            except DataError:
+                continue
+            yield first + number, row
+        first += len(part)
 
 
 def read_text_rows(path: Path, column: str) -> LoadedRows:

@@ -279,8 +279,9 @@ def open_text_data(
     for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
         say(line)
     sources, held_out = open_sources(data), open_validation(data)
-    for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
-        say(line)
+    if mesh.is_first:  # which alone writes the log: all rows may be read for it
+        for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
+            say(line)
     identity = identify_text(config, sources, held_out, transform)
     loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision

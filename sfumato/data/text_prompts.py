@@ -173,8 +173,15 @@ def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | No
 
 def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequence[TextPrompt]) -> list[str]:
     """A line about evaluation prompts whose tokens are those of training prompts; none where there are none."""
-    trained = {prompt.token_ids for prompt in prompts if prompt.images is None}
-    shared = [prompt.where for prompt in eval_prompts if prompt.images is None and prompt.token_ids in trained]
+    trained: dict[tuple[int, ...], str] = {}
+    for prompt in prompts:
+        if prompt.images is None:
+            trained.setdefault(prompt.token_ids, prompt.where)
+    shared = [
+        (prompt.where, trained[prompt.token_ids])
+        for prompt in eval_prompts
+        if prompt.images is None and prompt.token_ids in trained
+    ]
     return shared_line(shared, len(eval_prompts))
 
 

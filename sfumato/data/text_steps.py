@@ -350,6 +350,9 @@ class StreamSteps:
                 epoch_ended=epoch_ended,
                 after=state,
             )
+            if epoch_ended:
+                self.stream.bad_rows.sum_up()
+        self.stream.bad_rows.sum_up()
 
     def _size(self, found: StreamSample) -> int:
         return found.sample.num_tokens if self.rule.by_tokens else 1

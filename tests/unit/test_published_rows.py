@@ -6,17 +6,21 @@ import json
 import lzma
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from sfumato.config.row_limit import RowLimit
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data import data_notes
+from sfumato.data import rows as rows_module
 from sfumato.data.bad_rows import bad_row_limit, describe_bad_rows
 from sfumato.data.data_notes import describe_text_data
 from sfumato.data.folders import describe_left_out, find_files
 from sfumato.data.messages import read_messages, read_tools
 from sfumato.data.row_blocks import FilePlace, RowBlocks, RowFile
-from sfumato.data.rows import open_rows
+from sfumato.data.rows import open_rows, readable_rows
 from sfumato.data.sources import open_sources, open_validation
 from sfumato.data.text import build_transform
 from sfumato.errors import DataError
@@ -165,7 +169,46 @@ def test_what_nothing_reads_and_rows_of_both_sets_are_said_once(tmp_path):
     transform = build_transform(data, build_tokenizer())
     lines = describe_text_data(data, open_sources(data), open_validation(data), transform, 256)
     assert lines[0].endswith("not read: column 'id', column 'source', key 'uuid' of messages")
-    assert "2 of the 3 evaluation rows are among the training rows, the first is" in lines[1] and "line 2:" in lines[1]
+    shared = f"{tmp_path}/b.jsonl, line 2 is {tmp_path}/a.jsonl, line 4; {tmp_path}/b.jsonl, line 3 is"
+    assert f"2 of the 3 evaluation rows are among the training rows ({shared}" in lines[1]
+
+
+@pytest.mark.parametrize("kind", ["mapping", "iterable"])
+def test_all_rows_of_training_are_compared_with_those_of_evaluation(tmp_path, kind, monkeypatch):
+    write_parquet(tmp_path / "train" / "a.parquet", [{"text": f"a{n}"} for n in range(70)])
+    write_parquet(tmp_path / "train" / "b.parquet", [{"text": f"b{n}"} for n in range(70)])
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": f"b{n}"}) + "\n" for n in range(64, 72)))
+    monkeypatch.setattr(data_notes, "COMPARED", 137)
+    data = TextDataConfig(
+        train_path=str(tmp_path / "train"),
+        eval_path=str(tmp_path / "c.jsonl"),
+        data_type="plaintext",
+        datasets_type=kind,
+    )
+    tables = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # as sfumato check opens them
+    transform = build_transform(data, build_tokenizer())
+    (line,) = describe_text_data(data, tables, open_validation(data), transform, 7)
+    assert line.startswith(f"data.eval_path: {6 if kind == 'mapping' else 3} of the 7 evaluation rows are")
+    assert f"{tmp_path}/c.jsonl, line 1 is {tmp_path}/train/b.parquet, row 65;" in line
+    assert ("; and 3 more)" in line) == (kind == "mapping")
+
+
+def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows_module, "ARROW_BLOCK", 4)
+    texts = ['{"n": 1}', "{broken", *(json.dumps({"n": n}) for n in range(2, 9))]
+    schema = pyarrow.schema([("value", pyarrow.json_())])
+    table = pyarrow.table({"value": pyarrow.array(texts, pyarrow.json_())}, schema)
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text('{"value": 1}\n{"value"\n{"value": 2}\n')
+    datasets.Dataset.from_list(questions("q", 9)).save_to_disk(str(tmp_path / "c"))
+    rows = open_rows(tmp_path, "text", "data.x")
+    alone = []
+    for index in range(len(rows)):
+        try:
+            alone.append((index, rows[index]))
+        except DataError:
+            continue
+    assert [*readable_rows(rows)] == alone and [index for index, _ in alone] == [0, 2, 3, *range(5, 21)]
 
 
 @pytest.mark.parametrize(("value", "limit"), [(3, 3), ("3", 3), (0.01, 0.01), ("1%", 0.01), ("2.5%", 0.025), (0.0, 0)])

@@ -161,13 +161,23 @@ def test_bad_rows_are_named_once_and_stop_at_the_limit(make):
     said = []
     lengths = [5, "first", 6, "second", 7]
     take(make(one_source(lengths), data={"max_bad_rows": 2}, said=said))
-    assert sorted(each.split("): ")[1] for each in said) == ["rows, row 2: first", "rows, row 4: second"]
+    named = [each for each in said if each.startswith("row left out")]
+    assert sorted(each.split("): ")[1] for each in named) == ["rows, row 2: first", "rows, row 4: second"]
     with pytest.raises(DataError, match=r"data\.max_bad_rows is 1"):
         take(make(one_source(lengths), data={"max_bad_rows": 1}))
     with pytest.raises(OverlongError, match="row 2: overlong"):
         take(make(one_source([5, "overlong"]), data={"max_bad_rows": 9}))
     with pytest.raises(DataError, match="not one of 2 rows can be used; the last reason: rows"):
         take(make(one_source(["a", "b"]), data={"max_bad_rows": 9}))
+
+
+@pytest.mark.parametrize("max_steps", [1, 30])
+def test_rows_left_out_are_summed_up_when_an_epoch_ends_and_at_the_end_of_the_run(make, max_steps):
+    said, lengths = [], [16, "no 1", 16, "no 2", "empty", *[16] * 9]
+    settings = {"data": {"max_bad_rows": 3, "shuffle": False}, "train": {"max_steps": max_steps}}
+    take(make(one_source(lengths), **settings, said=said))
+    assert said[0] == "row left out (1 of at most 3): rows, row 2: no 1"
+    assert said[3:] == ["3 rows left out: 2 x no _; 1 x empty, since this process began"], "once, and not each epoch"
 
 
 def test_an_error_arrives_after_the_steps_before_it(make):
