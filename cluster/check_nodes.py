@@ -64,7 +64,7 @@ def _see(folder: Path, mark: str) -> str:
         return "is another folder there, or none"
     try:
         own = folder / f"{mark}.{os.getpid()}.{socket.gethostname()}"
-        own.touch()
+        own.touch(exist_ok=False)
         own.unlink()
     except OSError as error:
         return f"cannot be written to: {error.strerror}"
@@ -126,7 +126,7 @@ def _ask(nodes: list[dict[str, Any]], shared: Path | None) -> list[dict[str, Any
     if shared is not None:
         shared.mkdir(parents=True, exist_ok=True)
         folder = str(shared.resolve())
-        (shared / mark).touch()
+        (shared / mark).touch(exist_ok=False)
     try:
         calls = []
         for node in nodes:

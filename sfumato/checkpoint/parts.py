@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from sfumato.config.paths import file_problem
+from sfumato.config.file_checks import file_problem
 from sfumato.errors import CheckpointError
 from sfumato.parallel.shards import Chunk
 from sfumato.tracking.atomic_folders import VALUES

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from sfumato.checkpoint.parts import METADATA, VALUES, SavePlanner
 from sfumato.checkpoint.state import TrainState, collect_state
+from sfumato.config.writing import write_atomically
 from sfumato.errors import CheckpointError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import begin_checkpoint, finish_checkpoint, list_files, prune_checkpoints
@@ -90,7 +91,7 @@ class Saving:
             files = list(self.building.glob(f"{plan.storage_data.prefix}*"))
             if self.mesh.is_first:
                 files.append(self.building / VALUES)
-                files[-1].write_text(self._values, encoding="utf-8")
+                write_atomically(files[-1], self._values.encode())
             self._written = results, list_files(self.building, files)
         except Exception as error:  # a thread has nobody to raise it to
             self._error = error

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 
 import sfumato
+from sfumato.config.writing import open_new, remove
 
 State = Literal["ok", "missing", "broken"]
 
@@ -295,7 +296,9 @@ def _shared_folder(folder: Path) -> Finding:
     host, now = socket.gethostname(), time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{SIGN}{host}").write_text(str(now), encoding="ascii")
+        remove(folder / f"{SIGN}{host}")
+        with open_new(folder / f"{SIGN}{host}") as file:
+            file.write(str(now).encode())
         signs = {path.name.removeprefix(SIGN): now - path.stat().st_mtime for path in folder.glob(f"{SIGN}*")}
         for name in [name for name, age in signs.items() if age > SIGN_S]:
             (folder / f"{SIGN}{name}").unlink(missing_ok=True)

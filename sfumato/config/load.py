@@ -18,9 +18,10 @@ from pydantic import BaseModel, ValidationError
 
 from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, leaves
+from sfumato.config.file_checks import file_problem
 from sfumato.config.help import format_help, inner_section
-from sfumato.config.paths import file_problem
 from sfumato.config.secrets import secret_problem
+from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -363,7 +364,7 @@ def config_text(config: Section) -> str:
 
 def dump_config(config: Section, path: str | Path) -> None:
     """Writes the resolved configuration."""
-    Path(path).write_text(config_text(config), encoding="utf-8")
+    write_atomically(Path(path), config_text(config).encode())
 
 
 def flatten(value: Any, name: str = "") -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
+from sfumato.config.file_checks import file_problem
 from sfumato.errors import ConfigError
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095
@@ -99,58 +99,6 @@ def refuse_other_layout(name: str, option: str = "model.model_path") -> None:
             f"{option} {name} is not a model folder, and not in the local hub cache. If it is a name on the hub: "
             f"hf download {name}"
         )
-
-
-KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-
-
-def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = False) -> str | None:
-    """What keeps a path from being read as a file, to be said after the path; None where nothing does.
-
-    Args:
-        path: links are followed.
-        most_bytes: size of the largest file that is read.
-        or_folder: a folder is as good as a file.
-    """
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return "does not exist"
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    kind = stat.S_IFMT(found.st_mode)
-    if kind == stat.S_IFDIR and or_folder:
-        return None
-    if kind != stat.S_IFREG:
-        return f"is {KINDS.get(kind, 'something else')}, not a file"
-    if most_bytes is not None and found.st_size > most_bytes:
-        return f"has {found.st_size:,} bytes, more than the {most_bytes:,} that are read"
-    return None
-
-
-def path_inside(folder: Path, name: str | Path) -> Path | None:
-    """A file of a folder that somebody else may have made; None where it lies outside, or its name is none.
-
-    Links within the folder are followed, those out of it are not. The folder itself may be reached by a link.
-    """
-    try:
-        root = folder.resolve()
-        path = (root / name).resolve()
-    except (OSError, ValueError, RuntimeError):  # a name with a zero byte, links in a circle
-        return None
-    return path if path.is_relative_to(root) else None
-
-
-def outside_problem(folder: Path, name: str | Path, most_bytes: int | None = None) -> str | None:
-    """What keeps a file of such a folder from being read, as ``file_problem`` says it; None where nothing does."""
-    path = path_inside(folder, name)
-    return "lies outside of its folder" if path is None else file_problem(path, most_bytes)
 
 
 OTHER_WEIGHTS = ("*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5")

@@ -1,19 +1,35 @@
-"""Files of a run folder, which somebody else may have made: written without following a link that lies there."""
+"""Files of run folders and caches, which somebody else may have made or may write to: no link that lies there is
+followed. ``tests/unit/test_writers.py`` walks all writers."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import shutil
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file so that a reader, or a crash, sees the old content or the new, never a part.
+
+    Raises OSError when it cannot be written; the old content stays then.
+    """
+    with replace_file(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, which takes the place of another one when all of it is on disk.
 
     What is written until then is a file that did not exist, of a name that nobody can guess. A link of the file's name
     is replaced, not followed.
@@ -21,14 +37,51 @@ def write_atomically(path: Path, content: bytes) -> None:
     building = path.with_name(f"{path.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
         with os.fdopen(os.open(building, NEW, 0o666), "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(building, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             building.unlink(missing_ok=True)  # a full disk needs the room
         raise
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """A file that did not exist, to write. Raises FileExistsError also when a link of its name lies there."""
+    return os.fdopen(os.open(path, NEW, 0o666), "wb")
+
+
+def make_new_folder(folder: Path) -> Path:
+    """Makes an empty folder, with those above it; what lay there is removed, of a link the link alone.
+
+    Raises:
+        OSError: also when somebody makes one of that name meanwhile.
+    """
+    remove(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with all that is in it; links are not followed. It may be missing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """A file to take ``flock`` of, made if absent; nothing is written to it.
+
+    Raises:
+        OSError: also when it is a link, a pipe or a device.
+    """
+    file = os.fdopen(os.open(path, LOCKING, 0o666), "r+b", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "is no file; remove it", str(path))
+    return file
 
 
 def open_to_append(path: Path) -> IO[bytes]:

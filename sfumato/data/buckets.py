@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from sfumato.config.image_data import ImageDataConfig
+from sfumato.config.writing import replace_file
 from sfumato.data.file_digests import signature_of
 from sfumato.data.image_text import ImageTextDataset, PairDataset, nearest_size
 from sfumato.data.pictures import VERSION, File, Picture, read_size
@@ -209,11 +209,8 @@ def _keep(kept: Path, sizes: np.ndarray, paths: list[str], signature: str, is_se
     """Writes sizes whole or not at all. Raises DataError when there is no room."""
     said = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
     make_cache_folder(kept.parent)
-    part = kept.with_suffix(f".tmp{os.getpid()}")
     try:
-        with part.open("wb") as file:
+        with replace_file(kept) as file:
             np.savez(file, sizes=sizes, said=np.frombuffer(said, np.uint8))
-        part.replace(kept)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise DataError(f"data.cache_dir: {kept} cannot be written: {error.strerror}") from error

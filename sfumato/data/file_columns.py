@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from sfumato.config.paths import LONGEST_PATH, file_problem
+from sfumato.config.file_checks import file_problem
+from sfumato.config.paths import LONGEST_PATH
 from sfumato.data.pictures import File, frames_of
 from sfumato.errors import DataError
 

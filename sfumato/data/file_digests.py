@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sfumato.config.writing import replace_file
 from sfumato.data.pictures import File
 
 ENTRY = np.dtype([("path", "V16"), ("size", "<i8"), ("mtime", "<i8"), ("ctime", "<i8"), ("digest", "V16")])
@@ -68,14 +70,10 @@ class FileDigests:
         if self._path is None or not self._is_changed:
             return
         rows = [(key, *stat, digest) for key, (stat, digest) in self._entries.items()]
-        part = self._path.with_name(f"{self._path.name}.tmp{os.getpid()}")
-        try:
+        with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
+            with replace_file(self._path) as file:
                 np.save(file, np.array(rows, ENTRY))
-            part.replace(self._path)
-        except OSError:
-            part.unlink(missing_ok=True)
         self._is_changed = False
 
 

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.config.writing import open_new, write_atomically
 from sfumato.data.media import AudioFile, DrawnFile, Medium, VideoFile
 from sfumato.data.pictures import VERSION as PICTURES
 from sfumato.data.rows import RowTable
-from sfumato.data.stored import close_on_disk, digest_of, make_cache_folder
+from sfumato.data.stored import close_on_disk, digest_of, make_cache_folder, open_cache_lock
 from sfumato.data.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
 from sfumato.data.vision import ImageReader, Images, Tensors
 from sfumato.errors import DataError
@@ -136,7 +137,7 @@ def build_media_cache(
     own = folder / f"media_{fingerprint_of_media(reader)}"
     make_cache_folder(own)
     done = own / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
-    with (own / "lock").open("w") as lock:  # the system opens the lock when a process is killed
+    with open_cache_lock(own / "lock") as lock:  # the system opens the lock when a process is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
             _remove_parts(own)
@@ -147,7 +148,7 @@ def build_media_cache(
             work = in_workers(rows, transform, partial(_write, own), jobs, num_workers)
             with closing(work) as parts:
                 size = sum(watch(parts, len(jobs)) if watch else parts)
-            done.touch()
+            write_atomically(done, b"")
             say(f"media: {size / 2**30:.2f} GiB were added to {own}")
     return MediaCache(own, reader, say)
 
@@ -232,7 +233,7 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
     entries, name = [], uuid.uuid4().hex
     part, end, seen = folder / f"{name}.part", 0, set()
     try:
-        with part.open("wb") as file:
+        with open_new(part) as file:
             for place in places:
                 images = find_images(rows, transform, place)
                 media = images.find()
@@ -247,7 +248,7 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
             close_on_disk(file)
         if entries:
             part.rename(part.with_suffix(".bin"))
-            with part.open("wb") as file:
+            with open_new(part) as file:
                 np.save(file, np.array(entries, ENTRY))
                 close_on_disk(file)
             part.rename(part.with_suffix(".npy"))

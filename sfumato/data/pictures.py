@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from sfumato.config.paths import file_problem
+from sfumato.config.file_checks import file_problem
 from sfumato.data.colours import check_code_points, significant_bits, to_srgb
 from sfumato.errors import DataError, MissingDependencyError
 

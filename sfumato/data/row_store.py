@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.data.stored import make_cache_folder
 from sfumato.errors import DataError
 
@@ -94,7 +95,7 @@ class RowWriter:
         for name, spec in [*self._specs.items(), ("index", {"shape": [16], "dtype": "uint8"})]:
             path = store.folder / f"{name}.bin"
             if path.is_file():
-                os.truncate(path, self._count * _num_bytes(spec))
+                _cut(path, self._count * _num_bytes(spec))
 
     def append(self, keys: list[bytes], rows: Mapping[str, torch.Tensor]) -> None:
         """Adds rows, which are whole on disk when it returns.
@@ -112,12 +113,12 @@ class RowWriter:
         try:
             if not self._specs:
                 self._specs = {name: _spec_of(tensor) for name, tensor in rows.items()}
-                _write(folder / SPECS, json.dumps(self._specs).encode(), "wb")
+                write_atomically(folder / SPECS, json.dumps(self._specs).encode())
             for name, tensor in rows.items():
                 assert _spec_of(tensor) == self._specs[name], f"{name}: {_spec_of(tensor)} for {self._specs[name]}"
                 content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-                _write(folder / f"{name}.bin", content, "ab")
-            _write(folder / INDEX, b"".join(keys), "ab")
+                _append(folder / f"{name}.bin", content)
+            _append(folder / INDEX, b"".join(keys))
         except OSError as error:
             raise DataError(
                 f"data.cache_dir: {folder}: {error.strerror}: what was finished stays, and is gone on with in the next "
@@ -133,8 +134,19 @@ def _num_bytes(spec: Mapping[str, Any]) -> int:
     return math.prod(spec["shape"]) * torch.empty((), dtype=getattr(torch, spec["dtype"])).element_size()
 
 
-def _write(path: Path, content: bytes, mode: str) -> None:
-    with path.open(mode) as file:
-        file.write(content)
-        file.flush()
+def _cut(path: Path, num_bytes: int) -> None:
+    """Raises DataError for a link, which no run has made."""
+    try:
+        with open_to_append(path) as file:
+            file.truncate(num_bytes)
+    except OSError as error:
+        what = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {what}") from error
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open_to_append(path) as file:
+        view = memoryview(content)
+        while len(view):
+            view = view[file.write(view) :]
         os.fsync(file.fileno())

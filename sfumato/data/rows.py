@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from sfumato.config.paths import file_problem
+from sfumato.config.file_checks import file_problem
 from sfumato.data.arrow_values import arrow_row, arrow_rows
 from sfumato.data.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.compressed import MAX_LOADED, is_compressed, read_whole

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.config.paths import file_problem
+from sfumato.config.file_checks import file_problem
 from sfumato.data.pictures import File
 from sfumato.errors import DataError, MissingDependencyError
 

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
+from sfumato.config.writing import open_lock
 from sfumato.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -23,6 +24,15 @@ def make_cache_folder(folder: Path) -> None:
             f"the cache folder {folder} cannot be made: {error.strerror}; data.cache_dir names a folder that can be "
             "written"
         ) from error
+
+
+def open_cache_lock(path: Path) -> IO[bytes]:
+    """A file to lock, made if absent. Raises DataError when it cannot be, also where a link or a pipe lies there."""
+    try:
+        return open_lock(path)
+    except OSError as error:
+        what = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {what}, and not all is cached") from error
 
 
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:

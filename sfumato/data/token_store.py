@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from sfumato.config.writing import make_new_folder, open_new, write_atomically
 from sfumato.data.bad_rows import BadRows, describe_bad_rows
 from sfumato.data.file_digests import signature_of
 from sfumato.data.media import DrawnFile, Medium
@@ -29,7 +31,15 @@ from sfumato.data.pictures import VERSION as PICTURES
 from sfumato.data.row_samples import filed_row, samples_of
 from sfumato.data.rows import RowTable
 from sfumato.data.sources import Sources
-from sfumato.data.stored import MANIFEST, check_file, close_on_disk, digest_of, make_cache_folder, read_manifest
+from sfumato.data.stored import (
+    MANIFEST,
+    check_file,
+    close_on_disk,
+    digest_of,
+    make_cache_folder,
+    open_cache_lock,
+    read_manifest,
+)
 from sfumato.data.text import Document, TextSample, TextTransform
 from sfumato.data.vision import Images
 from sfumato.errors import DataError
@@ -197,12 +207,12 @@ def build_token_store(
     """
     place = folder / _key(sources, transform)
     make_cache_folder(folder)
-    with place.with_suffix(".lock").open("w") as lock:  # the system opens the lock when a process is killed
+    with open_cache_lock(place.with_suffix(".lock")) as lock:  # the system opens the lock when a process is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_whole(place, transform):
-            building = place.with_suffix(".tmp")
-            shutil.rmtree(building, ignore_errors=True)  # what a process left that was killed
-            building.mkdir()
+            for leftover in folder.glob(f"{place.name}.*tmp"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            building = make_new_folder(place.with_suffix(f".{secrets.token_hex(8)}.tmp"))
             try:
                 _build(building, sources, transform, num_workers, BadRows(max_bad_rows, say), watch)
             except BaseException:
@@ -292,8 +302,8 @@ def _build(
     if "row_of" in columns:
         signature, is_settled = signature_of(media, started)
         said = json.dumps([PICTURES, signature if is_settled else "", media])
-        (folder / MEDIA).write_text(said, encoding="utf-8")
-    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        write_atomically(folder / MEDIA, said.encode())
+    write_atomically(folder / MANIFEST, json.dumps(manifest).encode())
 
 
 class _Column:
@@ -301,7 +311,7 @@ class _Column:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.size = 0
-        self._dtype, self._file, self._hash = dtype, path.open("wb"), hashlib.blake2b(digest_size=20)
+        self._dtype, self._file, self._hash = dtype, open_new(path), hashlib.blake2b(digest_size=20)
 
     def add(self, values: np.ndarray | list[int]) -> None:
         data = np.ascontiguousarray(values, self._dtype)

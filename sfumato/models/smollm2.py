@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sfumato.config.trust import load_pretrained, make_from_config
+from sfumato.config.writing import make_new_folder
 from sfumato.errors import DataError, MissingDependencyError, UserError
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def write_folder(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is no model folder: name another one")
     model, tokenizer = load_smollm2(find_weights())
-    unfinished = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = make_new_folder(folder.with_name(folder.name + ".tmp"))
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     unfinished.replace(folder)

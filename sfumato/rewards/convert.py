@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from sfumato.config.characters import printable
+from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError, UserError
 
 WRAPPERS = ("state_dict", "model")
@@ -102,10 +104,10 @@ def convert(kind: str, source: Path, target: Path) -> None:
     """Converts one file. Raises DataError when the source is missing or holds something else, or the target exists."""
     if not source.is_file():
         raise DataError(f"{source} is not a file")
-    if target.exists():
+    if os.path.lexists(target):
         raise DataError(f"{target} exists already: move it away")
     if kind == "instruction":
-        target.write_bytes(read_instruction(source).encode())
+        write_atomically(target, read_instruction(source).encode())
         return
     from safetensors.torch import save_file
 

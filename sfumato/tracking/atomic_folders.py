@@ -6,6 +6,7 @@ files into it, and on how many ranks, is not the envelope's business.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.file_checks import file_problem, outside_problem
+from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -35,11 +38,8 @@ def begin_checkpoint(root: Path, step: int) -> Path:
         root: folder of all checkpoints; made if it is missing.
         step: number in the name.
     """
-    building = root / f"global_step_{step}.tmp"
-    shutil.rmtree(building, ignore_errors=True)
     make_folder(root)
-    building.mkdir()
-    return building
+    return make_new_folder(root / f"global_step_{step}.tmp")
 
 
 def make_folder(folder: Path) -> None:
@@ -86,11 +86,11 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
             )
     root, final = building.parent, building.with_suffix("")
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
-    (building / MANIFEST).write_text(text, encoding="utf-8")
+    write_atomically(building / MANIFEST, text.encode())
     for path in (building / MANIFEST, building, *(inner for inner in building.rglob("*") if inner.is_dir())):
         flush(path)
     stale = root / f"{final.name}.old.tmp"
-    shutil.rmtree(stale, ignore_errors=True)
+    remove(stale)
     if final.exists():  # a damaged checkpoint of the same step, which the resumed run has now made again
         final.rename(stale)
     building.rename(final)
@@ -116,9 +116,11 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """What a JSON file holds; empty when it is missing, damaged or no mapping."""
+    if file_problem(path) is not None:  # a pipe would never end
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -139,6 +141,8 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
     Raises:
         CheckpointError: names the first file that differs.
     """
+    if (problem := outside_problem(folder, MANIFEST)) not in (None, "does not exist"):
+        raise CheckpointError(f"{folder / MANIFEST} {problem}")
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
@@ -150,8 +154,8 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
     for name, num_bytes, sha256 in expected[rank::num_ranks]:
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
+        if problem := outside_problem(folder, name):
+            raise CheckpointError(f"{path} {'is missing' if problem == 'does not exist' else problem}")
         if path.stat().st_size != num_bytes:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
         if _sha256(path) != sha256:
@@ -201,11 +205,16 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
     found = list_checkpoints(root)
     kept = [saved for saved in found if saved <= step][-keep:]
     for folder in [found[saved] for saved in reversed(found) if saved not in kept]:  # later ones first
+        if folder.is_symlink():  # the person's own link to another disk, where nothing is removed
+            folder.unlink()
+            continue
         doomed = folder.with_name(f"{folder.name}.old.tmp")
+        remove(doomed)
         folder.rename(doomed)  # a half-removed folder must not look like a checkpoint
         shutil.rmtree(doomed)
     for leftover in root.glob("global_step_*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(leftover)
 
 
 def _sha256(path: Path) -> str:
@@ -239,8 +248,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """
     restore_folder(folder)
     building, old = _beside(folder)
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    make_new_folder(building)
     try:
         write(building)
         for path in (*building.rglob("*"), building):
@@ -252,19 +260,25 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         os.replace(building, folder)
     elif exchange(building, folder):
         flush(folder.parent)
-        shutil.rmtree(building, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(building)
     else:
         os.replace(folder, old)
         os.replace(building, folder)
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(old)
     flush(folder.parent)
 
 
 def restore_folder(folder: Path) -> None:
     """Puts back what a process that was killed between the two renames of ``replace_folder`` left."""
     building, old = _beside(folder)
+    if old.is_symlink():  # no run makes one
+        old.unlink()
     if not old.exists():
         return
+    if building.is_symlink():
+        building.unlink()
     if not folder.exists():  # killed before the second rename
         os.replace(building if building.exists() else old, folder)  # what was being written was complete by then
     shutil.rmtree(old, ignore_errors=True)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from sfumato.config.paths import file_problem
+from sfumato.config.file_checks import file_problem
 from sfumato.config.writing import NEW
 from sfumato.errors import FolderError
 
@@ -348,7 +348,7 @@ def _exclusively(path: Path) -> Iterator[Seen | None]:
 def _now_of(folder: Path) -> float:
     """The time by the clock of the folder's file system."""
     path = folder / f"{NAME}.{secrets.token_hex(8)}"
-    path.touch()
+    path.touch(exist_ok=False)
     try:
         return path.stat().st_mtime
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sfumato.config.writing import make_new_folder, write_atomically
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.timeline import Phase
 
@@ -232,15 +233,18 @@ class StepProfiler:
         profile = self._stop()
         if profile is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = self.folder / f"rank{self.rank}"
+        building = make_new_folder(self.folder / f"rank{self.rank}.tmp")  # torch follows links
+        name = building / f"rank{self.rank}"
         if self._on_gpu:
             torch.cuda.memory._dump_snapshot(f"{name}_memory.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)
         profile.export_chrome_trace(f"{name}.json.gz")
         key = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
         table = profile.key_averages(group_by_input_shape=True).table(sort_by=key, row_limit=NUM_ROWS)
-        Path(f"{name}.txt").write_text(table + "\n", encoding="utf-8")
+        write_atomically(Path(f"{name}.txt"), f"{table}\n".encode())
+        for file in building.iterdir():
+            os.replace(file, self.folder / file.name)
+        building.rmdir()
 
     def _start(self) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.characters import printable
+from sfumato.config.file_checks import outside_problem
 from sfumato.config.load import parse_yaml
-from sfumato.config.paths import outside_problem
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg

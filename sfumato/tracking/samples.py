@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import math
@@ -17,7 +18,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
-from sfumato.config.paths import file_problem, path_inside
+from sfumato.config.file_checks import file_problem, path_inside
+from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
 from sfumato.tracking.trackers import is_number, read_jsonl, strict_json
 
@@ -117,21 +119,21 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     final = step_folder(folder, step)
     tmp, old = (final.with_name(final.name + suffix) for suffix in (".tmp", ".old"))
     for leftover in (tmp, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
     names = [f"{sample.kind}_{sample.sample_id:04d}" for sample in samples]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two samples of step {step} would be {name}; sample_id must be unique for each kind")
 
-    tmp.mkdir(parents=True)
+    make_new_folder(tmp)
     try:
-        with (tmp / "samples.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+        with open_new(tmp / "samples.jsonl") as file:
             for name, sample in zip(names, samples, strict=True):
                 if sample.file_ending:
                     write_picture(sample.content, tmp / f"{name}{sample.file_ending}")
                 if sample.source is not None:
                     write_picture(sample.source, tmp / _source_name(sample.source))
-                file.write(strict_json(_row(name, sample)) + "\n")
+                file.write(strict_json(_row(name, sample)).encode() + b"\n")
     except OSError:
         shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
         raise
@@ -139,7 +141,8 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     if final.exists():
         final.rename(old)
     tmp.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(old)
     return final
 
 
@@ -154,7 +157,8 @@ def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord])
         shown = [record for record in records if record.kind == kind and not isinstance(record.content, str)][:SHOWN]
         images = [record.still for record in shown]
         if len({image.shape for image in images}) == 1:
-            image_grid(images, 4, [record.prompt for record in shown]).save(path / f"grid_{kind}.png")
+            with replace_file(path / f"grid_{kind}.png") as file:
+                image_grid(images, 4, [record.prompt for record in shown]).save(file, "PNG")
 
 
 def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -230,7 +234,7 @@ def drop_samples_after(output_dir: Path, step: int) -> None:
     """Removes the samples of later steps, which a run that resumes from ``step`` makes again."""
     for found, path in _step_folders(output_dir):
         if found > step:
-            shutil.rmtree(path)
+            remove(path)
 
 
 def _step_folders(output_dir: Path) -> list[tuple[int, Path]]:

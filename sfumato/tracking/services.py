@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.load import flatten
+from sfumato.config.writing import write_atomically
 from sfumato.errors import MissingDependencyError
 
 PROJECT = "sfumato"
@@ -180,5 +181,5 @@ def _known_id(folder: Path, resumed: bool) -> str | None:
 
 def _keep_id(folder: Path, run_id: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run_id").write_text(run_id, encoding="utf-8")
+    write_atomically(folder / "run_id", run_id.encode())
     return run_id

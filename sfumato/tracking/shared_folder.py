@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sfumato.config.writing import open_new
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.lock import make_with_parents
@@ -32,7 +33,8 @@ class Token:
         """
         self.folder, self.name = folder, f"{PREFIX}{secrets.token_hex(8)}"
         self._made = make_with_parents(folder)
-        (folder / self.name).write_text(socket.gethostname(), encoding="utf-8")
+        with open_new(folder / self.name) as file:
+            file.write(socket.gethostname().encode())
 
     def refusal(self, answers: Mapping[str, Answer]) -> str:
         """What is wrong with the folder, by what those who were asked have answered; empty when all see it.
@@ -68,7 +70,8 @@ def answer(folder: Path, name: str, who: str) -> Answer:
     if not _appears(folder, name):
         return host, "does not see what the first process of the run writes there"
     try:
-        (folder / f"{name}.{who}").write_text(host, encoding="utf-8")
+        with open_new(folder / f"{name}.{who}") as file:
+            file.write(host.encode())
     except OSError as error:
         return host, f"cannot write there: {error.strerror}"
     return host, ""

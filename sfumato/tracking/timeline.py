@@ -16,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.paths import outside_problem
+from sfumato.config.file_checks import outside_problem
 from sfumato.errors import DataError
 from sfumato.tracking.trackers import JsonLines, Report
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sfumato.config.characters import whole_characters
-from sfumato.config.paths import outside_problem
+from sfumato.config.file_checks import outside_problem
 from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.atomic_folders import flush

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -110,8 +111,9 @@ def test_processes_that_share_a_folder_have_parts_of_their_own(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     mine = own_folder(tmp_path)
-    left = mine.with_name(f"{mine.name.rpartition('-')[0]}-{gone.pid}")
-    other, elsewhere = mine.with_name(f"{mine.name.rpartition('-')[0]}-{os.getppid()}"), tmp_path / "another-host-7"
+    host, secret = socket.gethostname(), mine.name.rpartition("-")[2]
+    left = tmp_path / f"{host}-{gone.pid}-{secret}"
+    other, elsewhere = tmp_path / f"{host}-{os.getppid()}-{secret}", tmp_path / "another-host-7"
     for folder in (left, other, elsewhere, mine):
         folder.mkdir()
     assert own_folder(tmp_path) == mine

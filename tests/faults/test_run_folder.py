@@ -332,15 +332,15 @@ def test_the_part_that_makes_the_model_goes_on_where_it_was_stopped(tmp_path: Pa
     model = {"config_path": None, "tokenizer_path": None, "model_path": str(made), "made_by": str(path)}
     config = tiny_text_config(tmp_path / "second", model=model, train={"max_steps": 1})
     task = load_task("train_text")
-    passes, calls = task.forward_backward, []
+    loss_of, calls = task.next_token_loss, []
 
     def stopped(*args: Any, **more: Any) -> Any:
         if not calls and list_checkpoints(tmp_path / "first/run/checkpoints"):
             calls.append("stop")
             signal.raise_signal(signal.SIGINT)  # Ctrl-C in the second step
-        return passes(*args, **more)
+        return loss_of(*args, **more)
 
-    task.forward_backward = stopped
+    task.next_token_loss = stopped
     with pytest.raises(PreemptedError):
         run_task_here(task, config)
     assert not (tmp_path / "second/run").exists()

@@ -268,7 +268,7 @@ def rewrite_manifest(text: str):
         (grow, r"weights\.safetensors has 1001 bytes"),
         (lose_a_file, r"state\.json is missing"),
         (lose_an_empty_file, r"part/empty is missing"),
-        (swap_a_file_for_a_folder, r"state\.json is missing"),
+        (swap_a_file_for_a_folder, r"state\.json is a folder, not a file"),
         (lose_the_manifest, r"has no manifest\.json"),
         (rewrite_manifest(""), r"manifest\.json is damaged"),
         (rewrite_manifest('{"step": 1, "fil'), r"manifest\.json is damaged"),

@@ -177,17 +177,17 @@ folder, cache, after = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 model = build_model(cache.parent)
 writes = 0
-write = row_store._write
-def kill_in_a_write(path, content, mode):
+write = row_store._append
+def kill_in_a_write(path, content):
     global writes
     writes += 1
     if writes == after:
-        with path.open(mode) as file:
+        with path.open('ab') as file:
             file.write(content[: len(content) // 2])
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)
-    write(path, content, mode)
-row_store._write = kill_in_a_write
+    write(path, content)
+row_store._append = kill_in_a_write
 open_folder(folder, cache, model)
 """
 
@@ -220,24 +220,24 @@ def test_a_stop_at_any_write_loses_the_rows_of_one_batch_at_most(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of what was to be written is on disk then; the next start encodes what is missing, and no more."""
-    folder, write = write_folder(tmp_path / "data"), row_store._write
+    folder, write = write_folder(tmp_path / "data"), row_store._append
     counts, wholes = count_encoded(monkeypatch, model), []
     for place in range(1, 40):
         cache, writes = tmp_path / f"cache{place}", 0
 
-        def stop_in_a_write(path: Path, content: bytes, mode: str, place: int = place) -> None:
+        def stop_in_a_write(path: Path, content: bytes, place: int = place) -> None:
             nonlocal writes
             writes += 1
-            write(path, content[: len(content) // 2] if writes == place else content, mode)
+            write(path, content[: len(content) // 2] if writes == place else content)
             if writes == place:
                 raise KilledError
 
-        monkeypatch.setattr(row_store, "_write", stop_in_a_write)
+        monkeypatch.setattr(row_store, "_append", stop_in_a_write)
         try:
             open_folder(folder, cache, model)
             break  # there are no more writes
         except KilledError:
-            monkeypatch.setattr(row_store, "_write", write)
+            monkeypatch.setattr(row_store, "_append", write)
         wholes.append(num_latents(cache))
         counts.clear()
         found = open_folder(folder, cache, model)
@@ -253,14 +253,14 @@ def num_latents(cache: Path) -> int:
 def test_a_full_disk_is_named_and_what_was_finished_stays(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, cache, write = write_folder(tmp_path / "data"), tmp_path / "cache", row_store._write
+    folder, cache, write = write_folder(tmp_path / "data"), tmp_path / "cache", row_store._append
 
-    def refuse(path: Path, content: bytes, mode: str) -> None:
+    def refuse(path: Path, content: bytes) -> None:
         if path.name == "latents.bin" and path.exists() and path.stat().st_size > 3 * len(content) // 2:
             raise OSError(28, "No space left on device")
-        write(path, content, mode)
+        write(path, content)
 
-    monkeypatch.setattr(row_store, "_write", refuse)
+    monkeypatch.setattr(row_store, "_append", refuse)
     with pytest.raises(DataError, match=r"data.cache_dir: .*No space left on device: what was finished stays"):
         open_folder(folder, cache, model)
     monkeypatch.undo()

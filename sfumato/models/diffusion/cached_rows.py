@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sfumato.config.writing import replace_file
 from sfumato.data.file_digests import signature_of
 from sfumato.data.row_store import RowStore
 from sfumato.errors import DataError
@@ -64,13 +64,10 @@ class DatasetRows:
         """Writes them whole or not at all. ``signature`` is of the dataset and its files."""
         said = json.dumps([signature, self.paths, self.bad_rows]).encode("utf-8", "surrogateescape")
         keys = np.array([self.latents, self.prompts, self.negatives], "V16").reshape(3, -1)
-        part = path.with_name(f"{path.name}.tmp{os.getpid()}")
         try:
-            with part.open("wb") as file:
+            with replace_file(path) as file:
                 np.savez(file, keys=keys, nothing=np.array([self.nothing], "V16"), said=np.frombuffer(said, np.uint8))
-            part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise DataError(f"data.cache_dir: {path} cannot be written: {error.strerror}") from error
 
 

@@ -35,7 +35,7 @@ from sfumato.data.image_text import PairDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.data.pictures import File, Picture, is_enlarged
 from sfumato.data.row_store import RowStore, RowWriter
-from sfumato.data.stored import digest_of, make_cache_folder
+from sfumato.data.stored import digest_of, make_cache_folder, open_cache_lock
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows
@@ -381,10 +381,6 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Only one process at a time is inside. The system opens the lock when a process is killed."""
-    try:
-        lock = (folder / "lock").open("a")
-    except OSError as error:
-        raise DataError(f"data.cache_dir: {folder}/lock: {error.strerror}, and not all is cached") from error
-    with lock:
+    with open_cache_lock(folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

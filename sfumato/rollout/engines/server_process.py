@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from sfumato.config.trust import refuse_code
+from sfumato.config.writing import open_to_append
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines import owner_process
 from sfumato.rollout.engines.base import EngineError
@@ -79,7 +80,13 @@ class ServerProcess:
             raise ConfigError(f"{self.name}: {self.command[0]} is not there, so the server cannot be started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         owner = [sys.executable, owner_process.__file__, *self.command]
-        with self.log.open("ab") as log:
+        try:
+            opened = open_to_append(self.log)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.log}: {error.strerror}: {self.name} writes its log there, and through no link; remove it"
+            ) from error
+        with opened as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
                 owner, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self.environment, start_new_session=True

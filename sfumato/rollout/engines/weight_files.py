@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
+from sfumato.config.writing import make_new_folder, remove
 from sfumato.errors import WeightSyncError
 from sfumato.models.lora import save_adapter
 from sfumato.parallel.shards import Spec, all_parameters
@@ -23,19 +26,24 @@ FILE_BYTES = 2**31
 """Most bytes of a file but for its last tensor, which are held in memory until it is written."""
 
 
+_SECRET = secrets.token_hex(8)
+
+
 def process_name() -> str:
     """Names this process among those that share a folder: each rank has an engine of its own."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def own_folder(shared: Path) -> Path:
-    """This process's part of a folder that several write weights to. Parts of processes of this machine that have died
-    are removed."""
-    for left in shared.glob(f"{socket.gethostname()}-*"):
-        number = left.name.rpartition("-")[2]
+    """This process's part of a folder that several write weights to, perhaps also other users of the machine: a name
+    that nobody can guess. Parts of processes of this machine that have died are removed."""
+    host = f"{socket.gethostname()}-"
+    for part in shared.glob(f"{host}*"):
+        number = part.name.removeprefix(host).partition("-")[0]
         if number.isdecimal() and not Path("/proc", number).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    return shared / process_name()
+            with contextlib.suppress(OSError):  # another user's
+                remove(part)
+    return shared / f"{process_name()}-{_SECRET}"
 
 
 class WeightFiles:
@@ -76,9 +84,8 @@ class WeightFiles:
         folder = self.folder / f"version_{version:06d}"
         unfinished = folder.with_suffix(".tmp")
         try:
-            for each in (folder, unfinished):
-                shutil.rmtree(each, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            remove(folder)
+            make_new_folder(unfinished)
             if self.are_adapters:
                 held = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
                 save_adapter(self.template, held, unfinished, self.base)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sfumato.config.runtime import RuntimeConfig
+from sfumato.config.writing import write_atomically
 from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
 from sfumato.parallel.peers import is_lost_connection
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
@@ -145,8 +145,7 @@ class DriverLoop:
             if (who := process.identity) is not None and not process.is_lost
         ]
         path = self.run.output_dir / "processes.json"
-        path.with_suffix(".tmp").write_text(json.dumps(known, indent=1), encoding="utf-8")
-        os.replace(path.with_suffix(".tmp"), path)
+        write_atomically(path, json.dumps(known, indent=1).encode())
 
     def forget(self, process: RoleProcess) -> None:
         """Drops what the process has not answered."""
@@ -373,7 +372,7 @@ class DriverLoop:
         role = self._role_of(parts[0].process)
         stacks = self.stacks(role)
         path = self.run.output_dir / f"stacks_{role.name}.txt"
-        path.write_text(stacks, encoding="utf-8")
+        write_atomically(path, stacks.encode(errors="replace"))
         what = f"{future.function.name} has not ended after {seconds:.0f} s (runtime.call_timeout_s)"
         self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
         self.lose(role, [part.process for part in parts], f"{what}; the stacks are in {path}")

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
@@ -40,7 +41,8 @@ class Sending(transports.Sending):
         self.root, self.mesh, self.buckets = Path(settings.folder) / FOLDER, mesh, buckets
         self.memory = None
         if mesh.is_first:
-            shutil.rmtree(self.root, ignore_errors=True)  # what a killed run has left
+            for leftover in self.root.glob("version_*"):  # of a run that was killed
+                remove(leftover)
             self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8)
 
     def send(self, version: int, source: Source) -> str:
@@ -55,19 +57,20 @@ class Sending(transports.Sending):
         final = self.root / f"version_{version}"
         building = final.with_suffix(".tmp")
         files: dict[str, int] = {}
+        if self.memory is not None:
+            make_new_folder(building)
         for number, bucket in enumerate(self.buckets):
             source.gather(bucket, self.memory)
             if self.memory is None:
                 continue
-            building.mkdir(parents=True, exist_ok=True)
             path = building / f"bucket_{number:05d}.safetensors"
             save_file({name: tensor.clone() for name, tensor in bucket.tensors(self.memory)}, path)
             files[path.name] = path.stat().st_size
         if self.memory is None:
             return None
         text = json.dumps({"version": version, "files": files}, indent=1)
-        (building / MANIFEST).write_text(text, encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
+        write_atomically(building / MANIFEST, text.encode())
+        remove(final)
         building.rename(final)
         return str(final.resolve())
 
