@@ -305,7 +305,10 @@ class StoredCheckpoint:
     def optimizer_keys(self, section: str = "optimizer") -> list[str]:
         """What there is of an optimiser's state, tensors and numbers, as ``parameter/field``."""
         tensors = [key.removeprefix(f"{section}/") for key in self.tensors if key.startswith(f"{section}/")]
-        return [*tensors, *self.values.get(section, ())]
+        numbers = self.values.get(section, {})
+        if not isinstance(numbers, dict):
+            raise CheckpointError(f"{self.folder / VALUES}: {section} holds no mapping")
+        return [*tensors, *numbers]
 
     @torch.no_grad()
     def read(self, parts: TensorParts) -> None:

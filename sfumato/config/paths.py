@@ -118,6 +118,8 @@ def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
     for name, value in index.items():
         if not isinstance(value, list) or not value or not isinstance(value[0], str):
             continue
+        if len(value) != 2 or not isinstance(value[1], str | None):
+            raise ConfigError(f"model.model_path {folder}: model_index.json names no library and class for {name!r}")
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"model.model_path {folder}: model_index.json names {name!r}, which lies outside of it")
         code = folder / name / f"{value[0]}.py"

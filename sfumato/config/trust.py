@@ -53,15 +53,36 @@ def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = F
         folder: with its files.
         trust_remote_code: what the configuration says of a language model; no other kind of model has such a field.
         options: further arguments.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError: as the class does; ValueError in the place
+            of any other error of a library, which is of files that hold something else than they should.
     """
     _ask_nothing()
-    return cls.from_pretrained(folder, local_files_only=True, **_trust(cls, trust_remote_code), **options)
+    with _broken_files_are_values():
+        return cls.from_pretrained(folder, local_files_only=True, **_trust(cls, trust_remote_code), **options)
 
 
 def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """``cls.from_config`` with random weights, where the same holds of what the configuration names."""
     _ask_nothing()
-    return cls.from_config(described, **_trust(cls, trust_remote_code), **options)
+    with _broken_files_are_values():
+        return cls.from_config(described, **_trust(cls, trust_remote_code), **options)
+
+
+@contextmanager
+def _broken_files_are_values() -> Iterator[None]:
+    """What libraries raise for files with values that they do not expect becomes a ValueError of one line: tokenizers
+    raise a bare Exception, huggingface_hub classes of its own, and code that meets a list in the place of a mapping
+    whatever comes of it."""
+    try:
+        yield
+    except RecursionError as error:
+        raise ValueError("values within values, too deep to be read") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
 def _trust(cls: Any, trust_remote_code: bool) -> dict[str, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from sfumato.config.writing import replace_file
 from sfumato.data.file_digests import signature_of
 from sfumato.data.image_text import ImageTextDataset, PairDataset, nearest_size
 from sfumato.data.pictures import VERSION, File, Picture, read_size
-from sfumato.data.stored import digest_of, make_cache_folder
+from sfumato.data.stored import BROKEN_ARRAY, digest_of, make_cache_folder
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank
 
@@ -199,7 +198,7 @@ def _load(kept: Path | None, count: int) -> np.ndarray | None:
         with np.load(kept, allow_pickle=False) as content:
             found, said = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
         signature, paths = json.loads(said)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (*BROKEN_ARRAY, TypeError, RecursionError):
         return None  # what is damaged is read again
     stayed = found.shape == (count, 2) and found.dtype == np.int32 and signature == signature_of(paths)[0]
     return found if stayed else None

@@ -13,6 +13,7 @@ import numpy as np
 
 from sfumato.config.writing import replace_file
 from sfumato.data.pictures import File
+from sfumato.data.stored import BROKEN_ARRAY
 
 ENTRY = np.dtype([("path", "V16"), ("size", "<i8"), ("mtime", "<i8"), ("ctime", "<i8"), ("digest", "V16")])
 """What is remembered of a file: digest of its path, size in bytes, times in nanoseconds, digest of its content."""
@@ -44,7 +45,7 @@ class FileDigests:
         self._entries: dict[bytes, tuple[Stat, bytes]] = {}
         try:
             entries = np.load(path, allow_pickle=False) if path is not None else np.zeros(0, ENTRY)
-        except (OSError, ValueError, EOFError):
+        except BROKEN_ARRAY:
             return
         if entries.dtype == ENTRY:
             stats = zip(*(entries[name].tolist() for name in ("size", "mtime", "ctime")), strict=True)

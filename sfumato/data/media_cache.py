@@ -29,7 +29,7 @@ from sfumato.config.writing import open_new, write_atomically
 from sfumato.data.media import AudioFile, DrawnFile, Medium, VideoFile
 from sfumato.data.pictures import VERSION as PICTURES
 from sfumato.data.rows import RowTable
-from sfumato.data.stored import close_on_disk, digest_of, make_cache_folder, open_cache_lock
+from sfumato.data.stored import BROKEN_ARRAY, close_on_disk, digest_of, make_cache_folder, open_cache_lock
 from sfumato.data.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
 from sfumato.data.vision import ImageReader, Images, Tensors
 from sfumato.errors import DataError
@@ -274,7 +274,7 @@ def _opened(folder: Path) -> set[bytes]:
 def _read_index(path: Path) -> np.ndarray:
     try:
         found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except BROKEN_ARRAY as error:
         raise DataError(f"damaged media cache: {path}: {error}; delete its folder") from error
     if found.dtype != ENTRY or found.ndim != 1:
         raise DataError(f"damaged media cache: {path} is no index; delete its folder")

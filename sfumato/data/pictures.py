@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,8 @@ import numpy as np
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.colours import check_code_points, significant_bits, to_srgb
-from sfumato.errors import DataError, MissingDependencyError
+from sfumato.data.video_files import examine_video, open_video
+from sfumato.errors import DataError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -37,13 +36,6 @@ ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
 """What Pillow reads several frames of."""
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """What OpenCV reads."""
-
-CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
-"""What FFmpeg may take a video for, by its own names, whatever the file's name ends in. Its other formats include
-playlists and descriptions of streams, which open other files and ports."""
-
-FFMPEG_OPTIONS = "OPENCV_FFMPEG_CAPTURE_OPTIONS"
-_OPENING = threading.Lock()  # the environment is one for all threads
 
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
@@ -73,7 +65,17 @@ MOST_ENLARGED, LEAST_SHOWN = 10, 0.1
 """How often a picture is enlarged in each direction at most; and how much of it is shown, or how far it is squeezed,
 at least."""
 
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
+BROKEN = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+)
 """What Pillow raises for files that are damaged, or made to break it."""
 
 File = Path | bytes
@@ -123,9 +125,11 @@ def read_size(source: File, where: str) -> tuple[int, int]:
 
 def check_video(source: File, where: str) -> None:
     """Reads the head and the first frame of a video. Raises DataError when there is none."""
+    from PIL import Image
+
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    if not _video_opener(source, where)().grab():
+    if examine_video(source, where, _shown(source), 1, 2 * Image.MAX_IMAGE_PIXELS).num_frames == 0:
         raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
 
 
@@ -375,7 +379,8 @@ class Video:
 def read_video(source: File, where: str, choose: Callable[[int, float], Sequence[int]]) -> Video:
     """Frames of a video that OpenCV reads.
 
-    Two passes: the number of frames that a file states is often not that which can be read.
+    Two passes: the number of frames that a file states is often not that which can be read. The first is made in
+    another process (``video_files.py``).
 
     Args:
         source: the file.
@@ -390,21 +395,20 @@ def read_video(source: File, where: str, choose: Callable[[int, float], Sequence
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    open_video = _video_opener(source, where)
-    video, total = open_video(), 0
-    width, height, fps, stated = (video.get(number) for number in (3, 4, 5, 7))  # as OpenCV numbers its properties
-    if width * height > 2 * Image.MAX_IMAGE_PIXELS or stated > MAX_FRAMES:
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS
+    total, width, height, fps, stated = examine_video(source, where, _shown(source), MAX_FRAMES + 1, most_pixels)
+    if width * height > most_pixels or stated > MAX_FRAMES:
         raise DataError(
             f"{where}: video ({_shown(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
-            f"scale it down to at most {MAX_FRAMES:,} frames of {2 * Image.MAX_IMAGE_PIXELS:,} pixels"
+            f"scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
         )
-    while total <= MAX_FRAMES and video.grab():
-        total += 1
     if total == 0 or total > MAX_FRAMES:
         problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
         raise DataError(f"{where}: broken video ({_shown(source)}): {problem}")
     indices = choose(total, fps if fps > 0 else float("nan"))
-    return Video(total, stated, fps, indices, _chosen(open_video(), indices, total, f"{where}: broken video", source))
+    return Video(
+        total, stated, fps, indices, _chosen(open_video(source), indices, total, f"{where}: broken video", source)
+    )
 
 
 def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
@@ -422,39 +426,3 @@ def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source
 
 def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
     return list(read_video(source, where, lambda total, _: _spread(total, count, where)).frames)
-
-
-def _video_opener(source: File, where: str) -> Callable[[], Any]:
-    try:
-        import cv2
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"{where}: videos other than animated images are read by OpenCV, which is not installed: "
-            "pip install 'sfumato[video]'"
-        ) from error
-
-    def open_video() -> Any:
-        with _containers_alone():
-            if isinstance(source, Path):  # absolute, so that no name is taken for that of a protocol
-                return cv2.VideoCapture(str(source.absolute()), cv2.CAP_FFMPEG)
-            return cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
-
-    return open_video
-
-
-@contextmanager
-def _containers_alone() -> Iterator[None]:
-    """Inside, FFmpeg opens files of ``CONTAINERS`` and nothing that these name: no playlist, no description of a stream
-    that would make it listen on ports or read other files. It takes its options from the environment."""
-    with _OPENING:
-        before = os.environ.get(FFMPEG_OPTIONS)
-        asked = [before] if before else []
-        limits = (f"format_whitelist;{CONTAINERS}", "protocol_whitelist;file")
-        os.environ[FFMPEG_OPTIONS] = "|".join([*asked, *limits])  # of one that stands twice the last counts
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[FFMPEG_OPTIONS]
-            else:
-                os.environ[FFMPEG_OPTIONS] = before

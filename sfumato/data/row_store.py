@@ -23,6 +23,8 @@ from sfumato.errors import DataError
 SPECS, INDEX = "tensors.json", "index.bin"
 
 KEY = np.dtype("V16")
+DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
+"""torch's names of the dtypes that rows may have."""
 
 
 class RowStore:
@@ -71,9 +73,15 @@ class RowStore:
     def _read_specs(self) -> dict[str, dict[str, Any]]:
         path = self.folder / SPECS
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"damaged {self._kind}: {path}: {error}; delete its folder") from error
+            specs = json.loads(path.read_text(encoding="utf-8"))
+            for name, spec in specs.items():
+                if not name.isidentifier() or spec["dtype"] not in DTYPES:
+                    raise ValueError(f"{name:.50} of dtype {spec['dtype']!r:.50}")
+                if not all(type(size) is int and 0 <= size < 2**31 for size in spec["shape"]):
+                    raise ValueError(f"{name} of shape {spec['shape']!r:.50}")
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"damaged {self._kind}: {path}: {error!s:.200}; delete its folder") from error
+        return specs
 
     def _map(self, name: str) -> torch.Tensor:
         path, spec = self.folder / f"{name}.bin", self.specs[name]

@@ -5,11 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tokenize
+import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from sfumato.config.writing import open_lock
 from sfumato.errors import DataError
+
+BROKEN_ARRAY = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    SyntaxError,
+    OverflowError,
+    MemoryError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What numpy raises for files of arrays that are damaged, or made to break it."""
 
 MANIFEST = "manifest.json"
 """The file that is written last: a folder without it is not complete."""

@@ -139,6 +139,8 @@ def check_constants(text: str, environment: Environment) -> None:
     _budget.most = MAX_CONSTANT
     try:
         _Folding(nodes.EvalContext(environment)).visit(environment.parse(text))
+    except ValueError as error:  # a number of more digits than Python reads
+        _refuse(str(error))
     finally:
         _budget.most = MAX_SIZE
 

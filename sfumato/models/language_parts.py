@@ -262,6 +262,8 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
         tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
+    if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, int | float):
+        raise ConfigError(f"{option} {folder}: model_max_length {tokenizer.model_max_length!r:.100} is no number")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{option} {folder}: the tokenizer has no eos_token: nothing would end a text")
     facts = facts_of(tokenizer)

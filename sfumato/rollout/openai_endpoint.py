@@ -189,6 +189,8 @@ async def _body_of(request: Request) -> dict[str, Any]:
         raise RefusedCallError(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise RefusedCallError("the body must be a JSON object")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RefusedCallError("stream_options must be an object")
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
@@ -199,8 +201,8 @@ async def _body_of(request: Request) -> dict[str, Any]:
 async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
     """The policy's answer. An error that is not the caller's is kept for the run."""
     most = body.get("max_completion_tokens") or body.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or most < 1):
-        raise RefusedCallError(f"max_tokens must be a positive integer, not {most!r:.100}")
+    if most is not None and (not isinstance(most, int) or not 1 <= most < 2**31):
+        raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {most!r:.100}")
     if is_chat:
         messages, tools = body.get("messages"), body.get("tools")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -210,7 +212,7 @@ async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> Polic
         call = session.chat(messages, (tools or None) if body.get("tool_choice") != "none" else None, most)
     else:
         prompt = body.get("prompt")
-        is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        is_ids = isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
         if not isinstance(prompt, str) and not is_ids:
             raise RefusedCallError("prompt must be one text, or one list of token ids")
         call = session.complete(prompt, most)

@@ -214,6 +214,11 @@ WRONG = [
     ({"messages": [user("a")], "key": "other"}, 401, "this key is of no sample"),
     ({"messages": None, "path": "completions"}, 400, "prompt must be one text"),
     ({"messages": None, "path": "completions", "prompt": ""}, 400, "the prompt is empty"),
+    ({"messages": None, "path": "completions", "prompt": [10**30]}, 400, "prompt must be one text"),
+    ({"messages": None, "path": "completions", "prompt": [-1]}, 400, "prompt must be one text"),
+    ({"messages": [], "max_tokens": 10**30}, 400, "max_tokens must be a positive integer"),
+    ({"messages": [], "stream": True, "stream_options": "text"}, 400, "stream_options must be an object"),
+    ({"messages": [], "stream": True, "stream_options": [1]}, 400, "stream_options must be an object"),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import numpy as np
 from sfumato.config.writing import replace_file
 from sfumato.data.file_digests import signature_of
 from sfumato.data.row_store import RowStore
+from sfumato.data.stored import BROKEN_ARRAY
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import Dataset
 
@@ -77,7 +77,7 @@ def load_rows(path: Path, dataset: Dataset, latents: RowStore, prompts: RowStore
         with np.load(path, allow_pickle=False) as content:
             keys, [nothing] = content["keys"].tolist(), content["nothing"].tolist()
             signature, paths, bad_rows = json.loads(content["said"].tobytes().decode("utf-8", "surrogateescape"))
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (*BROKEN_ARRAY, TypeError, RecursionError):
         return None
     if len(keys[0]) != len(dataset) or signature != f"{dataset.fingerprint()} {signature_of(paths)[0]}":
         return None
@@ -92,7 +92,7 @@ def keys_of_rows(path: Path) -> set[bytes]:
     try:
         with np.load(path, allow_pickle=False) as content:
             return {key for part in content["keys"].tolist() for key in part} | {*content["nothing"].tolist()}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+    except (*BROKEN_ARRAY, TypeError):
         return set()
 
 

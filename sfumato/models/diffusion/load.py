@@ -176,6 +176,8 @@ def build_diffusion_model(
     model.idle_device = torch.device("cpu") if config.offload_idle else None
     waiting = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()
     for name, component in model.components.items():
+        if component is not model.denoiser and any(parameter.is_meta for parameter in component.parameters()):
+            raise ConfigError(f"model.model_path {source}: {name} has other weights than its config.json says")
         if name in waiting:
             component.to(model.idle_device)
         elif component is not model.denoiser or init_device == "cuda":

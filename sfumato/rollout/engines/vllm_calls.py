@@ -227,8 +227,11 @@ class ServerCalls:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
         answer = self.http.ask("POST", "/inference/v1/generate", body)
-        given = (answer.get("prompt_logprobs") or [])[1:]
-        return [each[str(token)]["logprob"] for each, token in zip(given, tokens[1:], strict=True)]
+        try:
+            by_token = answer["prompt_logprobs"][1:]
+            return [float(each[str(token)]["logprob"]) for each, token in zip(by_token, tokens[1:], strict=True)]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """See ``VllmCalls``."""

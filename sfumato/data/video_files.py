@@ -1,0 +1,187 @@
+"""Video files as OpenCV's FFmpeg opens them, and a process of its own that looks at each of them first.
+
+A file that is made to do so ends the process that decodes it: that of a run would be gone without a word about the
+file. Whatever the first pass over a video needs is therefore done in a child, which may end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from sfumato.errors import DataError, MissingDependencyError
+
+File = Path | bytes
+
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
+"""What FFmpeg may take a video for, by its own names, whatever the file's name ends in. Its other formats include
+playlists and descriptions of streams, which open other files and ports."""
+
+FFMPEG_OPTIONS = "OPENCV_FFMPEG_CAPTURE_OPTIONS"
+_OPENING = threading.Lock()  # the environment is one for all threads
+
+LONGEST_S = 600.0
+"""Seconds that the first pass over a video may take."""
+MOST_BYTES = 16 * 2**30
+"""Address space of the child."""
+
+_HEADER = struct.Struct("<BqqQ")  # whether a path follows, most frames and pixels, length of what follows
+
+
+class VideoHead(NamedTuple):
+    """What the first pass over a video says."""
+
+    num_frames: int
+    """Frames that can be read, at most as many as were to be counted."""
+    width: float
+    height: float
+    fps: float
+    """Frames per second that the file states."""
+    stated: float
+    """Frames that the file says it has; 0 or less where it does not."""
+
+
+def open_video(source: File) -> Any:
+    """``cv2.VideoCapture`` of a file. ImportError without OpenCV."""
+    import cv2
+
+    with _containers_alone():
+        if isinstance(source, Path):  # absolute, so that no name is taken for that of a protocol
+            return cv2.VideoCapture(str(source.absolute()), cv2.CAP_FFMPEG)
+        return cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
+
+
+@contextlib.contextmanager
+def _containers_alone() -> Iterator[None]:
+    """Inside, FFmpeg opens files of ``CONTAINERS`` and nothing that these name: no playlist, no description of a stream
+    that would make it listen on ports or read other files. It takes its options from the environment."""
+    with _OPENING:
+        before = os.environ.get(FFMPEG_OPTIONS)
+        asked = [before] if before else []
+        limits = (f"format_whitelist;{CONTAINERS}", "protocol_whitelist;file")
+        os.environ[FFMPEG_OPTIONS] = "|".join([*asked, *limits])  # of one that stands twice the last counts
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[FFMPEG_OPTIONS]
+            else:
+                os.environ[FFMPEG_OPTIONS] = before
+
+
+def examine_video(source: File, where: str, shown: str, most_frames: int, most_pixels: int) -> VideoHead:
+    """The first pass over a video, in another process.
+
+    Args:
+        source: the file.
+        where, shown: file and row, and the file, for messages.
+        most_frames: how many are counted at most.
+        most_pixels: of a frame; of a video with larger ones, or that states more frames, none is counted.
+
+    Raises:
+        DataError: when that process ends, or takes longer than ``LONGEST_S``.
+        MissingDependencyError: without OpenCV.
+    """
+    try:
+        import cv2  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{where}: videos other than animated images are read by OpenCV, which is not installed: "
+            "pip install 'sfumato[video]'"
+        ) from error
+    examiner = _examiner_of_thread()
+    try:
+        return VideoHead(*examiner.examine(source, most_frames, most_pixels))
+    except (OSError, ValueError, struct.error) as error:
+        reason = f"it ends its reader ({examiner.close()})"
+        if isinstance(error, TimeoutError):
+            reason = f"reading it takes more than {LONGEST_S:.0f} s"
+        raise DataError(f"{where}: broken video ({shown}): {reason}") from error
+
+
+class _Examiner:
+    """A child process that looks at one video after the other."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OPENCV_LOG_LEVEL": "OFF", "OPENCV_FFMPEG_LOGLEVEL": "-8"}
+        self.owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def examine(self, source: File, most_frames: int, most_pixels: int) -> list[float]:
+        """What ``VideoHead`` has. Raises OSError or ValueError when the process ends or does not answer in time."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        content = os.fsencode(source.absolute()) if isinstance(source, Path) else source
+        self._process.stdin.write(_HEADER.pack(isinstance(source, Path), most_frames, most_pixels, len(content)))
+        self._process.stdin.write(content)
+        self._process.stdin.flush()
+        ends = time.monotonic() + LONGEST_S
+        if not select.select([self._process.stdout], [], [], max(ends - time.monotonic(), 0))[0]:
+            raise TimeoutError
+        values = json.loads(self._process.stdout.readline())
+        if len(values) != len(VideoHead._fields):
+            raise ValueError(values)
+        return values
+
+    def close(self) -> str:
+        """Ends the process, and says how it ended."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._process.wait(timeout=1)
+        self._process.kill()
+        code = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+_of_threads = threading.local()
+
+
+def _examiner_of_thread() -> _Examiner:
+    """That of this thread of this process: one that was forked has none of its parent's."""
+    examiner = getattr(_of_threads, "examiner", None)
+    if examiner is None or examiner.owner != os.getpid() or not examiner.is_running:
+        examiner = _of_threads.examiner = _Examiner()
+    return examiner
+
+
+def _answer(requests: IO[bytes]) -> None:
+    """Looks at the videos that the parent names, until it has gone."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    while len(header := requests.read(_HEADER.size)) == _HEADER.size:
+        is_path, most_frames, most_pixels, length = _HEADER.unpack(header)
+        content = requests.read(length)
+        video = open_video(Path(os.fsdecode(content)) if is_path else content)
+        width, height, fps, stated = (video.get(number) for number in (3, 4, 5, 7))  # as OpenCV numbers its properties
+        num_frames = 0
+        is_small = width * height <= most_pixels and (stated <= most_frames or most_frames == 1)
+        while is_small and num_frames < most_frames and video.grab():
+            num_frames += 1
+        print(json.dumps([num_frames, width, height, fps, stated]), flush=True)
+
+
+if __name__ == "__main__":
+    _answer(sys.stdin.buffer)
