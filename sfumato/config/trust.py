@@ -17,6 +17,9 @@ SWITCH = "--trust-code"
 
 _trusts_code = True  # a task's configuration is that of the person who starts it
 
+_named: dict[str, None] = {}
+"""What of it a configuration has named in this process, in order."""
+
 
 @contextmanager
 def code_of_configurations(trusted: bool) -> Iterator[None]:
@@ -36,6 +39,12 @@ def refuse_code(what: str) -> None:
             f"{what} is code that this command would run for whoever wrote the configuration: it runs none; if you "
             f"have read that code and trust it, add {SWITCH} to this command"
         )
+    _named[what] = None
+
+
+def describe_code() -> list[str]:
+    """A line about the code that this process runs for a configuration; none where it runs none."""
+    return [f"the configuration runs code of yours or of others: {'; '.join(_named)}"] if _named else []
 
 
 def check_trust(trust_remote_code: bool) -> bool:

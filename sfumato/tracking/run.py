@@ -16,6 +16,7 @@ import torch
 
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
+from sfumato.config.trust import describe_code
 from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
@@ -404,6 +405,8 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
+    for line in describe_code():
+        run.say(line)
     Run.newest = run
     listen(run)
     watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))

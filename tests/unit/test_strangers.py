@@ -30,6 +30,7 @@ from sfumato.errors import ConfigError, DataError, FolderError, UserError
 from sfumato.tracking.lock import lock_folder
 from sfumato.tracking.report import POLICY, write_report
 from sfumato.tracking.samples import step_folder
+from tests.tiny import run_task_here, tiny_text_rl_config
 
 PACKAGE = Path(sfumato.__file__).parent
 HELPER = PACKAGE / "config" / "trust.py"
@@ -450,3 +451,10 @@ def test_a_process_that_asks_for_code_gets_no_answer_from_stdin(tmp_path: Path) 
     assert done.returncode != 0
     assert "[y/N]" not in done.stdout + done.stderr
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_run_says_in_its_log_what_code_its_configuration_names(tmp_path: Path) -> None:
+    """The rewards of tiny runs are a class of the tests, named by its import path."""
+    run = run_task_here("rl_text", tiny_text_rl_config(tmp_path, train={"max_steps": 1}))
+    (line,) = [line for line in (run / "log.txt").read_text().splitlines() if "runs code of yours" in line]
+    assert "type tests.text_rewards:Ascii" in line

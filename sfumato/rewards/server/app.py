@@ -29,6 +29,7 @@ from pydantic import Field, model_validator
 
 import sfumato
 from sfumato.config.base import Section, Variant
+from sfumato.config.characters import printable
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.http import wire
@@ -170,7 +171,7 @@ class RewardServer:
     def _note_call(self, label: str, reasons: list[str], seconds: float) -> None:
         self.metrics.count_call(label, reasons, seconds)
         for reason, count in Counter(filter(None, reasons)).items():
-            print(f"{label}: {reason} ({count} of {len(reasons)} samples)", flush=True)
+            print(printable(f"{label}: {reason} ({count} of {len(reasons)} samples)"), flush=True)
 
     async def stop(self) -> None:
         """Refuses new requests and waits until the accepted ones are finished."""
