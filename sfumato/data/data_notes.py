@@ -19,7 +19,19 @@ LOOKED_AT = 64
 """Rows of a source whose keys are looked at."""
 COMPARED = 50_000
 """Training rows of a source that is streamed which ``sfumato check`` compares evaluation rows with; of others, all."""
-OTHER_COLUMNS = ("tools", "system", "chosen", "rejected", "image", "images", "video", "videos", "audio", "audios")
+OTHER_COLUMNS = (
+    "tools",
+    "functions",
+    "system",
+    "chosen",
+    "rejected",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+)
 """Columns that formats of conversations read besides their keys."""
 
 

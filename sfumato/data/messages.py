@@ -89,15 +89,25 @@ def read_messages(value: Any, where: str, system: Any = None) -> Messages:
 
 
 def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The descriptions of tools in the column ``tools``, if there is one. Raises DataError that names the row."""
+    """The descriptions of tools in the column ``tools``, or of functions in the older column ``functions``, if there is
+    one. Raises DataError that names the row."""
     if row.get("tools") is None:
-        return None
+        functions = parsed_json(row.get("functions"), where)
+        return _tools_of_functions(without_absent(functions), where) if functions else None
     tools = without_absent(parsed_json(row["tools"], where))
     if isinstance(tools, list):
         tools = [without_absent(parsed_json(tool, where)) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
     return tools or None
+
+
+def _tools_of_functions(functions: Any, where: str) -> list[dict[str, Any]]:
+    """The descriptions as OpenAI's API has them since calls are those of tools."""
+    functions = functions if isinstance(functions, list) else [functions]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise DataError(f"{where}: column 'functions' must be a list of descriptions with a name")
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def with_text_arguments(messages: Messages) -> Messages:

@@ -182,3 +182,16 @@ def test_a_named_template_begins_as_the_tokenizer_does(tmp_path):
     for text in ("a b", "<s>a b"):
         (sample,) = transform({"text": text}, WHERE)
         assert sample.documents[0].input_ids.tolist() == [*plain("a b")["input_ids"], plain.eos_token_id]
+
+
+def test_functions_are_tools_of_an_older_form():
+    add = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    wanted = [{"type": "function", "function": add}]
+    for functions in ([add], add, json.dumps([add])):
+        assert read_tools({"functions": functions}, "row 1") == wanted
+    newer = {"type": "function", "function": {"name": "newer"}}
+    assert read_tools({"functions": [add], "tools": [newer]}, "row 1") == [newer]
+    assert read_tools({"functions": []}, "row 1") is None is read_tools({"functions": None}, "row 1")
+    for functions in ([{"parameters": {}}], [3], "[1, 2]"):
+        with pytest.raises(DataError, match="row 1: column 'functions' must be a list of descriptions with a name"):
+            read_tools({"functions": functions}, "row 1")

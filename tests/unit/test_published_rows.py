@@ -239,3 +239,24 @@ def test_answers_that_are_equal_once_cut_are_refused(data_type):
     with pytest.raises(DataError, match="chosen and rejected are the same 40 tokens"):
         transform(row, "row")
     assert transform(row | {"rejected": "c"}, "row")
+
+
+def test_columns_of_other_kinds_beside_the_text_change_nothing(tmp_path):
+    features = {
+        "text": datasets.Value("string"),
+        "label": datasets.ClassLabel(names=["no", "yes"]),
+        "translation": datasets.Translation(languages=["de", "en"]),
+        "when": datasets.Value("timestamp[s]"),
+        "content": datasets.Value("binary"),
+    }
+    row = {"text": "a b", "label": 1, "translation": {"de": "Haus", "en": "house"}, "when": 5, "content": b"x"}
+    table = datasets.Dataset.from_list([row], features=datasets.Features(features))
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    for column in features:
+        data = TextDataConfig(train_path=str(tmp_path / "a.parquet"), data_type="plaintext", text_keys=[column])
+        transform, (rows,) = build_transform(data, build_tokenizer()), open_sources(data).rows
+        if column == "text":
+            assert len(transform(rows[0], "row 1")) == 1
+            continue
+        with pytest.raises(DataError, match=f"row 1: column '{column}' must be a non-empty text"):
+            transform(rows[0], "row 1")
