@@ -45,6 +45,7 @@ def apart(
     mesh: Mesh,
     same_length: bool,
     sight: Sight | None = None,
+    after_call: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """What a model says about the tokens of packed rows, computed for each document in a row of its own.
 
@@ -55,6 +56,8 @@ def apart(
         mesh: the ranks; those that share weights compute equally many times.
         same_length: only documents of one length share a call: what the model computes depends on the longest row.
         sight: of a model that sees; ``forward`` is then given a ``Beside`` of ``[N, L]`` tokens, too.
+        after_call: is told after each call of ``forward`` where its ``[N, L]`` tokens stand among the ``B * T``, on the
+            CPU, -1 for padding; not of a model that sees.
 
     Returns:
         ``[B, T, V]``.
@@ -73,6 +76,8 @@ def apart(
         ids = input_ids[place].masked_fill(~is_token, 0)
         if sight is None:
             output = forward(ids)
+            if after_call is not None:
+                after_call(torch.where(counted, at, -1))
         else:
             media = [sight.media[number_of[start]] for start in starts if number_of[start] < len(sight.media)]
             beside = _gather(row, place, is_token, join_media(media))

@@ -26,6 +26,7 @@ from sfumato.models.output_layer import OutputLayer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
 from sfumato.models.plain import give_weights
+from sfumato.models.router_loss import RouterLogits, RouterLoss, check_router_layout
 from sfumato.models.scores import TokenScores
 from sfumato.models.source_folder import float32_names
 from sfumato.parallel.loss import IGNORED
@@ -66,6 +67,9 @@ class LanguageModel(PackedModel[TokenScores]):
         self.vocabulary_size: int = module.config.get_text_config().vocab_size
         """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
         self._output_layer, self._chunked = OutputLayer(module), chunked
+        self.router_loss: RouterLoss | None = None
+        """The auxiliary loss that this model is trained with, too."""
+        self._router_calls: list[tuple[Tensor, ...]] = []
 
     @contextmanager
     def whole_output(self) -> Iterator[None]:
@@ -168,6 +172,8 @@ class LanguageModel(PackedModel[TokenScores]):
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
+        if self.router_loss is not None:
+            check_router_layout(mesh.layout)
         if self.vision is not None:
             check_sighted(self.module, mesh)
 
@@ -177,14 +183,16 @@ class LanguageModel(PackedModel[TokenScores]):
     def _score(self, tensors: Tensors, media: Sequence[Tensors]) -> tuple[TokenScores, Tensors]:
         row = self._own_part(tensors)
         head, tail = None, None
+        self._router_calls.clear()
         if self._chunked:
             head, tail = self._output_layer.apart()
             keep_gathered(self.module, torch.is_grad_enabled())
         if self.rows.rows == "documents":
             with self.autocast():
                 forward, sight = self._forward if self.vision is None else self._forward_beside, self._sight(media)
-                output = apart(forward, row, self.mesh, self.rows.same_length, sight)
-            return TokenScores(output, tuple(row["input_ids"].shape), None, head, tail), row
+                places: list[Tensor] = []
+                output = apart(forward, row, self.mesh, self.rows.same_length, sight, places.append)
+            return TokenScores(output, tuple(row["input_ids"].shape), None, head, tail, self._said(places)), row
         kept = None
         can_pick = "number" not in tensors and "logits_to_keep" in self._arguments
         if can_pick and tensors["labels"].shape[0] == 1 and self.mesh.size == self.mesh.data_size:
@@ -194,7 +202,31 @@ class LanguageModel(PackedModel[TokenScores]):
         is_cut_within = self.vision is not None and self.mesh.layout.cp > 1
         given = self._to_device(tensors) if is_cut_within else row
         output = self._logits(given, media, **({} if kept is None else {"logits_to_keep": kept}))
-        return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail), row
+        return TokenScores(output, tuple(row["input_ids"].shape), kept, head, tail, self._said()), row
+
+    def _module_output(self, input_ids: Tensor, **more: Any) -> Any:
+        if self.router_loss is None:
+            return super()._module_output(input_ids, **more)
+        trains = torch.is_grad_enabled()
+        output = super()._module_output(input_ids, output_router_logits=trains, **more)
+        if trains:
+            self._router_calls.append(tuple(output.router_logits or ()))
+        return output
+
+    def _said(self, places: list[Tensor] | None = None) -> RouterLogits | None:
+        """What the routers said in the calls of ``forward`` for a micro-batch; None without their loss, or graph.
+
+        Args:
+            places: int64 ``[N, L]`` of each call, see ``apart``; later calls have no tokens. None: one call for all.
+        """
+        calls = [*self._router_calls]
+        self._router_calls.clear()
+        if not calls:
+            return None
+        if places is None:
+            return RouterLogits(calls[0])
+        layers = tuple(torch.cat(layer) for layer in zip(*calls[: len(places)], strict=True))
+        return RouterLogits(layers, torch.cat([place.flatten() for place in places]))
 
     def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """Logits, or with a chunked loss the last hidden states, of tokens ``[B, T]``."""

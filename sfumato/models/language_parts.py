@@ -25,7 +25,6 @@ from sfumato.models.lora import refuse_adapter
 from sfumato.models.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.plain import attention_by_part, can_set_attention
 from sfumato.models.source_folder import (
-    check_router_loss,
     dequantizing,
     forget_what_is_not_exported,
     refuse_other_head,
@@ -150,6 +149,11 @@ def source_of(config: LanguageModelConfig) -> Path | None:
     return None if config.model_path is None else Path(config.model_path)
 
 
+def where_described(config: LanguageModelConfig) -> str:
+    """Where a model's configuration stands, for messages."""
+    return str(config.config_path or f"model.model_path {config.model_path}: config.json")
+
+
 def check_vocabulary(module: nn.Module, tokenizer: Any) -> None:
     """Raises ConfigError when a tokenizer has more tokens than the model knows."""
     size = module.get_input_embeddings().num_embeddings
@@ -165,7 +169,6 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
-    check_router_loss(described, str(config.config_path or f"model.model_path {config.model_path}: config.json"))
     known = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
         raise ConfigError(

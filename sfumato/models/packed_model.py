@@ -377,11 +377,15 @@ class PackedModel(ABC, Generic[Output]):
 
     def _forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
         """The same, of tokens ``[B, T]``."""
+        return self._module_output(input_ids, **more).logits
+
+    def _module_output(self, input_ids: Tensor, **more: Any) -> Any:
+        """transformers' output for tokens ``[B, T]``."""
         if self.rows.same_length:
             forget_lengths(self.plain)
         asks_alike = self.attention == ATTENTION and self.vision is None  # masks of some depend on the images
         with self._masks.forward() if asks_alike else nullcontext():
-            return self.module(input_ids=input_ids, use_cache=False, **more).logits
+            return self.module(input_ids=input_ids, use_cache=False, **more)
 
     def _seen(self, position_ids: Tensor, beside: Beside) -> Tensors:
         """What the module's ``forward`` is given beside tokens ``[B, T]`` of a model that sees."""

@@ -100,23 +100,6 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def check_router_loss(config: Any, where: str) -> None:
-    """Whether training would leave out an auxiliary loss that the configuration asks for.
-
-    Raises:
-        ConfigError: when it would.
-    """
-    text = config.get_text_config()
-    asks = getattr(text, "output_router_logits", False) or getattr(config, "output_router_logits", False)
-    coefficient = getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None)
-    if asks and coefficient:
-        raise ConfigError(
-            f"{where}: output_router_logits with router_aux_loss_coef {coefficient:g} asks for an auxiliary loss of "
-            "routers, which is not added here: set output_router_logits to false, and balance experts by "
-            "train.expert_bias_rate"
-        )
-
-
 def refuse_other_head(folder: Path, config: Any) -> None:
     """Raises ConfigError when a folder is said to tie its output layer to the embedding, but holds another one."""
     if config.get_text_config() is not config or not getattr(config, "tie_word_embeddings", False):

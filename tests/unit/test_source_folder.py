@@ -182,21 +182,33 @@ def test_adapters_on_a_tied_head_are_refused_with_the_reason(tmp_path: Path) -> 
         run_task_here("train_text", config_of(tmp_path, folder, lora=lora))
 
 
-@pytest.mark.parametrize("make", [tiny_text_config, tiny_text_rl_config])
+@pytest.mark.parametrize("task", ["rl_text", "train_text_dpo", "train_text_kto", "train_text_reward"])
 @pytest.mark.parametrize("kind", ["folder", "description"])
-def test_an_auxiliary_loss_that_is_not_added_is_refused(tmp_path: Path, make: Any, kind: str) -> None:
+def test_an_auxiliary_loss_that_a_task_does_not_add_is_refused(tmp_path: Path, task: str, kind: str) -> None:
     asks = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
-    config = make(tmp_path, "qwen3_moe")
+    if task == "rl_text":
+        config = tiny_text_rl_config(tmp_path, "qwen3_moe")
+    else:
+        data_type = "unpaired" if task == "train_text_kto" else "preference"
+        config = tiny_text_config(tmp_path, "qwen3_moe", data={"data_type": data_type})
     description = write_config(tiny_language_description("qwen3_moe") | asks, tmp_path / "asks.yaml")
     model = {"config_path": str(description), "tokenizer_path": "bytes"}
     if kind == "folder":
         model = {"model_path": str(write_model(tmp_path / "model", "qwen3_moe", **asks))}
     config["model"] = model
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef 0\.02 asks for .* set output_router_logits to false"):
-        run_task_here("rl_text" if make is tiny_text_rl_config else "train_text", config)
-    assert any(
-        "auxiliary loss" in problem for problem in check_config(write_config(config, tmp_path / "c.yaml")).problems
-    )
+    if task == "train_text_reward":
+        config["reward"] = {"objective": "bradley_terry"}
+    with pytest.raises(ConfigError, match=r"weight of 0\.02 asks for .* set output_router_logits to false"):
+        run_task_here(task, config)
+    found = check_config(write_config(config, tmp_path / "c.yaml"), task=task)
+    assert any("auxiliary loss" in problem for problem in found.problems)
+
+
+def test_a_class_without_an_auxiliary_loss_is_trained_and_that_is_said(tmp_path: Path, capsys: Any) -> None:
+    folder = write_model(tmp_path / "model", "deepseek_v3")
+    edit_config(folder, output_router_logits=True, router_aux_loss_coef=0.02)
+    run_task_here("train_text", config_of(tmp_path, folder))
+    assert "transformers' DeepseekV3ForCausalLM has none, so none is added" in capsys.readouterr().err
 
 
 QUICK = ("mamba", "mixtral")
