@@ -42,7 +42,7 @@ from sfumato.models.planned_vision import vision_on_meta
 from sfumato.models.router_loss import (
     adds_router_loss,
     asked_coefficient,
-    check_router_layout,
+    check_router_settings,
     describe_router_loss,
     refuse_router_loss,
 )
@@ -216,7 +216,7 @@ def _look_at_model_folder(found: Findings, config: Any) -> None:
     elif cls is not None:
         found.notes.extend(describe_router_loss(cls, described))
         if asked_coefficient(described) and adds_router_loss(cls):
-            check_router_layout(found.layout)
+            check_router_settings(found.layout, config.train.compiles("cuda" if found.on_gpu else "cpu"))
 
 
 def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:

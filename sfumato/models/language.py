@@ -26,7 +26,7 @@ from sfumato.models.output_layer import OutputLayer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
 from sfumato.models.plain import give_weights
-from sfumato.models.router_loss import RouterLogits, RouterLoss, check_router_layout
+from sfumato.models.router_loss import RouterLogits, RouterLoss, check_router_settings
 from sfumato.models.scores import TokenScores
 from sfumato.models.source_folder import float32_names
 from sfumato.parallel.loss import IGNORED
@@ -173,7 +173,7 @@ class LanguageModel(PackedModel[TokenScores]):
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
         if self.router_loss is not None:
-            check_router_layout(mesh.layout)
+            check_router_settings(mesh.layout, config.compiles(mesh.device.type))
         if self.vision is not None:
             check_sighted(self.module, mesh)
 

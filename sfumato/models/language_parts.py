@@ -276,7 +276,7 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
 
 def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     try:
-        by_part = attention_by_part(described, attention)
+        by_part = attention_by_part(described, attention, auto_class._model_mapping.get(type(described), None))
         return make_from_config(
             auto_class, described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust
         )
@@ -304,7 +304,9 @@ def _load(
             auto_class,
             folder,
             config=copy.deepcopy(described),
-            attn_implementation=attention_by_part(described, attention),
+            attn_implementation=attention_by_part(
+                described, attention, auto_class._model_mapping.get(type(described), None)
+            ),
             dtype=dtype,
             trust_remote_code=trust,
             use_safetensors=True,
@@ -313,7 +315,10 @@ def _load(
             **quantization,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.model_path {folder}: transformers cannot load it: {error}") from error
+        name = "packed" if attention == ATTENTION else attention
+        is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
+        remedy = f" with model.attention {name}, set it to eager" if is_attention else ""
+        raise ConfigError(f"model.model_path {folder}: transformers cannot load it{remedy}: {error}") from error
     shapes = sorted(report.get("mismatched_keys") or ())
     if shapes:
         name, stored, wanted = shapes[0]

@@ -139,8 +139,19 @@ def family_function(cls: type[nn.Module]) -> Any:
     return None
 
 
-def check_router_layout(layout: Layout) -> None:
-    """Raises ConfigError for settings under which the routers' logits of a forward pass are not on one rank."""
+def check_router_settings(layout: Layout, is_compiled: bool) -> None:
+    """Raises ConfigError for settings under which the routers' logits of a forward pass are not on one rank, or not
+    those that transformers' hooks see.
+
+    Args:
+        layout: the mesh.
+        is_compiled: whether blocks are compiled, in which the hooks give the logits of other layers.
+    """
+    if is_compiled:
+        raise ConfigError(
+            "train.compile and the routers' auxiliary loss (output_router_logits in config.json) exclude each other, "
+            f"since transformers' hooks do not see the routers in compiled blocks: set it to false; or {REMEDY}"
+        )
     sizes = {
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,

@@ -150,7 +150,8 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         if not {torch.bfloat16, torch.float16} & {*dtypes.values()}:
             return by_class
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        with suppress(ConfigError):  # a conversion that is not done in parts: names that are the same remain
-            dtypes |= {name: tensor.dtype for name, tensor in converted(stored, module, shapes).items()}
+        with suppress(ConfigError):  # two tensors of one name: it is said where weights are read
+            readable = converted(stored, module, shapes, skip_others=True)  # names that are the same remain
+            dtypes |= {name: tensor.dtype for name, tensor in readable.items()}
     held = tensors.keys() & dtypes.keys()
     return (by_class - held) | {name for name in held if dtypes[name] == torch.float32}

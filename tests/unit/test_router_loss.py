@@ -183,9 +183,23 @@ def test_a_run_logs_it_says_what_it_is_over_and_exports_the_setting(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tensor_parallel_size": 2}, {"expert_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str
+    "settings",
+    [
+        {"tensor_parallel_size": 2},
+        {"expert_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"ulysses_parallel_size": 2},
+        {"compile": True},
+    ],
+    ids=str,
 )
-def test_meshes_that_cut_a_forward_pass_are_refused(tmp_path: Path, sizes: dict[str, int]) -> None:
-    config = text_config(tmp_path, "mixtral", train=sizes)
+def test_settings_that_hide_the_routers_of_a_forward_pass_are_refused(tmp_path: Path, settings: Any) -> None:
+    config = text_config(tmp_path, "mixtral", train=settings)
     found = check_config(write_config(config, tmp_path / "config.yaml"), num_ranks=2, with_data=False)
-    assert any(f"{next(iter(sizes))} and the routers' auxiliary loss" in problem for problem in found.problems)
+    assert any(
+        str(next(iter(settings))) in problem and "and the routers' auxiliary loss" in problem
+        for problem in found.problems
+    )
+    if settings == {"compile": True}:
+        with pytest.raises(ConfigError, match=r"train\.compile and the routers' auxiliary loss"):
+            build(tmp_path, "mixtral", compile=True)
