@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
-from sfumato.config.paths import check_pipeline
+from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
 from sfumato.errors import ConfigError, MissingDependencyError
@@ -107,6 +107,12 @@ def _pipeline_class_of(folder: Path) -> str:
         return read_pipeline_class(folder)
     except FileNotFoundError as error:
         refuse_adapter(folder)
+        if hint := hub_hint(folder):
+            raise ConfigError(
+                f"model.model_path {folder} is not a pipeline folder{hint}; else give a folder that diffusers' "
+                "save_pretrained wrote; for the quickstart, run the step before this one first (make quickstart runs "
+                "all of them)"
+            ) from error
         raise ConfigError(
             f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
             "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "
