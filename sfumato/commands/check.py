@@ -46,7 +46,7 @@ from sfumato.models.router_loss import (
     describe_router_loss,
     refuse_router_loss,
 )
-from sfumato.models.source_folder import describe_left_out
+from sfumato.models.source_folder import describe_jitter, describe_left_out
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
@@ -209,6 +209,8 @@ def _look_at_model_folder(found: Findings, config: Any) -> None:
     model, sees = made_model(config.model), config.data.data_type.has_images
     described = read_model_config(model, sees)
     found.notes.extend(describe_left_out(described))
+    if jitter := describe_jitter(described):
+        (found.problems if config.train.probe == "stop" else found.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     cls = auto_class._model_mapping.get(type(described), None)
     if type(config) is not TrainTextConfig:

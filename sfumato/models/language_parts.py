@@ -27,6 +27,7 @@ from sfumato.models.plain import attention_by_part, can_set_attention
 from sfumato.models.source_folder import (
     dequantizing,
     forget_what_is_not_exported,
+    refuse_loss_terms,
     refuse_other_head,
 )
 from sfumato.parallel.shards import trainable_parameters
@@ -169,6 +170,7 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
+    refuse_loss_terms(described, where_described(config))
     known = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
         raise ConfigError(

@@ -24,6 +24,17 @@ DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields that count layers for further tokens (multi-token prediction), which transformers' causal models leave out."""
 
+LOSS_TERMS = ("z_loss_coefficient",)
+"""Weights of terms that transformers' causal models add to the cross entropy when they are given labels, but for the
+auxiliary loss of routers (``router_loss.py``)."""
+
+JITTER = {
+    "router_jitter_noise": ("mixtral", "minimax", "minimax_m2"),
+    "input_jitter_noise": ("phimoe",),
+    "moe_jitter_eps": ("dbrx", "dbrx_ffn"),
+}
+"""Fields by which routers draw noise in training, and the model types in which they do."""
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 64
 """Rows at the beginning and at the end of two matrices by which they are told apart."""
@@ -98,6 +109,37 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
             "export counts none"
         )
     return tuple(lines)
+
+
+def refuse_loss_terms(config: Any, where: str) -> None:
+    """Raises ConfigError for a configuration that asks for a term of the loss that is not computed here.
+
+    Args:
+        config: transformers' configuration.
+        where: it stands, for messages.
+    """
+    text = config.get_text_config()
+    for name in LOSS_TERMS:
+        value = getattr(text, name, None) or 0.0
+        if value:
+            raise ConfigError(
+                f"{where}: {name} {value:g} adds a term to the loss in transformers, which is not computed here: set "
+                f"{name} to 0"
+            )
+
+
+def describe_jitter(config: Any) -> str | None:
+    """What a run's probe will say of a configuration by which routers draw noise in training; None where none does."""
+    text = config.get_text_config()
+    for part in (text, getattr(text, "ffn_config", None)):
+        for name, kinds in JITTER.items():
+            value = getattr(part, name, None)
+            if value and text.model_type in kinds:
+                return (
+                    f"{name} {value:g}: routers draw noise in training, which depends on how documents are packed and "
+                    f"shared; the run's probe stops there: set {name} to 0 in the model's configuration"
+                )
+    return None
 
 
 def refuse_other_head(folder: Path, config: Any) -> None:
