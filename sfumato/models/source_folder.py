@@ -45,6 +45,9 @@ def quantization_method(config: Any) -> str | None:
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
+    for part in (getattr(config, "quantization", None), settings):  # MLX writes one of these, or both
+        if isinstance(part, dict) and {"bits", "group_size"} <= part.keys() and "quant_method" not in part:
+            return "MLX"
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
@@ -85,11 +88,13 @@ def dequantizing(config: Any, folder: Path, init_device: str) -> dict[str, Any]:
 
 
 def forget_what_is_not_exported(config: Any) -> None:
-    """Takes out of transformers' configuration, in place, what an export does not have: quantisation and further
-    layers."""
+    """Takes out of transformers' configuration, in place, what an export does not have: quantisation, further
+    layers, and the place of code."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
+        if getattr(part, "auto_map", None):
+            del part.auto_map  # transformers writes it again beside the code, where a class is not its own
         for name in FURTHER_LAYERS:
             if getattr(part, name, None):
                 setattr(part, name, 0)
@@ -101,6 +106,11 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
     method = quantization_method(config)
     if method is not None:
         lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
+    if getattr(config, "auto_map", None) and type(config).__module__.startswith("transformers."):
+        lines.append(
+            "config.json names Python code (auto_map), which transformers' own class stands in for: the export has "
+            "neither the name nor the files"
+        )
     text = config.get_text_config()
     counted = [f"{name} {getattr(text, name)}" for name in FURTHER_LAYERS if getattr(text, name, None)]
     if counted:

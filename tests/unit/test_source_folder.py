@@ -73,6 +73,14 @@ def test_weights_that_a_class_keeps_in_float32_stay_so(tmp_path: Path, lora: dic
     assert_same_weights(folder, run / "hf_ckpt" if lora is None else tmp_path / "merged")
 
 
+@pytest.mark.slow
+def test_rl_exports_them_as_float32_too(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "deepseek_v3")
+    config = tiny_text_rl_config(tmp_path, train=BF16)
+    run = run_task_here("rl_text", config | {"model": {"model_path": str(folder)}})
+    assert_same_weights(folder, run / "hf_ckpt")
+
+
 def test_what_a_folder_holds_as_float32_among_others_stays_so(tmp_path: Path) -> None:
     """Such as routers or norms, by the decision of who published it."""
     folder = write_model(tmp_path / "model")
@@ -149,6 +157,46 @@ def test_quantised_weights_that_cannot_be_trained_are_refused(tmp_path: Path, se
             ConfigError, match=r"quantised by .*take the folder of the same model that is not quantised"
         ):
             run_task_here("train_text", config_of(tmp_path, folder, lora=lora))
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization_config",), ("quantization", "quantization_config")])
+def test_folders_of_mlx_are_refused_by_name(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    folder = write_model(tmp_path / "model")
+    edit_config(folder, **{key: {"group_size": 64, "bits": 4} for key in keys})
+    with pytest.raises(ConfigError, match=r"quantised by MLX.*take the folder of the same model that is not quantised"):
+        run_task_here("train_text", config_of(tmp_path, folder))
+
+
+def write_code(folder: Path) -> None:
+    """Code beside a model, as a folder on the hub has it."""
+    (folder / "configuration_x.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass XConfig(LlamaConfig):\n    model_type = 'x'\n"
+    )
+    (folder / "modeling_x.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_x import XConfig\n\n\n"
+        "class XForCausalLM(LlamaForCausalLM):\n    config_class = XConfig\n"
+    )
+    edit_config(
+        folder, auto_map={"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    )
+
+
+def test_code_that_transformers_stands_in_for_is_not_named_by_an_export(tmp_path: Path, capsys: Any) -> None:
+    folder = write_model(tmp_path / "model")
+    write_code(folder)
+    run = run_task_here("train_text", config_of(tmp_path, folder))
+    assert "config.json names Python code (auto_map)" in capsys.readouterr().err
+    assert "auto_map" not in json.loads((run / "hf_ckpt/config.json").read_text())
+    assert_same_weights(folder, run / "hf_ckpt")
+
+
+def test_code_of_a_model_is_exported_beside_its_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    write_code(folder)
+    edit_config(folder, model_type="x", architectures=["XForCausalLM"])
+    run = run_task_here("train_text", config_of(tmp_path, folder, trust_remote_code=True))
+    exported = AutoModelForCausalLM.from_pretrained(run / "hf_ckpt", trust_remote_code=True)
+    assert type(exported).__name__ == "XForCausalLM"
 
 
 def test_layers_for_further_tokens_are_not_counted_by_an_export(tmp_path: Path, capsys: Any) -> None:
