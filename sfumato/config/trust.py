@@ -18,6 +18,11 @@ SWITCH = "--trust-code"
 _trusts_code = True  # a task's configuration is that of the person who starts it
 
 
+def trusts_code() -> bool:
+    """Whether the configuration is that of the person who starts this process."""
+    return _trusts_code
+
+
 @contextmanager
 def code_of_configurations(trusted: bool) -> Iterator[None]:
     """Inside, code that configurations name runs, or is refused."""
