@@ -4,7 +4,8 @@
 
 Plain text or conversations become tokens and packed rows without padding. The loss is the mean over the tokens of the
 whole step that its loss mask holds, on any mesh. A step's samples follow from the data, the seed and one integer, so a
-run does not depend on the number of processes, on the micro-batch size, or on having been interrupted.
+run does not depend on the number of processes, on the micro-batch size, or on having been interrupted. A mixture of
+experts whose config.json has output_router_logits is trained with the auxiliary loss of its routers besides.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sfumato.models.language import LanguageModel
 from sfumato.models.language_load import build_language_model
 from sfumato.models.plain import check_length
 from sfumato.models.probe import probe
+from sfumato.models.router_loss import StepRouterLoss
 from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
@@ -43,7 +45,7 @@ def main(config: TrainTextConfig) -> None:
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_text")
 
-    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
     check_length(model.module.config, config.data.max_seq_len)
     flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
@@ -68,9 +70,10 @@ def main(config: TrainTextConfig) -> None:
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_tokens = mesh.sum(sum(batch.num_labels for batch in batches))  # that the loss mask holds, of all ranks
         by_source = SourceLosses(loader.source_names)
-        loss_fn = partial(next_token_loss, num_tokens=num_tokens, by_source=by_source)
+        aux_loss = StepRouterLoss(model.router_loss, batches, mesh)
+        loss_fn = partial(next_token_loss, num_tokens=num_tokens, by_source=by_source, aux_loss=aux_loss)
         losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
-        pending = losses, by_source.numbers  # on the device until they are read with the gradient's norm
+        pending = losses, by_source.numbers, aux_loss.numbers  # on the device until they are read with the norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -82,7 +85,7 @@ def main(config: TrainTextConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr, "tokens": num_tokens}
-        metrics |= by_source.means(mesh) | balance
+        metrics |= by_source.means(mesh) | aux_loss.metrics() | balance
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"), averaged_weights(ema):
                 metrics |= evaluate(model, validation, mesh)
@@ -110,11 +113,14 @@ def make_model(model: LanguageModelConfig) -> None:
         main(load_maker(TrainTextConfig, model.made_by, str(model.model_path), "model.model_path"))
 
 
-def next_token_loss(scores: TokenScores, batch: TokenBatch, num_tokens: float, by_source: SourceLosses) -> torch.Tensor:
-    """A micro-batch's part of the mean cross entropy over the loss mask of the step, which holds ``num_tokens``."""
+def next_token_loss(
+    scores: TokenScores, batch: TokenBatch, num_tokens: float, by_source: SourceLosses, aux_loss: StepRouterLoss
+) -> torch.Tensor:
+    """A micro-batch's part of the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, and of
+    ``router_aux_loss_coef`` times the auxiliary loss of routers, which is 0 for most models."""
     total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
     by_source.add(losses, batch.source_ids, batch.loss_mask)
-    return total / max(num_tokens, 1)
+    return total / max(num_tokens, 1) + aux_loss.part(scores.router_logits, batch)
 
 
 @torch.no_grad()

@@ -35,10 +35,18 @@ from sfumato.data.bad_rows import bad_row_limit
 from sfumato.data.vision import ImageReader
 from sfumato.errors import UserError
 from sfumato.models.language_load import build_tokenizer, read_model_config
+from sfumato.models.language_parts import where_described
 from sfumato.models.planned import language_model_on_meta
 from sfumato.models.planned_drawing import KEYS_AND_VALUES
 from sfumato.models.planned_vision import vision_on_meta
-from sfumato.models.source_folder import describe_left_out
+from sfumato.models.router_loss import (
+    adds_router_loss,
+    asked_coefficient,
+    check_router_settings,
+    describe_router_loss,
+    refuse_router_loss,
+)
+from sfumato.models.source_folder import describe_jitter, describe_left_out
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
@@ -135,8 +143,7 @@ def check_config(
     try:
         found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
         if isinstance(config.model, LanguageModelConfig):
-            sees = config.data.data_type.has_images
-            found.notes.extend(describe_left_out(read_model_config(made_model(config.model), sees)))
+            _look_at_model_folder(found, config)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
@@ -193,6 +200,25 @@ def _look_at_data(found: Findings, config: Section) -> None:
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
         (found.problems if stops else found.notes).extend(lines)
     found.notes.extend(found.data.notes)
+
+
+def _look_at_model_folder(found: Findings, config: Any) -> None:
+    """What a language model's folder says that the run follows, leaves out, or refuses."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    model, sees = made_model(config.model), config.data.data_type.has_images
+    described = read_model_config(model, sees)
+    found.notes.extend(describe_left_out(described))
+    if jitter := describe_jitter(described):
+        (found.problems if config.train.probe == "stop" else found.notes).append(jitter)
+    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
+    cls = auto_class._model_mapping.get(type(described), None)
+    if type(config) is not TrainTextConfig:
+        refuse_router_loss(cls, described, where_described(model))
+    elif cls is not None:
+        found.notes.extend(describe_router_loss(cls, described))
+        if asked_coefficient(described) and adds_router_loss(cls):
+            check_router_settings(found.layout, config.train.compiles("cuda" if found.on_gpu else "cpu"))
 
 
 def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:

@@ -31,6 +31,7 @@ from sfumato.models.planned import (
     plan_scalar_model,
     plan_text_policy,
 )
+from sfumato.parallel.dropout import refuse_unkeyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
 
@@ -101,6 +102,8 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     """
     planned = planned_of(config, layout, on_gpu)
     module = planned.build()
+    if isinstance(config.model, LanguageModelConfig):
+        refuse_unkeyed_dropout(module)
     found = ModelFindings(type(module).__name__)
     found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -83,7 +83,7 @@ def _build(run: Path) -> Exportable:
 
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+        model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
         return _with_template(model, config.data)
     if task == "train_omni":
         from sfumato.config.omni import TrainOmniConfig

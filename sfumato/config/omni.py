@@ -70,7 +70,7 @@ class OmniModelConfig(Section):
     """A vision encoder of transformers (CLIP, SigLIP, DINOv2, ...), whose patches are projected to tokens."""
     projector: FilePath | None = None
     """Folder `hf_ckpt` of a run of this task, whose projector is taken; null draws its weights."""
-    image_tokenizer: FilePath | None = None
+    image_tokenizer: ModelPath | None = None
     """Folder of diffusers' VQModel, the codes of which are tokens that are drawn, or with head of its AutoencoderKL,
     whose latents are; it is not trained. A unified model has its own; of one that is described, the folder of that."""
     head: PartConfig | None = None

@@ -94,11 +94,22 @@ def refuse_other_layout(name: str, option: str = "model.model_path") -> None:
                 f"{option} {path} holds {layout}, and no config.json: take the model in transformers' layout "
                 "(config.json, model.safetensors), or convert it with transformers"
             )
-    if not path.exists() and HUB_NAME.fullmatch(name) is not None:
-        raise ConfigError(
-            f"{option} {name} is not a model folder, and not in the local hub cache. If it is a name on the hub: "
-            f"hf download {name}"
-        )
+    if hint := hub_hint(name):
+        raise ConfigError(f"{option} {name} is not a model folder{hint}")
+
+
+def refuse_missing_model(folder: Path, option: str) -> None:
+    """Raises ConfigError for a name on the hub that the local hub cache does not hold."""
+    if hint := hub_hint(folder):
+        raise ConfigError(f"{option} {folder} is not a model folder{hint}")
+
+
+def hub_hint(name: str | Path) -> str:
+    """How to get a model that is called by its name on the hub: the end of a message; empty where it is no such name,
+    or a folder that exists."""
+    if HUB_NAME.fullmatch(str(name)) is None or Path(name).exists():
+        return ""
+    return f", and not in the local hub cache. If it is a name on the hub: hf download {name}"
 
 
 OTHER_WEIGHTS = ("*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.msgpack", "*.h5")

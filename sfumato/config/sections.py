@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
+from sfumato.config.hub import download_model
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.paths import FilePath, ModelPath
 
@@ -43,7 +44,9 @@ class ModelConfig(Section):
     """The model: which folder or which description it comes from, and what of it is trained."""
 
     model_path: ModelPath | None = None
-    """Folder of a diffusers pipeline (with model_index.json)."""
+    """Folder of a diffusers pipeline (with model_index.json), or its name on the hub."""
+    download: bool = False
+    """Fetch a model_path that is a name on the hub and not in the local hub cache."""
     config_path: FilePath | None = None
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
     family: str | None = None
@@ -59,6 +62,11 @@ class ModelConfig(Section):
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
     offload_idle: bool = False
     """Keep text encoders and autoencoder in CPU memory except while they work, to and fro each time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _download(cls, fields: Any) -> Any:
+        return download_model(fields)
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
+from sfumato.config.hub import download_model
 from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.sections import Expression, LoraConfig
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
@@ -19,6 +20,8 @@ class LanguageModelConfig(Section):
     model_path: ModelPath | None = None
     """Folder of a transformers model (config.json, safetensors files, tokenizer), or its name on the hub when the
     local hub cache holds it."""
+    download: bool = False
+    """Fetch a model_path that is a name on the hub and not in the local hub cache."""
     config_path: FilePath | None = None
     """YAML file with the fields of a transformers configuration (model_type, hidden_size, ...): a model made from
     scratch with random weights; instead of model_path."""
@@ -40,6 +43,11 @@ class LanguageModelConfig(Section):
     every causal model, recurrent ones too. auto: packed where the model keeps documents apart, else documents."""
     trust_remote_code: Annotated[bool, AfterValidator(check_trust)] = False
     """Whether Python code that lies in model_path may run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _download(cls, fields: Any) -> Any:
+        return download_model(fields)
 
     @model_validator(mode="after")
     def _one_source(self) -> LanguageModelConfig:

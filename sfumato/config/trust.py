@@ -21,6 +21,11 @@ _named: dict[str, None] = {}
 """What of it a configuration has named in this process, in order."""
 
 
+def trusts_code() -> bool:
+    """Whether the configuration is that of the person who starts this process."""
+    return _trusts_code
+
+
 @contextmanager
 def code_of_configurations(trusted: bool) -> Iterator[None]:
     """Inside, code that configurations name runs, or is refused."""

@@ -43,6 +43,7 @@ def forward_per_document(
     mesh: Mesh,
     same_length: bool,
     idle: IdleImage | None = None,
+    after_call: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """What a model says about the tokens of packed rows, computed for each document in a row of its own.
 
@@ -52,6 +53,8 @@ def forward_per_document(
         mesh: the ranks; those that share weights compute equally many times.
         same_length: only documents of one length share a call: what the model computes depends on the longest row.
         idle: of a model that sees; ``forward`` is then given the ``MultimodalInputs`` of ``[N, L]`` tokens, too.
+        after_call: is told after each call of ``forward`` where its ``[N, L]`` tokens stand among the ``B * T``, on the
+            CPU, -1 for padding; not of a model that sees.
 
     Returns:
         ``[B, T, V]``.
@@ -70,6 +73,8 @@ def forward_per_document(
         ids = input_ids[place].masked_fill(~is_token, 0)
         if idle is None:
             output = forward(ids)
+            if after_call is not None:
+                after_call(torch.where(counted, at, -1))
         else:
             media = [batch.media[document_at[start]] for start in starts if document_at[start] < len(batch.media)]
             inputs = _gather_inputs(batch, place, is_token, join_media(media))

@@ -26,6 +26,7 @@ from sfumato.models.output_layer import OutputLayer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.packed_model import RowLayout as RowLayout
 from sfumato.models.plain import give_weights
+from sfumato.models.router_loss import RouterLogits, RouterLoss, check_router_settings
 from sfumato.models.scores import TokenScores
 from sfumato.models.source_folder import float32_names
 from sfumato.parallel.loss import IGNORED
@@ -66,6 +67,8 @@ class LanguageModel(PackedModel[TokenScores]):
         self.vocabulary_size: int = module.config.get_text_config().vocab_size
         """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
         self._output_layer, self._chunked = OutputLayer(module), chunked
+        self.router_loss: RouterLoss | None = None
+        """The auxiliary loss that this model is trained with, too."""
 
     def __call__(self, batch: TokenBatch) -> TokenScores:
         """The forward pass: scores of the tokens of a micro-batch that ``place_batch`` has placed.
@@ -74,6 +77,8 @@ class LanguageModel(PackedModel[TokenScores]):
         a time with the output layer that was taken out of it.
         """
         lm_head, make_logits = None, None
+        router_calls: list[tuple[Tensor, ...]] = []
+        places: list[Tensor] = []
         if self._chunked:
             lm_head, make_logits = self._output_layer.detach()
             keep_gathered(self.module, torch.is_grad_enabled())
@@ -82,16 +87,20 @@ class LanguageModel(PackedModel[TokenScores]):
             input_ids: Tensor,
             inputs: MultimodalInputs | None = None,
             position_ids: Tensor | None = None,
-            **more: Tensor,
+            **more: Any,
         ) -> Tensor:
             """Logits, or the last hidden states, of tokens ``[B, T]``."""
-            logits = self._run_module(input_ids, position_ids, inputs, **more).logits
-            return self._output_layer.hidden(logits) if self._chunked else logits
+            if self.router_loss is not None:
+                more["output_router_logits"] = torch.is_grad_enabled()
+            output = self._run_module(input_ids, position_ids, inputs, **more)
+            if more.get("output_router_logits"):
+                router_calls.append(tuple(output.router_logits or ()))
+            return self._output_layer.hidden(output.logits) if self._chunked else output.logits
 
         with self.autocast():
             if self.row_layout.rows == "documents":
                 layout = self.mesh, self.row_layout.same_length, self._idle_image()
-                output = forward_per_document(compute_output, batch, *layout)
+                output = forward_per_document(compute_output, batch, *layout, after_call=places.append)
             else:
                 rows, inputs, more = batch.whole_rows or batch, None, {}
                 if rows.modality_ids is not None:
@@ -99,7 +108,8 @@ class LanguageModel(PackedModel[TokenScores]):
                 if batch.output_columns is not None:
                     more["logits_to_keep"] = batch.output_columns
                 output = compute_output(rows.input_ids, inputs, rows.position_ids, **more)
-        return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits)
+        router_logits = RouterLogits.of_calls(router_calls, places)
+        return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits, router_logits)
 
     def _output_columns(self, batch: TokenBatch) -> Tensor | None:
         """Those that have a label, where they are few enough and a packed row is on one rank."""
@@ -212,6 +222,8 @@ class LanguageModel(PackedModel[TokenScores]):
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         check_settings(self.module, mesh, config, self._chunked)
+        if self.router_loss is not None:
+            check_router_settings(mesh.layout, config.compiles(mesh.device.type))
         if self.vision is not None:
             check_multimodal(self.module, mesh)
 

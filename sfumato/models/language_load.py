@@ -12,12 +12,27 @@ from sfumato.data.text import TextFormat
 from sfumato.data.text_prompt_formats.base import PromptFormat
 from sfumato.data.vision import ImageReader
 from sfumato.models.language import LanguageModel
-from sfumato.models.language_parts import BYTES, DTYPES, build_module, check_vocabulary, freeze, is_unified
+from sfumato.models.language_parts import (
+    BYTES,
+    DTYPES,
+    build_module,
+    check_vocabulary,
+    freeze,
+    is_unified,
+    where_described,
+)
 from sfumato.models.language_parts import build_byte_tokenizer as build_byte_tokenizer
 from sfumato.models.language_parts import build_tokenizer as build_tokenizer
 from sfumato.models.language_parts import read_model_config as read_model_config
 from sfumato.models.language_parts import source_of as source_of
 from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.router_loss import (
+    RouterLoss,
+    adds_router_loss,
+    asked_coefficient,
+    describe_router_loss,
+    refuse_router_loss,
+)
 from sfumato.models.source_folder import describe_left_out
 from sfumato.models.vision_load import add_image_tokens, build_vision
 
@@ -27,6 +42,7 @@ def build_language_model(
     train: Any,
     frozen: bool = False,
     data_type: TextFormat | PromptFormat | None = None,
+    with_router_loss: bool = False,
 ) -> LanguageModel:
     """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
     ``LanguageModel.parallelize``.
@@ -38,6 +54,8 @@ def build_language_model(
         train: the train section: seed of random weights, precision, ``init_device``, ``chunked_loss``.
         frozen: make a reference: without adapters, nothing trained.
         data_type: the format of the data; one with images takes a model that sees.
+        with_router_loss: the task adds the auxiliary loss of routers (``LanguageModel.router_loss``) where the
+            configuration asks for it; other tasks refuse to train such a model.
 
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
@@ -52,6 +70,8 @@ def build_language_model(
         return build_unified(config, train, described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
+    if not frozen and not with_router_loss:
+        refuse_router_loss(auto_class._model_mapping.get(type(described), None), described, where_described(config))
     module, make = build_module(config, train, described, auto_class, train_base)
     tokenizer, vision = build_tokenizer(config), None
     if sees:
@@ -64,10 +84,12 @@ def build_language_model(
     check_vocabulary(module, tokenizer)
     settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
     model = LanguageModel(module, tokenizer, *settings)
+    if with_router_loss and asked_coefficient(described) and adds_router_loss(type(module)):
+        model.router_loss = RouterLoss(module)
     if not train_base:
         module.requires_grad_(False)
     model.frozen_names = freeze(module, config.freeze)
-    model.notes = describe_left_out(described)
+    model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model

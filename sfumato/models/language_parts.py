@@ -25,9 +25,9 @@ from sfumato.models.lora import refuse_adapter
 from sfumato.models.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.plain import attention_by_part, can_set_attention
 from sfumato.models.source_folder import (
-    check_router_loss,
     dequantizing,
     forget_what_is_not_exported,
+    refuse_loss_terms,
     refuse_other_head,
 )
 from sfumato.parallel.shards import trainable_parameters
@@ -150,6 +150,11 @@ def source_of(config: LanguageModelConfig) -> Path | None:
     return None if config.model_path is None else Path(config.model_path)
 
 
+def where_described(config: LanguageModelConfig) -> str:
+    """Where a model's configuration stands, for messages."""
+    return str(config.config_path or f"model.model_path {config.model_path}: config.json")
+
+
 def check_vocabulary(module: nn.Module, tokenizer: Any) -> None:
     """Raises ConfigError when a tokenizer has more tokens than the model knows."""
     size = module.get_input_embeddings().num_embeddings
@@ -165,7 +170,7 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     Raises ConfigError.
     """
     described = _read_model_config(config, sees)
-    check_router_loss(described, str(config.config_path or f"model.model_path {config.model_path}: config.json"))
+    refuse_loss_terms(described, where_described(config))
     known = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
         raise ConfigError(
@@ -275,7 +280,7 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
 
 def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
     try:
-        by_part = attention_by_part(described, attention)
+        by_part = attention_by_part(described, attention, auto_class._model_mapping.get(type(described), None))
         return make_from_config(
             auto_class, described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust
         )
@@ -303,7 +308,9 @@ def _load(
             auto_class,
             folder,
             config=copy.deepcopy(described),
-            attn_implementation=attention_by_part(described, attention),
+            attn_implementation=attention_by_part(
+                described, attention, auto_class._model_mapping.get(type(described), None)
+            ),
             dtype=dtype,
             trust_remote_code=trust,
             use_safetensors=True,
@@ -312,7 +319,10 @@ def _load(
             **quantization,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.model_path {folder}: transformers cannot load it: {error}") from error
+        name = "packed" if attention == ATTENTION else attention
+        is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
+        remedy = f" with model.attention {name}, set it to eager" if is_attention else ""
+        raise ConfigError(f"model.model_path {folder}: transformers cannot load it{remedy}: {error}") from error
     shapes = sorted(report.get("mismatched_keys") or ())
     if shapes:
         name, stored, wanted = shapes[0]

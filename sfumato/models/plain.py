@@ -24,16 +24,18 @@ def set_attention(module: nn.Module, attention: str) -> None:
         return
     if not can_set_attention(module):
         raise ConfigError(f"{type(module).__name__} has an attention of its own, and none called {attention}")
-    module.set_attn_implementation(attention_by_part(module.config, attention))
+    module.set_attn_implementation(attention_by_part(module.config, attention, type(module)))
 
 
-def attention_by_part(config: Any, attention: str) -> str | dict[str, str]:
-    """What transformers is told of the attention of a language model; encoders beside it keep torch's."""
+def attention_by_part(config: Any, attention: str, cls: Any = None) -> str | dict[str, str]:
+    """What transformers is told of the attention of a language model; encoders beside it keep torch's, but for a class
+    that does not know it."""
     decoder = config.get_text_config()
     parts = {name: getattr(config, name) for name in config.sub_configs}
     if decoder is config or not any(part is decoder for part in parts.values()):
         return attention
-    return {"": "sdpa"} | {name: attention if part is decoder else "sdpa" for name, part in parts.items()}
+    beside = "sdpa" if getattr(cls, "_supports_sdpa", True) else "eager"
+    return {"": beside} | {name: attention if part is decoder else beside for name, part in parts.items()}
 
 
 def rope_settings(config: Any) -> list[dict[str, Any]]:

@@ -62,9 +62,12 @@ def language_model_on_meta(
     if has_scalar_head:
         check_classifier(described, config.trust_remote_code)
         described.num_labels, auto_class = 1, AutoModelForSequenceClassification
+    described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
     settings = {
-        "attn_implementation": attention_by_part(described, attention),
+        "attn_implementation": attention_by_part(
+            described, attention, auto_class._model_mapping.get(type(described), None)
+        ),
         "dtype": dtype,
         "trust_remote_code": config.trust_remote_code,
     }

@@ -27,11 +27,13 @@ from sfumato.models.language_parts import (
     check_vocabulary,
     read_model_config,
     source_of,
+    where_described,
 )
 from sfumato.models.lora import add_lora, language_targets, merge_adapters
 from sfumato.models.model_folder import save_tokenizer
 from sfumato.models.packed_model import PackedModel, Tensors
 from sfumato.models.plain import give_weights
+from sfumato.models.router_loss import refuse_router_loss
 from sfumato.models.source_folder import float32_names
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
@@ -183,9 +185,11 @@ def build_scalar_model(
     Raises:
         ConfigError: as ``build_language_model``; or when transformers has no such classifier of this kind of model.
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     described = read_model_config(config)
+    causal = AutoModelForCausalLM._model_mapping.get(type(described), None)
+    refuse_router_loss(causal, described, where_described(config))
     check_classifier(described, config.trust_remote_code)
     tokenizer = build_tokenizer(config)
     facts_of(tokenizer).appends_end = False

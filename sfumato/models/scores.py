@@ -20,6 +20,8 @@ from sfumato.parallel.loss import (
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
 
+    from sfumato.models.router_loss import RouterLogits
+
 
 class TokenScores:
     """The model's output for a batch of ``[B, T]`` tokens, for all of them or for those that ``kept`` names.
@@ -34,6 +36,7 @@ class TokenScores:
         kept: Tensor | None = None,
         head: nn.Linear | None = None,
         tail: Tail | None = None,
+        router_logits: RouterLogits | None = None,
     ) -> None:
         """Made by ``LanguageModel``.
 
@@ -43,7 +46,9 @@ class TokenScores:
             kept: int64 ``[K]``, the tokens of a single row that the output is for; None for all.
             head: the layer that makes logits from the output.
             tail: what the model makes of that layer's result.
+            router_logits: what the routers said, of a model that is trained with their auxiliary loss.
         """
+        self.router_logits = router_logits
         self._output, self._shape, self._kept, self._head, self._tail = output, shape, kept, head, tail
 
     def log_probs(

@@ -24,6 +24,17 @@ DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Fields that count layers for further tokens (multi-token prediction), which transformers' causal models leave out."""
 
+LOSS_TERMS = ("z_loss_coefficient",)
+"""Weights of terms that transformers' causal models add to the cross entropy when they are given labels, but for the
+auxiliary loss of routers (``router_loss.py``)."""
+
+JITTER = {
+    "router_jitter_noise": ("mixtral", "minimax", "minimax_m2"),
+    "input_jitter_noise": ("phimoe",),
+    "moe_jitter_eps": ("dbrx", "dbrx_ffn"),
+}
+"""Fields by which routers draw noise in training, and the model types in which they do."""
+
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPARED_ROWS = 64
 """Rows at the beginning and at the end of two matrices by which they are told apart."""
@@ -34,6 +45,9 @@ def quantization_method(config: Any) -> str | None:
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
+    for part in (getattr(config, "quantization", None), settings):  # MLX writes one of these, or both
+        if isinstance(part, dict) and {"bits", "group_size"} <= part.keys() and "quant_method" not in part:
+            return "MLX"
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
@@ -74,11 +88,13 @@ def dequantizing(config: Any, folder: Path, init_device: str) -> dict[str, Any]:
 
 
 def forget_what_is_not_exported(config: Any) -> None:
-    """Takes out of transformers' configuration, in place, what an export does not have: quantisation and further
-    layers."""
+    """Takes out of transformers' configuration, in place, what an export does not have: quantisation, further
+    layers, and the place of code."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
+        if getattr(part, "auto_map", None):
+            del part.auto_map  # transformers writes it again beside the code, where a class is not its own
         for name in FURTHER_LAYERS:
             if getattr(part, name, None):
                 setattr(part, name, 0)
@@ -90,6 +106,11 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
     method = quantization_method(config)
     if method is not None:
         lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
+    if getattr(config, "auto_map", None) and type(config).__module__.startswith("transformers."):
+        lines.append(
+            "config.json names Python code (auto_map), which transformers' own class stands in for: the export has "
+            "neither the name nor the files"
+        )
     text = config.get_text_config()
     counted = [f"{name} {getattr(text, name)}" for name in FURTHER_LAYERS if getattr(text, name, None)]
     if counted:
@@ -100,21 +121,35 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def check_router_loss(config: Any, where: str) -> None:
-    """Whether training would leave out an auxiliary loss that the configuration asks for.
+def refuse_loss_terms(config: Any, where: str) -> None:
+    """Raises ConfigError for a configuration that asks for a term of the loss that is not computed here.
 
-    Raises:
-        ConfigError: when it would.
+    Args:
+        config: transformers' configuration.
+        where: it stands, for messages.
     """
     text = config.get_text_config()
-    asks = getattr(text, "output_router_logits", False) or getattr(config, "output_router_logits", False)
-    coefficient = getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None)
-    if asks and coefficient:
-        raise ConfigError(
-            f"{where}: output_router_logits with router_aux_loss_coef {coefficient:g} asks for an auxiliary loss of "
-            "routers, which is not added here: set output_router_logits to false, and balance experts by "
-            "train.expert_bias_rate"
-        )
+    for name in LOSS_TERMS:
+        value = getattr(text, name, None) or 0.0
+        if value:
+            raise ConfigError(
+                f"{where}: {name} {value:g} adds a term to the loss in transformers, which is not computed here: set "
+                f"{name} to 0"
+            )
+
+
+def describe_jitter(config: Any) -> str | None:
+    """What a run's probe will say of a configuration by which routers draw noise in training; None where none does."""
+    text = config.get_text_config()
+    for part in (text, getattr(text, "ffn_config", None)):
+        for name, kinds in JITTER.items():
+            value = getattr(part, name, None)
+            if value and text.model_type in kinds:
+                return (
+                    f"{name} {value:g}: routers draw noise in training, which depends on how documents are packed and "
+                    f"shared; the run's probe stops there: set {name} to 0 in the model's configuration"
+                )
+    return None
 
 
 def refuse_other_head(folder: Path, config: Any) -> None:
@@ -167,7 +202,8 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         if not {torch.bfloat16, torch.float16} & {*dtypes.values()}:
             return by_class
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        with suppress(ConfigError):  # a conversion that is not done in parts: names that are the same remain
-            dtypes |= {name: tensor.dtype for name, tensor in converted(stored, module, shapes).items()}
+        with suppress(ConfigError):  # two tensors of one name: it is said where weights are read
+            readable = converted(stored, module, shapes, skip_others=True)  # names that are the same remain
+            dtypes |= {name: tensor.dtype for name, tensor in readable.items()}
     held = tensors.keys() & dtypes.keys()
     return (by_class - held) | {name for name in held if dtypes[name] == torch.float32}

@@ -53,7 +53,7 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
     Raises:
         ConfigError: when the model has dropout that cannot be keyed.
     """
-    _refuse_others(module)
+    refuse_unkeyed_dropout(module)
     found: dict[str, KeyedDropout] = {}
     for name, submodule in module.named_modules():
         if type(submodule) in (nn.Dropout, KeyedDropout) and submodule.p > 0:
@@ -228,7 +228,7 @@ def _features(module: nn.Module, name: str) -> int | None:
     return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # not of a convolution
 
 
-def _refuse_others(module: nn.Module) -> None:
+def refuse_unkeyed_dropout(module: nn.Module) -> None:
     """Raises for dropout that is not an ``nn.Dropout``."""
     for name, submodule in module.named_modules():
         label = name or type(module).__name__

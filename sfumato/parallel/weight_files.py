@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -237,9 +237,22 @@ def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
 
 
 def converted(
-    stored: dict[str, TensorSource], model: nn.Module, shapes: dict[str, tuple[int, ...]]
+    stored: dict[str, TensorSource],
+    model: nn.Module,
+    shapes: dict[str, tuple[int, ...]],
+    skip_others: bool = False,
 ) -> dict[str, TensorSource]:
-    """Tensors under the names that a transformers model has for them, as its conversion mapping says."""
+    """Tensors under the names that a transformers model has for them, as its conversion mapping says.
+
+    Args:
+        stored: by the names in the files.
+        model: of any class that is made of transformers'.
+        shapes: of the model's tensors.
+        skip_others: leave out tensors that cannot be read in parts.
+
+    Raises:
+        ConfigError: when there is one that cannot be, and they are not left out.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -263,7 +276,8 @@ def converted(
         else:
             found[new] = stored[name]
     for name, parts in groups.items():
-        found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
+        with suppress(ConfigError) if skip_others else nullcontext():
+            found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.test_tasks import PLAIN, STEPS, assert_equal_runs, run_rank
-from tests.tiny import run_task_here, tiny_text_config
+from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, write_config
 
 NO_CUTS = {**PLAIN, "expert_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
 NO_CUTS["pipeline_schedule"] = "1f1b"
@@ -52,6 +52,8 @@ TEXT: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "adapters, pp": (2, "qwen3", {"pipeline_parallel_size": 2}, {"model": {"lora": LORA}}),
     "several sources": (2, "qwen3", {}, {"data": {"datasets_type": "iterable"}}),
+    "fsdp2, auxiliary loss of routers": (2, "qwen3_moe", {"dyn_bsz": False}, {}),
+    "ddp, auxiliary loss of routers": (2, "qwen3_moe", {"dyn_bsz": False, "data_parallel_mode": "ddp"}, {}),
     "plain text, muon": (2, "qwen3", {"optimizer": "muon"}, {"data": {"data_type": "plaintext"}}),
 }
 DPO: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
@@ -100,6 +102,9 @@ def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any,
     if task != "train_text":
         config["eval"] = {"every_steps": 2, "num_rows": 8}  # they answer no prompts
     config = merge(config, settings)
+    if "auxiliary loss" in name:  # of each row alone, which is a micro-batch however many ranks there are
+        asks = tiny_language_description(kind) | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        config = merge(config, {"model": {"config_path": str(write_config(asks, tmp_path / "asks.yaml"))}})
     if name == "several sources":
         config = merge(config, {"data": sources(tmp_path)})
     many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
@@ -137,6 +142,7 @@ QUICK_TEXT = (
     "ulysses",
     "tp + sequence parallel",
     "fsdp2 x ep, balanced",
+    "fsdp2, auxiliary loss of routers",
     "pp",
     "several sources",
 )

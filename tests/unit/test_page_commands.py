@@ -163,8 +163,6 @@ RULES = [
         r"make (test|slow-test|same|lint|format|setup)$",
         names_a_target,
         "what runs these tests, and continuous integration",
-        names_a_target,
-        "what runs these tests, and continuous integration",
     ),
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
     Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),

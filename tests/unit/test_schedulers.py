@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import math
@@ -17,7 +18,7 @@ from torch.testing import assert_close
 from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.sections import ModelConfig
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion import schedulers
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
@@ -324,4 +325,33 @@ def test_a_description_with_a_scheduler_that_cannot_be_followed_is_refused(tmp_p
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_families.tiny_flux() | {"scheduler": {"stochastic_sampling": True}}))
     with pytest.raises(ConfigError, match="needs stochastic_sampling False"):
+        build_diffusion_model(ModelConfig(config_path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        (EULER, {"use_beta_sigmas": True}, "use_beta_sigmas"),
+        ("LMSDiscreteScheduler", {}, "its steps"),
+        ("UniPCMultistepScheduler", {"use_beta_sigmas": True}, "use_beta_sigmas"),
+    ],
+)
+def test_a_scheduler_that_needs_scipy_says_so_where_it_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any], reason: str
+) -> None:
+    folder = write_tiny_pipeline(tmp_path / "pipe")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"][1] = name
+    (folder / "model_index.json").write_text(json.dumps(index))
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": name} | fields))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "scipy" else real(package))
+    config = ModelConfig(model_path=str(folder), max_sequence_length=7)
+    for load in (build_diffusion_model, lambda config: diffusion_model_on_meta(config, "no")):
+        with pytest.raises(MissingDependencyError, match=f"{name} needs the package scipy for {reason}.*pip install"):
+            load(config)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_families.tiny_flux() | {"scheduler": {"use_beta_sigmas": True}}))
+    with pytest.raises(MissingDependencyError, match="needs the package scipy"):
         build_diffusion_model(ModelConfig(config_path=str(path)))

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 import sfumato.models.diffusion as families
 from sfumato.config.load import read_yaml
-from sfumato.config.paths import check_pipeline
+from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
 from sfumato.errors import ConfigError, MissingDependencyError
@@ -27,6 +27,8 @@ from sfumato.models.diffusion.folder_parts import (
     has_part,
     refuse_file,
 )
+from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
+from sfumato.models.diffusion.schedulers import require_scipy
 from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
@@ -56,12 +58,16 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     """
     if config.config_path is not None:
         where = f"{config.config_path}: pipeline"
-        pipeline_class = str(read_yaml(config.config_path).get("pipeline"))
+        description = read_yaml(config.config_path)
+        pipeline_class = str(description.get("pipeline"))
+        require_scipy("", description.get("scheduler"), f"{config.config_path}: scheduler")
     else:
         where = f"model.model_path {config.model_path}"
         refuse_file(folder := Path(str(config.model_path)))
         pipeline_class = _pipeline_class_of(folder)
         check_pipeline(folder, index := read_index(folder))
+        if has_part(index, "scheduler"):
+            require_scipy(str(index["scheduler"][1]), _scheduler_fields(folder), f"model.model_path {folder}")
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
@@ -87,6 +93,14 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     return family
 
 
+def _scheduler_fields(folder: Path) -> Any:
+    """What a pipeline folder says of its scheduler; nothing where the file is broken, which diffusers says."""
+    try:
+        return json.loads((folder / SCHEDULER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 def _import_family(name: str) -> type[DiffusionModel]:
     refuse_code(f"model.family {name}")
     module, _, attribute = name.partition(":")
@@ -107,6 +121,12 @@ def _pipeline_class_of(folder: Path) -> str:
         return read_pipeline_class(folder)
     except FileNotFoundError as error:
         refuse_adapter(folder)
+        if hint := hub_hint(folder):
+            raise ConfigError(
+                f"model.model_path {folder} is not a pipeline folder{hint}; else give a folder that diffusers' "
+                "save_pretrained wrote; for the quickstart, run the step before this one first (make quickstart runs "
+                "all of them)"
+            ) from error
         raise ConfigError(
             f"model.model_path {folder} is not a pipeline folder: {folder / 'model_index.json'} does not exist. "
             "Give a folder that diffusers' save_pretrained wrote; for the quickstart, run the step before this one "

@@ -9,6 +9,7 @@ trained or sampled in another way than its scheduler says, and anything but a ha
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, MissingDependencyError
 
 FLOW_MATCHING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 """Schedulers of flow models alone; Heun's noise levels are Euler's."""
@@ -196,6 +197,28 @@ def check_unet_scheduler(scheduler: Any) -> None:
         raise ConfigError(
             "the scheduler's rescale_betas_zero_snr starts from pure noise, where a prediction of the noise says "
             "nothing of the image: it goes with prediction_type v_prediction"
+        )
+
+
+def require_scipy(class_name: str, settings: Any, where: str) -> None:
+    """Whether diffusers needs scipy for a scheduler, and has it.
+
+    Args:
+        class_name: of the scheduler.
+        settings: its fields.
+        where: they stand, for messages.
+
+    Raises:
+        MissingDependencyError: when scipy is needed and not installed.
+    """
+    fields = settings if isinstance(settings, Mapping) else {}
+    reason = "use_beta_sigmas" if fields.get("use_beta_sigmas") else ""
+    if class_name == "LMSDiscreteScheduler":
+        reason = "its steps"
+    if reason and importlib.util.find_spec("scipy") is None:
+        raise MissingDependencyError(
+            f"{where}: {class_name or 'its scheduler'} needs the package scipy for {reason}, which is not installed: "
+            "pip install scipy"
         )
 
 

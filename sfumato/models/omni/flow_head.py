@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sfumato.algorithms.solvers import Euler
 from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
-from sfumato.config.paths import check_weights
+from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
@@ -65,6 +65,7 @@ class LatentTokenizer:
         """Reads it. Raises ConfigError when the folder holds no AutoencoderKL."""
         from diffusers import AutoencoderKL
 
+        refuse_missing_model(folder, "model.image_tokenizer")
         check_weights(folder, "model.image_tokenizer")
         try:
             vae = load_pretrained(AutoencoderKL, folder, use_safetensors=True)
@@ -113,6 +114,7 @@ def patch_of(config: PartConfig) -> int:
     """Edge of the patches of a head in latents. Raises ConfigError."""
     if config.config_path is not None:
         return int(read_yaml(config.config_path).get("patch_size", 2))
+    refuse_missing_model(Path(str(config.model_path)), "model.head.model_path")
     file = Path(str(config.model_path)) / "config.json"
     try:
         return int(json.loads(file.read_text(encoding="utf-8"))["patch_size"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import PartConfig
+from sfumato.config.paths import refuse_missing_model
 from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import ImageText
 from sfumato.errors import ConfigError
@@ -31,6 +32,7 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
 
     if config.model_path is not None:
         folder = Path(config.model_path)
+        refuse_missing_model(folder, "model.image_tokenizer")
         try:
             model = load_pretrained(VQModel, folder, use_safetensors=True)
         except (OSError, ValueError, TypeError) as error:

@@ -19,7 +19,7 @@ from torch import nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
-from sfumato.config.paths import check_weights
+from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.drawing import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
@@ -123,6 +123,7 @@ def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:
             check_keys(CONFIG_MAPPING[kind], fields, str(config.config_path))
             return make_from_config(auto_class, CONFIG_MAPPING[kind](**fields), dtype=torch.float32)
         folder = Path(str(config.model_path))
+        refuse_missing_model(folder, where)
         check_weights(folder)
         described = load_pretrained(AutoConfig, folder)
         settings = {"use_safetensors": True, "dtype": torch.float32}

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from sfumato.config.paths import check_weights
+from sfumato.config.paths import check_weights, hub_hint
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
@@ -52,7 +52,8 @@ def loader_of(network: Callable[[Path, torch.device, torch.dtype], NetworkT]) ->
 def check_folder(folder: Path, *names: str) -> None:
     """Raises ConfigError unless the folder holds these files. ``a|b`` asks for one of several."""
     if not folder.is_dir():
-        raise ConfigError(f"model_path {folder} is not a folder: models are read from local folders, not from a hub")
+        where = hub_hint(folder) or ": models are read from local folders, not from a hub"
+        raise ConfigError(f"model_path {folder} is not a folder{where}")
     for name in names:
         choices = name.split("|")
         if not any(any(folder.glob(choice)) for choice in choices):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sfumato.config.paths import FilePath
+from sfumato.config.paths import ModelPath
 from sfumato.data.prompt_template import PromptTemplate
 from sfumato.data.text_prompts import TextPrompt
 from sfumato.errors import ConfigError
@@ -28,7 +28,7 @@ class DrawingKind(RolloutKind):
     type: ClassVar[str] = "drawing"
     modality: ClassVar[str] = "image"
 
-    image_tokenizer: FilePath
+    image_tokenizer: ModelPath
     """Folder of the image tokenizer, such as hf_ckpt/image_tokenizer of that export; of Emu3 and Janus that of the
     model."""
     size: tuple[int, int] | None = None
