@@ -121,16 +121,17 @@ class RouterLoss:
             ConfigError: when transformers computes the loss of this family in another way than it does of most.
         """
         self._function = family_function(type(module))
-        wanted = [name for name in COEFFICIENTS if hasattr(module, name)]
-        has_sizes = hasattr(module, "num_experts") and hasattr(module, "num_experts_per_tok")
-        if self._function is None or not wanted or not has_sizes:
+        coefficient = _setting(module, *COEFFICIENTS)
+        num_experts = _setting(module, "num_experts")
+        top_k = _setting(module, "num_experts_per_tok")
+        if self._function is None or coefficient is None or num_experts is None or top_k is None:
             raise ConfigError(
                 f"output_router_logits: the auxiliary loss of {type(module).__name__}'s routers is not computed here, "
                 f"since transformers computes it otherwise than that of most families: {REMEDY}"
             )
-        self.coefficient = float(getattr(module, wanted[0]))
-        self._num_experts = int(module.num_experts)
-        self._top_k = int(module.num_experts_per_tok)
+        self.coefficient = float(coefficient)
+        self._num_experts = int(num_experts)
+        self._top_k = int(top_k)
 
     def of(self, logits: RouterLogits, is_token: Tensor) -> Tensor:
         """The loss of a forward pass, a scalar with graph.
@@ -144,6 +145,15 @@ class RouterLoss:
             counted = (logits.places >= 0) & counted[logits.places.clamp(min=0)]
         mask = None if bool(counted.all()) else to_device(counted.long(), logits.layers[0].device)
         return self._function(logits.layers, self._num_experts, self._top_k, mask)
+
+
+def _setting(module: nn.Module, *names: str) -> Any:
+    """What transformers' causal model, or else the configuration of its text, has under the first of these names."""
+    for holder in (module, module.config.get_text_config()):
+        for name in names:
+            if getattr(holder, name, None) is not None:
+                return getattr(holder, name)
+    return None
 
 
 def family_function(cls: type[nn.Module]) -> Any:

@@ -19,7 +19,8 @@ from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
+from sfumato.data.row_samples import FiledRow
+from sfumato.data.text import Document, TextSample, build_transform
 from sfumato.data.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language import LanguageModel
@@ -35,6 +36,7 @@ from tasks.train_text import next_token_loss
 from tests.survey.test_tiny_configs import NAMES
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, write_config
+from tests.tiny_vision import image_row, tiny_vision_config, tiny_vision_description
 
 ASKS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 LENGTHS = (13, 7, 20)
@@ -206,3 +208,37 @@ def test_settings_that_hide_the_routers_of_a_forward_pass_are_refused(tmp_path: 
     if settings == {"compile": True}:
         with pytest.raises(ConfigError, match=r"train\.compile and the routers' auxiliary loss"):
             build(tmp_path, "mixtral", compile=True)
+
+
+def test_a_model_that_sees_has_the_loss_over_the_tokens_of_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch without videos has an idle one, whose tokens do not count."""
+    description = tiny_vision_description("qwen3_vl_moe")
+    description["text_config"] |= ASKS
+    fields = tiny_vision_config(tmp_path, "qwen3_vl_moe", train={"max_steps": 1})
+    fields["model"]["config_path"] = str(write_config(description, tmp_path / "model.yaml"))
+    outputs = []
+    forward = LanguageModel._run_module
+
+    def record(model: LanguageModel, input_ids: Tensor, *inputs: Any, **more: Any) -> Any:
+        output = forward(model, input_ids, *inputs, **more)
+        outputs.append((input_ids, output))
+        return output
+
+    config = load_config(TrainTextConfig, None, fields)
+    mesh = Mesh(Layout(), torch.device("cpu"))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type, with_router_loss=True)
+    model.parallelize(mesh, config.train)
+    transform = build_transform(config.data, model.tokenizer, model.vision.reader)
+    (sample,) = transform(FiledRow(image_row(0)), "row 0")
+    batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
+    monkeypatch.setattr(LanguageModel, "_run_module", record)
+    _, metrics = step(model, mesh, [batch])
+    ((ids, output),) = outputs
+    length = batch.document_lengths[0]
+    assert length < ids.shape[1]
+    layers = tuple(layer[:length] for layer in output.router_logits)
+    expected = float(load_balancing_loss_func(layers, 4, 2).detach())
+    assert metrics["aux_loss"] == pytest.approx(expected, abs=1e-5)
+    assert abs(expected - float(output.aux_loss.detach())) > 1e-4
