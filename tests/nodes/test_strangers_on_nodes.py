@@ -118,3 +118,57 @@ def test_another_machine_reaches_no_port_of_a_run_on_one_machine(tmp_path: Path)
         (tmp_path / "stop").touch()
         assert process.wait(100) == 0, log.read_text()
     assert found.split() == [] and log.read_text().count("unchanged 3.0") == 2
+
+
+VISITOR = """
+import os, sys
+changed, read = [], []
+for root in sys.argv[1:]:
+    for folder, _, names in os.walk(root):
+        try:
+            path = os.path.join(folder, "intruder")
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            changed.append(path)
+        except OSError:
+            pass
+        for name in names:
+            path = os.path.join(folder, name)
+            for flags, into in ((os.O_WRONLY | os.O_APPEND, changed), (os.O_RDONLY, read)):
+                try:
+                    os.close(os.open(path, flags | os.O_NONBLOCK))
+                    into.append(path)
+                except OSError:
+                    pass
+            try:
+                os.replace(path, path + ".gone")
+                changed.append(path)
+            except OSError:
+                pass
+print("changed", *changed)
+print("read", len(read))
+"""
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_another_user_changes_no_file_of_a_run_and_reads_what_the_umask_allows(tmp_path: Path, umask: int) -> None:
+    """A run with a store of tokens, checkpoints, samples and an export; and what it leaves below /tmp and /dev/shm."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if "pytest" in str(folder):
+            folder.chmod(0o755)
+    before = {*Path("/tmp").glob("sfumato*"), *Path("/dev/shm").glob("sfumato*")}
+    code = (
+        f"import os; os.umask({umask}); from pathlib import Path\n"
+        "from tests.tiny import run_task_here, tiny_text_config\n"
+        f"home = Path({str(tmp_path)!r})\n"
+        "data = {'cache_dir': str(home / 'cache')}\n"
+        "run_task_here('train_text', tiny_text_config(home, data=data, train={'max_steps': 2, 'save_steps': 1}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=300)
+    left = {*Path("/tmp").glob("sfumato*"), *Path("/dev/shm").glob("sfumato*")} - before
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", VISITOR]
+    places = [tmp_path / "run", tmp_path / "cache", *left]
+    done = subprocess.run([*command, *map(str, places)], capture_output=True, text=True, timeout=100, check=True)
+    changed, read = done.stdout.splitlines()
+    assert changed == "changed"
+    files = sum(path.is_file() for place in places for path in place.rglob("*"))
+    assert files > 15 and (int(read.split()[1]) == 0) == (umask == 0o077)
