@@ -8,7 +8,6 @@ them. What describes a checkpoint may be from elsewhere: nothing of it is run, a
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle
 import reprlib
@@ -32,10 +31,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from sfumato.config.file_checks import file_problem
+from sfumato.config.file_checks import file_problem, read_json_object
 from sfumato.errors import CheckpointError
 from sfumato.parallel.shards import Chunk
 from sfumato.tracking.atomic_folders import VALUES
+from sfumato.tracking.identity import KEY as IDENTITY
 
 METADATA = ".metadata"
 """torch's file that says which chunk of which tensor stands where."""
@@ -156,15 +156,15 @@ def read_state_values(path: Path) -> dict[str, Any]:
     if problem := file_problem(path, MOST_BYTES):
         raise CheckpointError(f"{path} {problem}")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        values = read_json_object(path)
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds no mapping")
     for name, kind in KINDS.items():
         value = values.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise CheckpointError(f"{path}: {name} is {str(value)[:50]!r}, which no run can have saved")
+    if not isinstance(values.get(IDENTITY, {}), dict):
+        raise CheckpointError(f"{path}: {IDENTITY} is {str(values[IDENTITY])[:50]!r}, which no run can have saved")
     return values
 
 

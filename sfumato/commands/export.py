@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.models.exportable import Exportable
@@ -67,7 +67,7 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
 def _build(run: Path) -> Exportable:
     """The model of a run, in this process, with the weights that it started from."""
     try:
-        task = json.loads((run / "environment.json").read_text(encoding="utf-8"))["task"]
+        task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
     plain: dict[str, Any] = {"train": {"init_device": "cpu"}}

@@ -1,9 +1,12 @@
-"""Whether a path may be read as a file, and lies in its folder; needs the standard library alone."""
+"""Whether a path may be read as a file, and lies in its folder, and what files of JSON hold; needs the standard library
+alone."""
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -51,7 +54,37 @@ def path_inside(folder: Path, name: str | Path) -> Path | None:
     return path if path.is_relative_to(root) else None
 
 
-def outside_problem(folder: Path, name: str | Path, most_bytes: int | None = None) -> str | None:
+def outside_problem(
+    folder: Path, name: str | Path, most_bytes: int | None = None, or_folder: bool = False
+) -> str | None:
     """What keeps a file of such a folder from being read, as ``file_problem`` says it; None where nothing does."""
     path = path_inside(folder, name)
-    return "lies outside of its folder" if path is None else file_problem(path, most_bytes)
+    return "lies outside of its folder" if path is None else file_problem(path, most_bytes, or_folder)
+
+
+MOST_JSON_BYTES = 2**28
+"""Of a file of JSON that is read whole: tokenizers of large vocabularies have tens of megabytes."""
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON in UTF-8, is no file, is too large, or has values within values too deep to be read.
+    """
+    problem = file_problem(path, MOST_JSON_BYTES)
+    if problem is not None and problem != "does not exist":
+        raise ValueError(f"it {problem}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it has values within values, too deep to be read") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The same of a file that holds an object; ValueError of any other."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not a JSON object")
+    return value

@@ -6,14 +6,19 @@ configuration or run folder run none of it without ``--trust-code`` on their own
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.file_checks import read_json
 from sfumato.errors import ConfigError
 
 SWITCH = "--trust-code"
+
+MOST_LAYERS = 100_000
+_COUNT = re.compile("layers|blocks|experts|depth")
 
 _trusts_code = True  # a task's configuration is that of the person who starts it
 
@@ -73,6 +78,7 @@ def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = F
             of any other error of a library, which is of files that hold something else than they should.
     """
     _ask_nothing()
+    _check_counts(Path(folder))
     with _broken_files_are_values():
         return cls.from_pretrained(folder, local_files_only=True, **_trust(cls, trust_remote_code), **options)
 
@@ -84,6 +90,25 @@ def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = Fals
         return cls.from_config(described, **_trust(cls, trust_remote_code), **options)
 
 
+def _check_counts(folder: Path) -> None:
+    """Raises ValueError when a configuration tells of more layers, blocks or experts than any model has: libraries make
+    them one by one, or a list of them, before anything is compared with the weights."""
+    for file in (folder / "config.json", *folder.glob("*/config.json")):
+        try:
+            pending = [read_json(file)]
+        except (OSError, ValueError):
+            continue  # whoever loads it says so
+        while pending:
+            value = pending.pop()
+            if isinstance(value, dict):
+                for name, count in value.items():
+                    if _COUNT.search(name) and isinstance(count, int | float) and count > MOST_LAYERS:
+                        raise ValueError(f"{file}: {name} is {count:.3g}, and at most {MOST_LAYERS:,} are read here")
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+
+
 @contextmanager
 def _broken_files_are_values() -> Iterator[None]:
     """What libraries raise for files with values that they do not expect becomes a ValueError of one line: tokenizers
@@ -93,7 +118,9 @@ def _broken_files_are_values() -> Iterator[None]:
         yield
     except RecursionError as error:
         raise ValueError("values within values, too deep to be read") from error
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, MemoryError):
+    except MemoryError as error:
+        raise ValueError("it tells of something larger than the memory of this machine") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError):
         raise
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error

@@ -6,13 +6,13 @@ One place for what learning teaches, what drawing stops at, what an export carri
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 
 Message = dict[str, Any]
@@ -172,12 +172,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return said
 
 
 def plain_answer_end(tokenizer: Any) -> AnswerEnd:
@@ -286,7 +283,9 @@ def _attempt(render: Render, messages: list[Message], tools: list[dict[str, Any]
     """What the template makes of them; empty when it refuses."""
     import jinja2
 
+    from sfumato.data.template_limits import EXPRESSION_ERRORS
+
     try:
         return render(messages, tools)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError):
+    except (jinja2.TemplateError, *EXPRESSION_ERRORS, RecursionError):
         return ""

@@ -343,9 +343,9 @@ class _Chat:
         """What ``render`` returns; when the template refuses, the message that it does not take is named."""
         import jinja2
 
-        from sfumato.data.template_limits import TemplateLimitError, limited_rendering
+        from sfumato.data.template_limits import EXPRESSION_ERRORS, TemplateLimitError, limited_rendering
 
-        refusals = (jinja2.TemplateError, TypeError, ValueError, LookupError)
+        refusals = (jinja2.TemplateError, *EXPRESSION_ERRORS)
         try:
             with limited_rendering(self.template):
                 return render()

@@ -6,7 +6,6 @@ it does images.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.data.pictures import File, read_video
 from sfumato.errors import ConfigError, DataError
 
@@ -240,7 +240,7 @@ def _said(folder: Path | None) -> dict[str, Any]:
     """What the folder says of videos."""
     for name in () if folder is None else CONFIG_FILES:
         if (folder / name).is_file():
-            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            said = read_json_object(folder / name)
             said = said.get("video_processor") if name == "processor_config.json" else said
             if said:
                 return said

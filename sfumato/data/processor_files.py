@@ -9,6 +9,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.file_checks import read_json_object
+
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -34,9 +36,9 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
         _write(folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)})
     if "audio" in media:
         file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
-        image = json.loads(file.read_text(encoding="utf-8")) if "image" in media else {}
+        image = read_json_object(file) if "image" in media else {}
         processor.feature_extractor.save_pretrained(folder)
-        _write(file, json.loads(file.read_text(encoding="utf-8")) | image)
+        _write(file, read_json_object(file) | image)
     if "video" in media:
         _write(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
     for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.data.stored import make_cache_folder
 from sfumato.errors import DataError
@@ -25,6 +26,10 @@ SPECS, INDEX = "tensors.json", "index.bin"
 KEY = np.dtype("V16")
 DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
 """torch's names of the dtypes that rows may have."""
+
+
+LONGEST_NAME = 100
+"""Letters of a tensor's name, which is that of its file, too."""
 
 
 class RowStore:
@@ -73,13 +78,13 @@ class RowStore:
     def _read_specs(self) -> dict[str, dict[str, Any]]:
         path = self.folder / SPECS
         try:
-            specs = json.loads(path.read_text(encoding="utf-8"))
+            specs = read_json_object(path)
             for name, spec in specs.items():
-                if not name.isidentifier() or spec["dtype"] not in DTYPES:
+                if not name.isidentifier() or len(name) > LONGEST_NAME or spec["dtype"] not in DTYPES:
                     raise ValueError(f"{name:.50} of dtype {spec['dtype']!r:.50}")
                 if not all(type(size) is int and 0 <= size < 2**31 for size in spec["shape"]):
                     raise ValueError(f"{name} of shape {spec['shape']!r:.50}")
-        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"damaged {self._kind}: {path}: {error!s:.200}; delete its folder") from error
         return specs
 

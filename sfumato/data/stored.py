@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import open_lock
 from sfumato.errors import DataError
 
@@ -56,7 +57,7 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
     """What the manifest says. Raises DataError that names a damaged ``kind`` of folder."""
     path = folder / MANIFEST
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError) as error:
         raise DataError(f"damaged {kind}: {path}: {error}; delete its folder") from error
 

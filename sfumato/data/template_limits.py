@@ -80,6 +80,10 @@ def _check_size(size: float) -> None:
         _refuse(f"makes more than {_budget.most if size > _budget.most else MAX_MADE:,} characters")
 
 
+EXPRESSION_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, NameError)
+"""What the expressions of a template may raise besides Jinja's own errors: an index, a division, a name."""
+
+
 @contextmanager
 def limited_rendering(text: str) -> Iterator[None]:
     """Inside, transformers renders the template with these limits, in this thread.

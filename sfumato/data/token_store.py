@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from sfumato.config.file_checks import read_json
 from sfumato.config.writing import make_new_folder, open_new, write_atomically
 from sfumato.data.bad_rows import BadRows, describe_bad_rows
 from sfumato.data.file_digests import signature_of
@@ -173,8 +174,8 @@ def _is_whole(place: Path, transform: TextTransform) -> bool:
     if not getattr(transform, "has_images", False):
         return True
     try:
-        version, signature, paths = json.loads((place / MEDIA).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        version, signature, paths = read_json(place / MEDIA)
+    except (OSError, ValueError, TypeError):
         return False
     return version == PICTURES and signature == signature_of(paths)[0]
 

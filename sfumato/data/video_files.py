@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from sfumato.config.process_limits import lower_limit
 from sfumato.errors import DataError, MissingDependencyError
 
 File = Path | bytes
@@ -169,8 +170,8 @@ def _examiner_of_thread() -> _Examiner:
 
 def _answer(requests: IO[bytes]) -> None:
     """Looks at the videos that the parent names, until it has gone."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_AS, MOST_BYTES)
     while len(header := requests.read(_HEADER.size)) == _HEADER.size:
         is_path, most_frames, most_pixels, length = _HEADER.unpack(header)
         content = requests.read(length)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from sfumato.config.file_checks import read_json
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.text import TextFormat
 from sfumato.data.text_prompt_formats.base import PromptFormat
@@ -110,7 +110,7 @@ def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tup
 def _holds_unified(config: LanguageModelConfig) -> bool:
     """``is_unified`` of the model in ``model_path``, if there is one, for data without images."""
     try:
-        fields = json.loads((Path(str(config.model_path)) / "config.json").read_text(encoding="utf-8"))
+        fields = read_json(Path(str(config.model_path)) / "config.json")
         return is_unified(SimpleNamespace(**{"model_type": None} | fields), False)
     except (OSError, ValueError, TypeError):  # it is said where the model is read
         return False

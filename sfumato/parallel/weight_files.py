@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 from sfumato.parallel.shards import ranges_of
 
@@ -215,7 +215,7 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
             return [single]
         if index.is_file():
             try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                names = read_json_object(index)["weight_map"].values()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not an index of weights: {error!r}; fetch it again") from error
             return [files / name for name in sorted(set(names))]

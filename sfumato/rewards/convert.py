@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.config.characters import printable
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError, UserError
 
@@ -51,8 +51,8 @@ def read_pickled(path: Path) -> dict[str, Any]:
 
     if path.name.endswith(".index.json"):
         try:
-            names = sorted({str(name) for name in json.loads(path.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            names = sorted({str(name) for name in read_json_object(path)["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is not an index of weights: {error!r}") from error
         return {key: tensor for name in names for key, tensor in read_pickled(path.parent / Path(name).name).items()}
     try:

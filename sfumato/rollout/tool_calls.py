@@ -47,6 +47,9 @@ def _hermes_call(content: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
+LONGEST_NAME = 100
+"""Letters before the parenthesis of an inline call that may belong to the tool's name."""
+
 INLINE_END = "="
 """With what an inline call ends."""
 
@@ -62,7 +65,9 @@ def inline_call(text: str) -> tuple[str, str] | None:
     for place in range(len(text) - 2, -1, -1):
         depth += {")": 1, "(": -1}.get(text[place], 0)
         if depth == 0:
-            name = re.search(r"[A-Za-z_]\w*$", text[:place])
+            # from the end: a search from the front would try each letter of a long word
+            word = re.match(r"\w*", text[max(place - LONGEST_NAME, 0) : place][::-1]).group()[::-1]
+            name = re.search(r"[A-Za-z_]\w*", word)
             return (name.group(), text[place + 1 : -2]) if name else None
     return None
 

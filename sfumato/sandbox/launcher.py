@@ -218,7 +218,10 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
         os.closerange(error + 1, 4096)
         os.chdir(WORK_FOLDER)
         for name, value in request["rlimits"].items():
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+            kind = getattr(resource, f"RLIMIT_{name}")
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
         os.set_inheritable(error, False)
         os.execve(request["command"][0], request["command"], request["environment"])
     except BaseException as problem:

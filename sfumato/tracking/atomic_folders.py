@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.file_checks import file_problem, outside_problem
+from sfumato.config.file_checks import outside_problem, read_json_object
 from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import CheckpointError
 
@@ -116,13 +116,10 @@ def read_values(folder: Path) -> dict[str, Any]:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """What a JSON file holds; empty when it is missing, damaged or no mapping."""
-    if file_problem(path) is not None:  # a pipe would never end
-        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(path)
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_run_id(folder: Path) -> str | None:
@@ -144,13 +141,13 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
     if (problem := outside_problem(folder, MANIFEST)) not in (None, "does not exist"):
         raise CheckpointError(f"{folder / MANIFEST} {problem}")
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_json_object(folder / MANIFEST)["files"]
         expected = [(name, entry["bytes"], entry["sha256"]) for name, entry in files.items()]
         if outside := [name for name, _, _ in expected if Path(name).is_absolute() or ".." in Path(name).parts]:
             raise ValueError(f"it lists {outside[0]!r}, which is no file of the checkpoint")
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: not a finished checkpoint") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
     for name, num_bytes, sha256 in expected[rank::num_ranks]:
         path = folder / name

@@ -42,6 +42,8 @@ CURVE_AREA = (0.2, 0.2, 0.98, 0.92)
 """Left, bottom, right and top of a curve's axes in its picture: a layout fitted to each doubles the time."""
 DIGIT_WIDTH, LABEL_WIDTH = 0.09, 0.3
 """Inches of a digit beside the y axis, and of the axis' own label."""
+LARGEST_DRAWN = 1e100
+"""A greater number is left out of a curve: axes around it would end beyond the numbers that there are."""
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
 
@@ -100,6 +102,7 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     from matplotlib.ticker import MaxNLocator
 
     steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
+    ys[np.abs(ys) > LARGEST_DRAWN] = np.nan
     left, bottom, right, top = CURVE_AREA
     figure = Figure(figsize=CURVE_SIZE)
     axes = figure.add_axes((left, bottom, right - left, top - bottom))

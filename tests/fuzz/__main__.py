@@ -112,8 +112,9 @@ def work(reader: Reader, seed: int, seconds: float, state: mmap.mmap, out: Path,
     turn: dict[str, Any] = {"num_inputs": 0, "slowest_s": 0.0, "most_bytes": 0, "kinds": {}, "problems": {}}
     kinds: Counter[str] = Counter()
     ends = time.monotonic() + seconds
+    unchanged = list(seeds)  # read first: a reader that refuses them all would be tried on one error alone
     while time.monotonic() < ends:
-        content = mutate(draw.choice(seeds), seeds, draw)[:LARGEST_INPUT]
+        content = unchanged.pop() if unchanged else mutate(draw.choice(seeds), seeds, draw)[:LARGEST_INPUT]
         (out / "current").write_bytes(content)
         began = time.process_time()
         state[: STATE.size] = STATE.pack(turn["num_inputs"], began, time.monotonic())
@@ -129,6 +130,8 @@ def work(reader: Reader, seed: int, seconds: float, state: mmap.mmap, out: Path,
             turn["problems"][problem] = str(path)
         kinds[kind] += 1
         turn["num_inputs"] += 1
+        if turn["num_inputs"] == len(seeds) and not kinds["read"]:
+            turn["problems"]["reads none of its real inputs"] = str(out / "current")
         turn["slowest_s"], turn["most_bytes"] = max(turn["slowest_s"], spent_s), max(turn["most_bytes"], grown)
         if problem is not None or turn["num_inputs"] % 50 == 1 or time.monotonic() > ends:
             turn["kinds"] = dict(kinds)

@@ -213,7 +213,7 @@ def test_numbers_that_end_nothing_in_this_tokenizer_are_left_out_and_said(tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [('{"eos_token_id": "2"}', "must be a token's number"), ('{"eos_token_id": [true]}', "must be a token's number"),
-     ("{", "cannot be read"), ("[1]", "must be a JSON object")],
+     ("{", "cannot be read"), ("[1]", "not a JSON object")],
 )  # fmt: skip
 def test_a_broken_file_is_named(tmp_path, text, message):
     tokenizer = tokenizer_of("qwen3")

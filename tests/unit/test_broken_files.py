@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +15,11 @@ import pytest
 import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.parts import StoredCheckpoint, read_state_values
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data import video_files
+from sfumato.data.chat import build_chat_template
 from sfumato.data.media_cache import _read_index
 from sfumato.data.pictures import check_video, read_frames
 from sfumato.data.row_store import RowStore, RowWriter
@@ -25,6 +29,8 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language_load import build_byte_tokenizer, build_tokenizer, read_model_config
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.vllm_calls import ServerCalls
+from sfumato.rollout.tool_calls import inline_call
+from sfumato.tracking.drawing import curve_svg
 from tests.tiny import tiny_language_description, write_tiny_pipeline
 from tests.tiny_vision import clip
 
@@ -51,6 +57,8 @@ def folder(tmp_path: Path) -> Path:
         ("config.json", {"hidden_size": "large"}),
         ("config.json", {"num_attention_heads": [4]}),
         ("config.json", {"tie_word_embeddings": 3}),
+        ("config.json", {"num_hidden_layers": 2**31}),
+        ("config.json", {"text_config": {"num_experts": 1e300}}),
         ("config.json", DEEP),
         ("config.json", "[1, 2]"),
     ],
@@ -65,7 +73,10 @@ def test_a_broken_file_of_a_model_folder_is_named(folder: Path, name: str, chang
     assert len(str(raised.value)) < 2000
 
 
-@pytest.mark.parametrize("entry", [["diffusers"] * 100, ["diffusers", 3], ["diffusers"]])
+@pytest.mark.parametrize(
+    "entry",
+    [["diffusers"] * 100, ["diffusers", 3], ["diffusers"], [], ["x" * 5000, "y"], ["a", {"b": 1}], ["../a", "b"]],
+)
 def test_a_part_of_a_pipeline_that_is_no_library_and_class_is_named(tmp_path: Path, entry: list[Any]) -> None:
     folder = write_tiny_pipeline(tmp_path / "pipe")
     index = json.loads((folder / "model_index.json").read_text())
@@ -74,9 +85,71 @@ def test_a_part_of_a_pipeline_that_is_no_library_and_class_is_named(tmp_path: Pa
         build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7))
 
 
+@pytest.mark.parametrize("index", [{"n" * 5000: ["diffusers", "A"]}, {"../vae": ["diffusers", "A"]}, [1], DEEP])
+def test_a_broken_index_of_a_pipeline_is_named(tmp_path: Path, index: Any) -> None:
+    folder = write_tiny_pipeline(tmp_path / "pipe")
+    if isinstance(index, dict):
+        index = json.loads((folder / "model_index.json").read_text()) | index
+    (folder / "model_index.json").write_text(index if isinstance(index, str) else json.dumps(index))
+    with pytest.raises(ConfigError, match=str(folder)):
+        build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7))
+
+
+def test_a_scheduler_larger_than_the_memory_is_named(tmp_path: Path) -> None:
+    folder = write_tiny_pipeline(tmp_path / "pipe")
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_train_timesteps": 10**15}))
+    with pytest.raises(ConfigError, match="larger than the memory"):
+        build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7))
+
+
+@pytest.mark.parametrize("text", ["{% for i in range(10 ** 30) %}{% endfor %}", "{{ 1e999 * 1 }}", "{{ 1 // 0 }}"])
+def test_a_template_whose_expressions_fail_is_named(text: str) -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = text
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises((ConfigError, DataError), match="template"):
+        build_chat_template(None, tokenizer).render(messages, "a.jsonl, row 3")
+
+
+def test_a_long_word_before_a_parenthesis_takes_no_time() -> None:
+    assert inline_call("a" * 3_000_000 + "(1)=") == ("a" * 100, "1")
+    assert inline_call("so 9calculate(1+(2))=") == ("calculate", "1+(2)")
+    assert inline_call("9(1)=") is None
+
+
+def test_a_number_beyond_all_axes_is_left_out_of_its_curve() -> None:
+    assert "<svg" in curve_svg("loss", {1: 1e308, 2: 0.5, 3: -1e308}, "a")
+    assert "<svg" in curve_svg("loss", {1: 1e308}, "a")
+
+
+def test_a_lower_limit_of_the_machine_stays() -> None:
+    code = (
+        "import resource\n"
+        "from sfumato.config.process_limits import lower_limit\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+        "lower_limit(resource.RLIMIT_NOFILE, 200)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (100, 100)\n"
+        "lower_limit(resource.RLIMIT_NOFILE, 50)\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (50, 50)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_number_of_a_template_that_python_does_not_read_is_refused() -> None:
     with pytest.raises(TemplateLimitError, match="digits"):
         check_constants("{{ " + "9" * 5000 + " }}", ImmutableSandboxedEnvironment())
+
+
+@pytest.mark.parametrize("identity", [1, "a", [1], True])
+def test_an_identity_of_a_checkpoint_that_is_no_mapping_is_named(tmp_path: Path, identity: Any) -> None:
+    values: dict[str, Any] = {key: {} for key in ("policy_updates", "optimizer", "random", "data")}
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(values | {"step": 1, "model": "m", "schedule_steps": 1}))
+    assert read_state_values(path)["step"] == 1
+    path.write_text(json.dumps(values | {"step": 1, "model": "m", "schedule_steps": 1, "identity": identity}))
+    with pytest.raises(CheckpointError, match="identity is"):
+        read_state_values(path)
 
 
 def test_values_of_a_checkpoint_that_are_no_mapping_are_named(tmp_path: Path) -> None:
@@ -131,6 +204,7 @@ ANSWERS = [
     {"prompt_logprobs": [None, {"6": 3.0}]},
     {"prompt_logprobs": [None, 3]},
     {"prompt_logprobs": [None]},
+    {"prompt_logprobs": [None, {"6": {"logprob": 10**400}}]},
     [1],
     "text",
 ]
@@ -142,6 +216,19 @@ def test_log_probs_that_an_engine_gives_otherwise_are_its_error(answer: Any) -> 
     calls.name, calls.http = "vllm", SimpleNamespace(ask=lambda *_: answer)
     with pytest.raises(EngineError, match="vllm answered in a way that is not known"):
         calls.score([5, 6], {}, None)
+
+
+@pytest.mark.parametrize(
+    "choice", [{"logprobs": 3, "weight_versions": []}, 3, [], {"logprobs": {"content": 3}}], ids=str
+)
+def test_tokens_that_an_engine_gives_otherwise_are_its_error(choice: Any) -> None:
+    async def ask_async(*_: Any) -> Any:
+        return {"choices": [choice]}
+
+    calls = ServerCalls.__new__(ServerCalls)
+    calls.name, calls.http = "vllm", SimpleNamespace(ask_async=ask_async)
+    with pytest.raises(EngineError, match="vllm answered in a way that is not known"):
+        asyncio.run(calls.generate([1], {}, None))
 
 
 def test_a_video_that_ends_its_reader_is_named_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_bytes_that_are_no_metadata(folder: Path, name: str) -> None:
 VALUES = {
     "no JSON": ("{", "is not valid JSON"),
     "deep": ("[" * 100_000, "is not valid JSON"),
-    "a list": ("[]", "holds no mapping"),
+    "a list": ("[]", "not a JSON object"),
     "nothing": ("{}", "step is 'None', which no run can have saved"),
 }
 

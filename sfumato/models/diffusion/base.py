@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
@@ -372,8 +373,8 @@ class DiffusionModel(FrozenParts):
             return
         assert self.source is not None, "encoders may be freed only when they can be found again"
         index_path = folder / "model_index.json"
-        index = json.loads(index_path.read_text(encoding="utf-8"))
-        original = json.loads((self.source / "model_index.json").read_text(encoding="utf-8"))
+        index = read_json_object(index_path)
+        original = read_json_object(self.source / "model_index.json")
         for name in self.encoder_names:
             if (self.source / name).is_dir():
                 shutil.copytree(self.source / name, folder / name)
@@ -411,8 +412,7 @@ class DiffusionModel(FrozenParts):
 
 def read_pipeline_class(folder: Path) -> str:
     """The pipeline class name in a folder's model_index.json. Raises FileNotFoundError or ValueError."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    name = index.get("_class_name") if isinstance(index, dict) else None
+    name = read_json_object(folder / "model_index.json").get("_class_name")
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'model_index.json'} has no _class_name")
     return name

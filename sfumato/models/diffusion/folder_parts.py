@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sfumato.config.file_checks import read_json
 from sfumato.errors import ConfigError
 
 WEIGHTS = (
@@ -44,7 +44,7 @@ def refuse_file(path: Path) -> None:
 def describe_other_folder(folder: Path) -> str:
     """What a folder without model_index.json is, where that can be seen: the end of a message."""
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = read_json(folder / "config.json")
         name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
     except (OSError, ValueError, AttributeError, TypeError):
         return ""
@@ -94,7 +94,7 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part.is_dir():
         return
     try:
-        described = json.loads((part / "config.json").read_text(encoding="utf-8"))
+        described = read_json(part / "config.json")
     except (OSError, ValueError):
         return  # whoever loads it says so
     quantised = described.get("quantization_config") if isinstance(described, dict) else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import pkgutil
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 import sfumato.models.diffusion as families
+from sfumato.config.file_checks import outside_problem, read_json, read_json_object
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
@@ -33,6 +34,8 @@ from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
+
+_DOTTED_NAME = re.compile(r"[\w.]{1,100}")
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 """Ends of the names of files with a tokenizer's vocabulary."""
@@ -65,7 +68,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
         where = f"model.model_path {config.model_path}"
         refuse_file(folder := Path(str(config.model_path)))
         pipeline_class = _pipeline_class_of(folder)
-        check_pipeline(folder, index := read_index(folder))
+        index = read_index(folder)
         if has_part(index, "scheduler"):
             require_scipy(str(index["scheduler"][1]), _scheduler_fields(folder), f"model.model_path {folder}")
     if config.family is not None:
@@ -96,7 +99,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
 def _scheduler_fields(folder: Path) -> Any:
     """What a pipeline folder says of its scheduler; nothing where the file is broken, which diffusers says."""
     try:
-        return json.loads((folder / SCHEDULER_FILE).read_text(encoding="utf-8"))
+        return read_json(folder / SCHEDULER_FILE)
     except (OSError, ValueError):
         return {}
 
@@ -140,13 +143,20 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The parts of a pipeline folder, as its model_index.json names them.
 
     Raises:
-        ConfigError: when the file is broken, or a part that it names is missing.
+        ConfigError: when the file is broken, a part that it names is missing, or ``check_pipeline`` refuses one.
     """
     try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-        parts = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
-    except (OSError, ValueError, AttributeError) as error:
+        index = read_json_object(folder / "model_index.json")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"model.model_path {folder}: cannot read model_index.json: {error}") from error
+    parts = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    for name, value in parts.items():
+        is_named = len(value) == 2 and all(isinstance(part, str) and _DOTTED_NAME.fullmatch(part) for part in value)
+        if value != [None, None] and not is_named:
+            raise ConfigError(f"model.model_path {folder}: model_index.json names no library and class for {name:.100}")
+        problem = outside_problem(folder, name, or_folder=True)
+        if problem not in (None, "does not exist"):
+            raise ConfigError(f"model.model_path {folder}: model_index.json names {name[:100]!r}, which {problem}")
     here = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
     missing = [name for name, value in parts.items() if any(value) and name not in here]
     if missing:
@@ -162,6 +172,7 @@ def read_index(folder: Path) -> dict[str, Any]:
                 f"model.model_path {folder}: {name} has no vocabulary ({', '.join(VOCABULARIES)}), so every prompt "
                 "would be the same: copy or download the folder again"
             )
+    check_pipeline(folder, parts)
     return index
 
 

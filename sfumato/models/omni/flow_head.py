@@ -9,7 +9,6 @@ Shapes: N images, C h w of a latent, K tokens, H features of the language model.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.algorithms.solvers import Euler
+from sfumato.config.file_checks import read_json
 from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import check_weights, refuse_missing_model
@@ -117,7 +117,7 @@ def patch_of(config: PartConfig) -> int:
     refuse_missing_model(Path(str(config.model_path)), "model.head.model_path")
     file = Path(str(config.model_path)) / "config.json"
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["patch_size"])
+        return int(read_json(file)["patch_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.head.model_path: {file} is not of a SD3Transformer2DModel: {error!r}") from error
 

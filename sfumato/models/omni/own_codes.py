@@ -7,7 +7,6 @@ the text as transformers' processor of the model has it. Shapes: n images, h w r
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.paths import check_weights
 from sfumato.config.trust import load_pretrained
 from sfumato.data.drawing import CODE, ImageText
@@ -383,8 +383,8 @@ def family_of(folder: Path) -> type[OwnCodes] | None:
     """The family of the model in a folder; None of any other."""
     file = folder / "config.json"
     try:
-        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
+        kind = read_json_object(file).get("model_type")
+    except (OSError, ValueError):
         return None
     return FAMILIES.get(kind)
 

@@ -70,7 +70,7 @@ class JudgeTemplate:
         marks = {name: "".join(f"{mark}{next(numbers)};" for _ in some) for name, some in pictures.items()}
         try:
             text = self._template.render({**values, **marks})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise DataError(
                 f"{self.name} cannot be filled for prompt {values['prompt']!r}: {error}: correct it, or give the row "
                 "what it needs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.paths import check_weights, hub_hint
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError
@@ -70,12 +70,9 @@ def check_folder(folder: Path, *names: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping. Raises ConfigError when the file is broken or holds something else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a mapping, not a {type(value).__name__}")
-    return value
 
 
 def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:

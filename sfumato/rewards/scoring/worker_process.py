@@ -20,6 +20,7 @@ import select
 import signal
 from typing import Any
 
+from sfumato.config.process_limits import lower_limit
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward
 from sfumato.rewards.scoring.calls import Checked, describe_error, score_batch
@@ -32,7 +33,7 @@ def main(request_fd: int, reply_fd: int) -> None:
     _end_with_parent(request_fd, reply_fd)
     for descriptor in (request_fd, reply_fd):
         os.set_inheritable(descriptor, False)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower_limit(resource.RLIMIT_CORE, 0)
     with open(request_fd, "rb") as requests, open(reply_fd, "w", encoding="ascii", buffering=1) as replies:
         reward, answer = _load(requests)
         for number in itertools.count():
@@ -61,7 +62,7 @@ def _load(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
     try:
         reward = pickle.load(requests)
         if reward.memory_mib:
-            resource.setrlimit(resource.RLIMIT_AS, (reward.memory_mib * 2**20,) * 2)
+            lower_limit(resource.RLIMIT_AS, reward.memory_mib * 2**20)
         reward.prepare()
     except UserError as error:
         return None, _error(error)

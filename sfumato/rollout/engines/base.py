@@ -64,6 +64,10 @@ class Completion:
     """``abort`` is given only after ``pause("abort")``; what was drawn until then is there."""
 
 
+UNEXPECTED_ANSWER = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What comes of reading an answer of a server that has another form than that of a version which is known."""
+
+
 class EngineError(RuntimeError):
     """An engine cannot do what it was asked to, and says why. Its requests can be given to it again."""
 

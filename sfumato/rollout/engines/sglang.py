@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from sfumato.errors import ConfigError
-from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.served_settings import ServedSettings
@@ -121,7 +121,7 @@ class SglangServer(ServedEngine):
             spans = meta.get("weight_versions")
             reason = (meta["finish_reason"] or {})["type"]
             label = meta["weight_version"]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
         if spans is None and num_loads != self._num_loads:
             raise EngineError(

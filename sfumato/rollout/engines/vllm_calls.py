@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from sfumato import rollout
 from sfumato.errors import ConfigError
-from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served import ABORTED, DrawnTokens
 from sfumato.rollout.engines.server_process import ServerProcess, free_port
@@ -217,7 +217,7 @@ class ServerCalls:
                 choice["token_ids"], [each["logprob"] for each in content], versions, choice["finish_reason"]
             )
             ids = [each["token_id"] for each in content]
-        except (KeyError, TypeError, ValueError) as error:
+        except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
         if ids != drawn.token_ids:
             raise EngineError(f"{self.name} gave log-probs of other tokens than it drew")
@@ -230,7 +230,7 @@ class ServerCalls:
         try:
             by_token = answer["prompt_logprobs"][1:]
             return [float(each[str(token)]["logprob"]) for each, token in zip(by_token, tokens[1:], strict=True)]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:

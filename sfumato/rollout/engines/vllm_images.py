@@ -14,7 +14,7 @@ from PIL import Image
 
 from sfumato.data.vision import ImageReader, Images
 from sfumato.errors import ConfigError
-from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.http_server import NOT_SENT
 
 KEPT = 64
@@ -69,7 +69,7 @@ class RenderedImages:
         try:
             features = dict(answer["features"])
             made = [span["length"] for span in features["mm_placeholders"]["image"]]
-        except (KeyError, TypeError) as error:
+        except UNEXPECTED_ANSWER as error:
             raise EngineError(f"vLLM rendered images in a way that is not known: {str(answer)[:300]}") from error
         if made != [length for _, length in spans]:
             raise EngineError(

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
@@ -107,7 +108,7 @@ class Receiving(transports.Receiving):
             time.sleep(0.1)
         found = set()
         try:
-            listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+            listed = read_json_object(folder / MANIFEST)["files"]
             for name, num_bytes in listed.items():
                 if (folder / name).stat().st_size != num_bytes:
                     raise WeightSyncError(f"version {version}: {folder / name} is not as long as it was written")

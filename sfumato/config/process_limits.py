@@ -1,0 +1,17 @@
+"""Limits of this process."""
+
+from __future__ import annotations
+
+import resource
+
+
+def lower_limit(kind: int, most: int) -> None:
+    """Limits this process to ``most`` of a resource, or to less where the machine's own limit (``ulimit``) is lower.
+
+    Args:
+        kind: of ``resource.RLIMIT_*``.
+        most: bytes, seconds or a number, as the kind has it.
+    """
+    _, hard = resource.getrlimit(kind)
+    value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (value, value))
