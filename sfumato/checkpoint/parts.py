@@ -163,8 +163,9 @@ def read_state_values(path: Path) -> dict[str, Any]:
         value = values.get(name)
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
             raise CheckpointError(f"{path}: {name} is {str(value)[:50]!r}, which no run can have saved")
-    if not isinstance(values.get(IDENTITY, {}), dict):
-        raise CheckpointError(f"{path}: {IDENTITY} is {str(values[IDENTITY])[:50]!r}, which no run can have saved")
+    for name in (IDENTITY, "critic_optimizer"):  # of runs that have one
+        if not isinstance(values.get(name) or {}, dict):
+            raise CheckpointError(f"{path}: {name} is {str(values[name])[:50]!r}, which no run can have saved")
     return values
 
 
