@@ -32,7 +32,7 @@ from pipeline_simulation import DECOUPLED, FULLY_ASYNC, ONE_STEP_OFF, SYNC, SYNC
 
 from sfumato.config.load import read_yaml
 from sfumato.errors import UserError
-from sfumato.tracking.drawing import Stretch, choose_stretch
+from sfumato.tracking.charts import Stretch, choose_stretch
 from sfumato.tracking.timeline import RUN, Event, read_events, step_windows
 from sfumato.tracking.trackers import read_jsonl
 

@@ -200,10 +200,11 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from sfumato.data.prompts import PromptLoader, load_prompts
+    from sfumato.data.images.prompts import load_prompts
+    from sfumato.data.prompt_loader import PromptLoader
     from sfumato.parallel.mesh import build_mesh
     from sfumato.rollout.batch import Part
-    from sfumato.rollout.self_check import RowProbe
+    from sfumato.rollout.diffusion.self_check import RowProbe
     from sfumato.tracking.run import Run, quiet_libraries
     from tasks import rl_diffusion, rl_diffusion_forward
 

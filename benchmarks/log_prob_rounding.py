@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
 ROUNDING = 2.0**-24
 """Relative error of one rounding to float32, at most."""

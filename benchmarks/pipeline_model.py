@@ -38,7 +38,7 @@ from pipeline_simulation import (
 )
 
 from sfumato.errors import DataError, UserError
-from sfumato.tracking.drawing import (
+from sfumato.tracking.charts import (
     MUTED,
     Stretch,
     choose_stretch,

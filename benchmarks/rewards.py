@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.glyphs import caption_of, source_image, training_words
+from sfumato.data.synthetic.glyphs import caption_of, source_image, training_words
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.ocr import OcrReward
 from sfumato.rewards.pixels import JpegIncompressibility

@@ -39,7 +39,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from sfumato.tracking.meters import memory_in_use, peak_flops
 from sfumato.tracking.run import quiet_libraries
 

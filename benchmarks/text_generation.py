@@ -34,8 +34,8 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 
 from sfumato.rollout.engines.base import GenerationRequest, Sampling  # noqa: E402
-from sfumato.rollout.engines.complete import complete  # noqa: E402
-from sfumato.rollout.engines.embedded import EmbeddedEngine  # noqa: E402
+from sfumato.rollout.engines.embedded.complete import complete  # noqa: E402
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine  # noqa: E402
 
 SIZES = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16},

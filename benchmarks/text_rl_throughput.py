@@ -74,7 +74,7 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.models.language.load import build_byte_tokenizer
 
     width, layers, inner = SIZES[arguments.model]
     tokenizer = build_byte_tokenizer()
@@ -186,7 +186,7 @@ def run_sfumato(arguments: argparse.Namespace, folder: Path) -> None:
     import tasks.rl_text as task
     from sfumato.config.load import load_config
     from sfumato.config.text_rl import TextRLConfig
-    from sfumato.models.language import LanguageModel
+    from sfumato.models.language.model import LanguageModel
     from sfumato.tracking.run import Run
 
     phases, log = Phases(arguments.profile), Run.log

@@ -82,7 +82,7 @@ def texts(kind: str, count: int) -> list[str]:
 
 
 def encoded(kind: str, count: int) -> list[list[int]]:
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.models.language.load import build_byte_tokenizer
 
     tokenizer = build_byte_tokenizer()
     return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts(kind, count)]
@@ -140,7 +140,7 @@ def run_trainer(kind: str, steps: int, folder: Path) -> int:
     from datasets import Dataset
     from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.models.language.load import build_byte_tokenizer
 
     rows = encoded(kind, steps * ROWS)
     data = Dataset.from_dict({"input_ids": rows})
@@ -154,7 +154,7 @@ def run_trl(kind: str, steps: int, folder: Path, **packing: Any) -> int:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.models.language.load import build_byte_tokenizer
 
     count = steps * ROWS * (1 if not packing else 5)
     data = Dataset.from_dict({"input_ids": encoded(kind, count)})
@@ -200,9 +200,9 @@ def run_tokenise(kind: str, steps: int, folder: Path) -> tuple[int, float]:
     from transformers import PreTrainedTokenizerFast
 
     from sfumato.config.text_data import TextDataConfig
-    from sfumato.data.sources import open_sources
-    from sfumato.data.text import build_transform
-    from sfumato.data.token_store import build_token_store
+    from sfumato.data.files.sources import open_sources
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.token_store import build_token_store
 
     source, text = random.Random(0), "\n".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))
     backend = Tokenizer(models.BPE())

@@ -90,7 +90,7 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
     """Rows of ``image_conversation``."""
     from PIL import Image
 
-    from sfumato.data.pictures import as_png
+    from sfumato.data.media.pictures import as_png
 
     source, noise = random.Random(0), np.random.default_rng(0)
     for _ in range(count):
@@ -147,7 +147,7 @@ def build(folder: Path, steps: int) -> tuple[Any, Any]:
     """The configuration of a run, and its model as the run has it."""
     from sfumato.config.load import load_config
     from sfumato.config.text import TrainTextConfig
-    from sfumato.models.language_load import build_language_model
+    from sfumato.models.language.load import build_language_model
 
     config = load_config(TrainTextConfig, overrides=config_of(folder, steps))
     return config, build_language_model(config.model, config.train, data_type=config.data.data_type)
@@ -157,7 +157,7 @@ def run_plain(steps: int, folder: Path) -> int:
     """What a person writes first: padded conversations, the model's own loss of the answers, clipping, AdamW."""
     import torch
 
-    from sfumato.data.pictures import read_image
+    from sfumato.data.media.pictures import read_image
 
     _, built = build(folder, 1)
     model, processor = built.plain.train(), built.vision.reader.processor
@@ -209,9 +209,9 @@ def rate_of(name: str, steps: int) -> float:
 
 def balance(num_steps: int) -> dict[str, float]:
     """Share of time lost to waiting for the rank with most work, by how samples are shared out."""
-    from sfumato.data.row_samples import FiledRow
-    from sfumato.data.text import build_transform
-    from sfumato.models.flops import FlopCount
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.row_samples import FiledRow
+    from sfumato.models.estimate.flops import FlopCount
     from sfumato.parallel.bin_packing import pack
 
     with tempfile.TemporaryDirectory() as folder:
@@ -280,12 +280,12 @@ def media_config(folder: Path, kind: str, count: int, **data: Any) -> Any:
 
 def media(repeats: int) -> None:
     """Prints what opening media takes."""
-    from sfumato.data import media_threads
-    from sfumato.data.media_cache import build_media_cache
-    from sfumato.data.sources import open_sources
-    from sfumato.data.text import build_transform
-    from sfumato.data.token_store import build_token_store
-    from sfumato.models.language_load import build_reader
+    from sfumato.data.files.sources import open_sources
+    from sfumato.data.media import threads as media_threads
+    from sfumato.data.media.cache import build_media_cache
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.token_store import build_token_store
+    from sfumato.models.language.load import build_reader
 
     for kind, count in (("image", 24), ("video", 4)):
         with tempfile.TemporaryDirectory() as name:

@@ -4,4 +4,8 @@ Importing this package loads nothing heavy and changes nothing; import the part 
 ``sfumato.models.diffusion`` or ``sfumato.algorithms.dynamics``.
 """
 
-__version__ = "0.1.0"
+from sfumato.moved import keep_old_names
+
+__version__ = "0.2.0"
+
+keep_old_names()

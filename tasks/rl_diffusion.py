@@ -24,8 +24,9 @@ from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics, old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
-from sfumato.data.image_identity import identify_prompts
-from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.data.images.identity import identify_prompts
+from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.prompt_loader import PromptLoader
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
@@ -35,12 +36,17 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
-from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
-from sfumato.rollout.evaluation import sample_evaluation
-from sfumato.rollout.monitors import group_diversity, velocity_norms
-from sfumato.rollout.policy import build_policy, count_costs, prepare_prompts
-from sfumato.rollout.self_check import Replay, RowProbe, probe_rows
-from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories, with_proximal_means
+from sfumato.rollout.diffusion.evaluation import sample_evaluation
+from sfumato.rollout.diffusion.monitors import group_diversity, velocity_norms
+from sfumato.rollout.diffusion.policy import build_policy, count_costs, prepare_prompts
+from sfumato.rollout.diffusion.self_check import Replay, RowProbe, probe_rows
+from sfumato.rollout.diffusion.trajectories import (
+    Trajectories,
+    replay_trajectories,
+    sample_trajectories,
+    with_proximal_means,
+)
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles

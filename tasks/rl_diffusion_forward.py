@@ -21,8 +21,9 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import ForwardRLConfig
-from sfumato.data.image_identity import identify_prompts
-from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.data.images.identity import identify_prompts
+from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.prompt_loader import PromptLoader
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
@@ -31,11 +32,11 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
-from sfumato.rollout.diffusion import DiffusionRollout, EncodedRequests
-from sfumato.rollout.evaluation import sample_evaluation
-from sfumato.rollout.final_samples import predict_noised, sample_final
-from sfumato.rollout.monitors import group_diversity, velocity_norms
-from sfumato.rollout.policy import build_policy, count_costs, prepare_prompts
+from sfumato.rollout.diffusion.evaluation import sample_evaluation
+from sfumato.rollout.diffusion.final_samples import predict_noised, sample_final
+from sfumato.rollout.diffusion.monitors import group_diversity, velocity_norms
+from sfumato.rollout.diffusion.policy import build_policy, count_costs, prepare_prompts
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles

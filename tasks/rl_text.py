@@ -21,10 +21,10 @@ from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.text_prompt_identity import identify_text_prompts
-from sfumato.data.text_prompts import TextPrompt, TextPromptLoader
-from sfumato.data.token_batch import TokenBatch
-from sfumato.models.language import LanguageModel
+from sfumato.data.text.prompt_identity import identify_text_prompts
+from sfumato.data.text.prompts import TextPrompt, TextPromptLoader
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.language.model import LanguageModel
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
@@ -33,9 +33,19 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import RankBatch, SampleRequest, requests_of
-from sfumato.rollout.dumps import RolloutDumps
-from sfumato.rollout.dynamic_sampling import dynamic_sampling, sampling_metrics
-from sfumato.rollout.text_policy import (
+from sfumato.rollout.debug.dumps import RolloutDumps
+from sfumato.rollout.oversampling.dynamic_sampling import dynamic_sampling, sampling_metrics
+from sfumato.rollout.text.packing import (
+    add_values,
+    gather_token_values,
+    gather_values,
+    group_by_step,
+    mark_rows,
+    pack_update,
+    subtract_penalties,
+    token_counts,
+)
+from sfumato.rollout.text.policy import (
     TextEngine,
     answer_held_out,
     build_critic,
@@ -46,17 +56,7 @@ from sfumato.rollout.text_policy import (
     probe_policies,
     summed,
 )
-from sfumato.rollout.text_rows import (
-    add_values,
-    gather_token_values,
-    gather_values,
-    group_by_step,
-    mark_rows,
-    pack_update,
-    subtract_penalties,
-    token_counts,
-)
-from sfumato.rollout.tokens import TextRollout
+from sfumato.rollout.text.tokens import TextRollout
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles

@@ -23,9 +23,9 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainAutoencoderConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.bad_rows import BadRows, bad_row_limit
-from sfumato.data.image_identity import identify_images
-from sfumato.data.image_text import open_image_text
+from sfumato.data.files.bad_rows import BadRows, bad_row_limit
+from sfumato.data.images.identity import identify_images
+from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import read_pixels, read_rows

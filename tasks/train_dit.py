@@ -25,9 +25,9 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.image_identity import identify_images
-from sfumato.data.image_text import open_image_text
+from sfumato.data.images.buckets import sort_into_buckets
+from sfumato.data.images.identity import identify_images
+from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.encoded import EncodedBatch
@@ -39,7 +39,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.evaluation import choose_grid, draw_grid
+from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid
 from sfumato.tracking.run import start_run
 from sfumato.tracking.task import run_task
 

@@ -26,9 +26,9 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import TrainDitDpoConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.buckets import sort_into_buckets
-from sfumato.data.image_identity import identify_images
-from sfumato.data.image_text import open_held_out_pairs, open_image_pairs
+from sfumato.data.images.buckets import sort_into_buckets
+from sfumato.data.images.identity import identify_images
+from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import set_output
 from sfumato.models.diffusion.encoded import EncodedBatch
@@ -41,8 +41,8 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.evaluation import choose_grid, draw_grid
-from sfumato.rollout.final_samples import FinalSamples, predict_noised
+from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid
+from sfumato.rollout.diffusion.final_samples import FinalSamples, predict_noised
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task

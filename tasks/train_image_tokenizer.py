@@ -21,12 +21,12 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.omni import TrainImageTokenizerConfig
 from sfumato.data.background import read_ahead
-from sfumato.data.bad_rows import BadRows, bad_row_limit
-from sfumato.data.image_identity import identify_images
-from sfumato.data.image_text import open_image_text
+from sfumato.data.files.bad_rows import BadRows, bad_row_limit
+from sfumato.data.images.identity import identify_images
+from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexBatch, IndexLoader
 from sfumato.models.diffusion.encoded import read_pixels, read_rows
-from sfumato.models.omni.own_vq import build_vq
+from sfumato.models.omni.hf_vq import build_vq
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh

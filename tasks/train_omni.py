@@ -25,22 +25,22 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_maker
 from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, TrainOmniConfig
-from sfumato.data.prompt_dropout import drop_prompts, is_image
-from sfumato.data.text_loader import Validation, open_text_data
-from sfumato.data.token_batch import TokenBatch
-from sfumato.models.flops import FlopCount
+from sfumato.data.text.loader import Validation, open_text_data
+from sfumato.data.text.prompt_dropout import drop_prompts, is_image
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import check_length
+from sfumato.models.language.probe import probe
+from sfumato.models.language.scores import TokenScores
 from sfumato.models.omni.flow_head import predict_velocity
 from sfumato.models.omni.load import build_omni_model
 from sfumato.models.omni.model import OmniModel
-from sfumato.models.plain import check_length
-from sfumato.models.probe import probe
-from sfumato.models.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.rollout.drawing import draw_prompts, read_prompts
+from sfumato.rollout.text.image_generation import draw_prompts, read_prompts
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task

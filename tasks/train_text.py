@@ -20,20 +20,20 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.load import load_maker
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
-from sfumato.data.text_loader import Validation, open_text_data
-from sfumato.data.token_batch import TokenBatch
-from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model
-from sfumato.models.plain import check_length
-from sfumato.models.probe import probe
-from sfumato.models.router_loss import StepRouterLoss
-from sfumato.models.scores import TokenScores
+from sfumato.data.text.loader import Validation, open_text_data
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import check_length
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.probe import probe
+from sfumato.models.language.router_loss import StepRouterLoss
+from sfumato.models.language.scores import TokenScores
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.rollout.text import answer_greedily
+from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.step_sums import SourceLosses

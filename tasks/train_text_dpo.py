@@ -20,14 +20,14 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import DpoConfig, TrainTextDpoConfig
-from sfumato.data.text_loader import open_text_data
-from sfumato.data.token_batch import TokenBatch
-from sfumato.models.flops import FlopCount
-from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model
-from sfumato.models.plain import check_length
-from sfumato.models.probe import probe
-from sfumato.models.scores import TokenScores
+from sfumato.data.text.loader import open_text_data
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import check_length
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.probe import probe
+from sfumato.models.language.scores import TokenScores
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh

@@ -20,12 +20,12 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_reward import RewardObjectiveConfig, TrainTextRewardConfig
-from sfumato.data.text_loader import open_text_data
-from sfumato.data.token_batch import TokenBatch
-from sfumato.models.flops import FlopCount
-from sfumato.models.plain import check_length
-from sfumato.models.probe import probe
-from sfumato.models.scalar_head import ScalarModel, build_scalar_model, find_scored_tokens
+from sfumato.data.text.loader import open_text_data
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import check_length
+from sfumato.models.language.probe import probe
+from sfumato.models.language.scalar_head import ScalarModel, build_scalar_model, find_scored_tokens
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh

@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sfumato.config.load import merge
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from tests.tiny import tiny_language_description, tiny_text_rl_config
 
 P, M, N = 4, 7, 4

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sfumato.data.rows import text_field
-from sfumato.data.text import Document, TextFormat, TextSample, fingerprint_of, fit
+from sfumato.data.files.rows import text_field
+from sfumato.data.text.format import Document, TextFormat, TextSample, fingerprint_of, fit
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.rewards.base import Reward, Sample
 
 

@@ -36,7 +36,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.flops import DenoiserFlops, denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout import policy
+from sfumato.rollout.diffusion import policy
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.trackers import read_jsonl
 

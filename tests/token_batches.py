@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
-from sfumato.data.token_batch import TokenBatch
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.token_batch import TokenBatch
 
 LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 

@@ -49,7 +49,7 @@ def with_gradients(work: Callable[..., Tensor], upstream: Tensor, inputs: tuple[
 
 def packed_attention(setting: Setting) -> dict[str, Any]:
     """Documents of unequal lengths in one row, half as many heads of keys; forward and backward."""
-    from sfumato.models import packed_attention as packed
+    from sfumato.models.language import packed_attention as packed
 
     lengths = setting.size((700, 5, 1300, 64, 1, 1026), (9, 1, 14, 5))
     (heads, width), total = setting.size((8, 128), (4, 16)), sum(lengths)

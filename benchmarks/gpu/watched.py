@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from benchmarks.gpu.cells import Setting
 from sfumato.config.load import load_config
-from sfumato.models import language_parts
 from sfumato.models.diffusion import load as diffusion_load
+from sfumato.models.language import parts as language_parts
 from sfumato.parallel import memory
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run

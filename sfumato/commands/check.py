@@ -30,23 +30,23 @@ from sfumato.config.parallel import world_size
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.answer_end import facts_of
-from sfumato.data.bad_rows import bad_row_limit
-from sfumato.data.vision import ImageReader
+from sfumato.data.files.bad_rows import bad_row_limit
+from sfumato.data.media.vision import ImageReader
+from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import UserError
-from sfumato.models.language_load import build_tokenizer, read_model_config
-from sfumato.models.language_parts import where_described
-from sfumato.models.planned import language_model_on_meta
-from sfumato.models.planned_drawing import KEYS_AND_VALUES
-from sfumato.models.planned_vision import vision_on_meta
-from sfumato.models.router_loss import (
+from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
+from sfumato.models.estimate.meta_models import language_model_on_meta
+from sfumato.models.estimate.meta_vision import vision_on_meta
+from sfumato.models.language.load import build_tokenizer, read_model_config
+from sfumato.models.language.parts import where_described
+from sfumato.models.language.router_loss import (
     adds_router_loss,
     asked_coefficient,
     check_router_settings,
     describe_router_loss,
     refuse_router_loss,
 )
-from sfumato.models.source_folder import describe_jitter, describe_left_out
+from sfumato.models.language.source_folder import describe_jitter, describe_left_out
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries

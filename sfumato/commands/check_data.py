@@ -14,26 +14,26 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitD
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.answer_end import AnswerEnd, facts_of
-from sfumato.data.data_notes import describe_text_data
-from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_text import open_held_out_pairs, open_image_pairs, open_image_text
+from sfumato.data.files.rows import RowTable
+from sfumato.data.files.sources import Sources, open_sources, open_validation
+from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs, open_image_text
+from sfumato.data.images.prompts import check_prompts, load_prompts
 from sfumato.data.loader import IndexLoader
-from sfumato.data.media import check_head
-from sfumato.data.pictures import is_enlarged
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.prompts import check_prompts, load_prompts
-from sfumato.data.row_samples import filed_row
-from sfumato.data.rows import RowTable
-from sfumato.data.sources import Sources, open_sources, open_validation
-from sfumato.data.text import TextTransform, build_transform
-from sfumato.data.text_loader import adopt_answer_end, build_text_loader
-from sfumato.data.text_prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
-from sfumato.data.token_store import find_token_store
-from sfumato.data.vision import ImageReader
+from sfumato.data.media.kinds import check_head
+from sfumato.data.media.pictures import is_enlarged
+from sfumato.data.media.vision import ImageReader
+from sfumato.data.synthetic.glyphs import GlyphDataset
+from sfumato.data.text.answer_end import AnswerEnd, facts_of
+from sfumato.data.text.format import TextTransform, build_transform
+from sfumato.data.text.loader import adopt_answer_end, build_text_loader
+from sfumato.data.text.notes import describe_text_data
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
+from sfumato.data.text.row_samples import filed_row
+from sfumato.data.text.token_store import find_token_store
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import Dataset
-from sfumato.models.model_folder import describe_export
+from sfumato.models.language.model_folder import describe_export
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 

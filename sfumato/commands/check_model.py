@@ -21,9 +21,9 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError, UserError
 from sfumato.models.diffusion.base import set_output
-from sfumato.models.flops import FlopCount
-from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
-from sfumato.models.planned import (
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
+from sfumato.models.estimate.meta_models import (
     diffusion_model_on_meta,
     plan_autoencoder,
     plan_diffusion_model,

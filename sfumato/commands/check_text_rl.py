@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.models.memory_plan import Planned, RankMemory, plan_memory
-from sfumato.models.planned import plan_critic
-from sfumato.models.planned_drawing import KEYS_AND_VALUES, DrawingLoad, drawing_bytes
+from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES, DrawingLoad, drawing_bytes
+from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
+from sfumato.models.estimate.meta_models import plan_critic
 from sfumato.parallel.layout import Layout
 from sfumato.rollout.engines.settings import Embedded
 

@@ -20,7 +20,7 @@ def attention(device: str) -> None:
     """Packed documents of unequal lengths with fewer heads of keys and values, forward and backward."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from sfumato.models.packed_attention import register_packed_attention
+    from sfumato.models.language.packed_attention import register_packed_attention
 
     attend, module = ALL_ATTENTION_FUNCTIONS[register_packed_attention()], nn.Module()
     positions = torch.cat([torch.arange(length) for length in (7, 130, 64, 1)])[None]

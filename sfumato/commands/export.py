@@ -73,13 +73,13 @@ def _build(run: Path) -> Exportable:
     plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
     if task == "train_text_reward":
         from sfumato.config.text_reward import TrainTextRewardConfig
-        from sfumato.models.scalar_head import build_scalar_model
+        from sfumato.models.language.scalar_head import build_scalar_model
 
         config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return _with_template(build_scalar_model(config.model, config.train, config.model.head), config.data)
     if task in ("train_text", "train_text_dpo", "train_text_kto"):
         from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
-        from sfumato.models.language_load import build_language_model
+        from sfumato.models.language.load import build_language_model
 
         schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
@@ -108,8 +108,8 @@ def _build(run: Path) -> Exportable:
 
 def _with_template(model: Any, data: Any) -> Any:
     """A language model that exports the chat template of its data, as the run did."""
-    from sfumato.data.text import build_transform
-    from sfumato.data.text_loader import adopt_answer_end
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.loader import adopt_answer_end
 
     vision = getattr(model, "vision", None)
     transform = build_transform(data, model.tokenizer, None if vision is None else vision.reader)

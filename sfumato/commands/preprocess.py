@@ -11,14 +11,14 @@ from sfumato.commands.find_task import load_for_task
 from sfumato.config.characters import printable
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
-from sfumato.data.answer_end import facts_of
-from sfumato.data.bad_rows import bad_row_limit
-from sfumato.data.media_cache import build_media_cache
-from sfumato.data.sources import open_sources
-from sfumato.data.text import build_transform
-from sfumato.data.token_store import Watch, build_token_store
+from sfumato.data.files.bad_rows import bad_row_limit
+from sfumato.data.files.sources import open_sources
+from sfumato.data.media.cache import build_media_cache
+from sfumato.data.text.answer_end import facts_of
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import build_reader
+from sfumato.models.language.load import build_reader
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.run import quiet_libraries

@@ -58,7 +58,7 @@ class TextDataConfig(Section):
     """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""
     synthetic: SyntheticTextConfig | None = None
     """Problems made in code instead of train_path and eval_path."""
-    data_type: Annotated[Any, Variant("sfumato.data.text_formats", short=True)] = "conversation"
+    data_type: Annotated[Any, Variant("sfumato.data.text.formats", short=True)] = "conversation"
     """plaintext learns every token, conversation those of assistant messages, preference compares two answers; a
     format of your own by import path, `my_module:MyFormat`."""
     datasets_type: Literal["mapping", "iterable"] = "mapping"

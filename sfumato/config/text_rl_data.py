@@ -17,7 +17,7 @@ PLAIN = "none"
 class TextPromptDataConfig(Section):
     """Prompts to train and to evaluate on, as text or as messages, with what rewards need to know of them."""
 
-    data_type: Annotated[Any, Variant("sfumato.data.text_prompt_formats", short=True)] = "prompts"
+    data_type: Annotated[Any, Variant("sfumato.data.text.prompt_formats", short=True)] = "prompts"
     """What rows hold: prompts (a column of texts or messages), image_prompts (the same with images), media_prompts
     (with videos and audio, too), gsm8k (question and answer), verl (verl's and DAPO's parquet files), sharegpt,
     reasoning_gym, verifiers; or a format of your own by import path, `my_module:MyFormat`."""

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sfumato.data.file_digests import FileDigests
-from sfumato.data.file_rows import FileRows
-from sfumato.data.picture_folder import FolderRows
-from sfumato.data.pictures import File
-from sfumato.data.rows import JoinedRows
+from sfumato.data.files.file_digests import FileDigests
+from sfumato.data.files.file_rows import FileRows
+from sfumato.data.files.picture_folder import FolderRows
+from sfumato.data.files.rows import JoinedRows
+from sfumato.data.media.pictures import File
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from sfumato.algorithms.noise import keyed_permutation
 from sfumato.config.sections import EpochTrainConfig
-from sfumato.data.buckets import Buckets
 from sfumato.data.epoch_order import EpochOrder, refuse_repetition
+from sfumato.data.images.buckets import Buckets
 from sfumato.errors import DataError
 from sfumato.parallel.bin_packing import deal
 from sfumato.parallel.mesh import Mesh

@@ -19,8 +19,8 @@ from sfumato.config.parallel import read_launched
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
-from sfumato.parallel.meeting import bound_to_loopback, is_on_one_machine, join_store
 from sfumato.parallel.plain_values import from_bytes, to_bytes
+from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store
 
 BEFORE_THE_FIRST_STEP = 3
 """Times ``train.timeout_s`` that ranks wait for each other while they load and compile."""

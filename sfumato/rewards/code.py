@@ -17,7 +17,7 @@ from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.coding.tests import CodeTests, code_of, read_tests, same_output
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
-_WITHIN = Path(__file__).parent / "coding" / "within.py"
+_WITHIN = Path(__file__).parent / "coding" / "sandbox_worker.py"
 _MOST_REPORTED = 1 << 20
 _GRACE_S = 15.0
 
@@ -101,15 +101,15 @@ class CodeReward(Reward):
         """How many tests pass. The answer and its tests have a sandbox each."""
         asked = {"setup": tests.setup, "entry_point": tests.entry_point, "tests": tests.assertions}
         within = _WITHIN.read_bytes()
-        answer_files = {"within.py": within, "answer.py": code.encode("utf-8", "surrogatepass")}
-        check_files = {"within.py": within, "tests.json": json.dumps(asked).encode()}
+        answer_files = {"sandbox_worker.py": within, "answer.py": code.encode("utf-8", "surrogatepass")}
+        check_files = {"sandbox_worker.py": within, "tests.json": json.dumps(asked).encode()}
         sandbox = self._sandbox()
         with contextlib.ExitStack() as running:
             with contextlib.ExitStack() as descriptors:  # closed here as soon as the programs have them
                 calls, values, results = (_pipe(descriptors) for _ in range(3))
                 nothing = os.open(os.devnull, os.O_RDWR)
                 descriptors.callback(os.close, nothing)
-                command, quiet = [PYTHON, "-I", "-S", "/tmp/within.py"], [nothing] * 3
+                command, quiet = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"], [nothing] * 3
                 answer = sandbox.start([*command, "answer"], [*quiet, calls[0], values[1]], answer_files)
                 running.callback(answer.close)
                 check = sandbox.start([*command, "check"], [*quiet, results[1], values[0], calls[1]], check_files)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sfumato.config.own_functions import import_function
+from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error

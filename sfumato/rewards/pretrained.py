@@ -7,8 +7,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from sfumato.config.own_functions import import_function
 from sfumato.config.paths import ModelPath
+from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from sfumato.errors import DataError, MissingDependencyError
 from sfumato.rewards.answers import Extraction, column_of, extract_answer, text_of
 from sfumato.rewards.base import Failure, Reward, Sample
-from sfumato.sandbox.kept import KeptProgram
+from sfumato.sandbox.persistent_process import KeptProgram
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
@@ -34,7 +34,7 @@ class ReasoningGym(Reward):
     modality: ClassVar[str] = "text"
 
     target_key: str = "metadata"
-    """Column that says which problem it is, as sfumato.data.reasoning_gym makes it."""
+    """Column that says which problem it is, as sfumato.data.synthetic.reasoning_gym makes it."""
     extract: Extraction = "tags"
     """What of the answer the verifier is given: what is in the last <answer></answer>, or as for the reward exact."""
     marker: str = "####"
@@ -83,7 +83,8 @@ class ReasoningGym(Reward):
         if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _FIELDS.items()):
             raise DataError(
                 f"column {self.target_key!r} of prompt {prompt!r} must say which problem of reasoning-gym it is "
-                f"({', '.join(_FIELDS)}) for reward {self.label!r}: make the rows with sfumato.data.reasoning_gym.load"
+                f"({', '.join(_FIELDS)}) for reward {self.label!r}: make the rows with "
+                "sfumato.data.synthetic.reasoning_gym.load"
             )
         return {**{name: value[name] for name in _FIELDS}, "answer": column_of(metadata, "answer", self.label, prompt)}
 

@@ -1,1 +1,1 @@
-"""Sampling from a policy: trajectories with log-probabilities, and their replay."""
+"""Sampling from a policy, of any modality."""

@@ -16,13 +16,13 @@ from sfumato.config.file_checks import outside_problem
 from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
-from sfumato.tracking.drawing import choose_stretch, curve_svg, theme_css, timeline_svg
+from sfumato.tracking.charts import choose_stretch, curve_svg, theme_css, timeline_svg
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import ANSWERS_CSS, answers, folded, in_html
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
+from sfumato.tracking.reward_hacking import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.samples import choose_evenly, embedded_picture, read_samples
-from sfumato.tracking.signs import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.timeline import read_events
 from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_jsonl, series_of
 

@@ -21,14 +21,14 @@ from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.ending import check_early_stop, listen, name_log
+from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.meters import Meter, StepProfiler, peak_flops
 from sfumato.tracking.progress import Progress, quiet_libraries
+from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
-from sfumato.tracking.signs import signs_of_hacking
 from sfumato.tracking.timeline import Event, Phase, Timeline
 from sfumato.tracking.trackers import (
     JsonLines,

@@ -15,7 +15,7 @@ from sfumato.errors import PreemptedError, RoleLostError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.mesh import close_mesh
 from sfumato.parallel.peers import leave_peers
-from sfumato.tracking.ending import Ending, ending_of, keep_stacks
+from sfumato.tracking.exit import Ending, ending_of, keep_stacks
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run

@@ -261,7 +261,7 @@ def wan_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tup
 
 def wan_pair() -> nn.Module:
     """Two transformers; of the rows' noise levels some belong to one and some to the other."""
-    from sfumato.models.diffusion.wan_pair import WanPair
+    from sfumato.models.diffusion.families.wan_pair import WanPair
 
     first, second = wan(), wan()
     with torch.no_grad():

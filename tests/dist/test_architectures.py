@@ -20,14 +20,14 @@ from torch import Tensor
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
-from sfumato.data.token_batch import TokenBatch
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
-from sfumato.models import language_load
-from sfumato.models.language import LanguageModel
-from sfumato.models.probe import Checks, probe
-from sfumato.models.scores import TokenScores
+from sfumato.models.language import load as language_load
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.probe import Checks, probe
+from sfumato.models.language.scores import TokenScores
 from sfumato.parallel import mesh as mesh_module
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout

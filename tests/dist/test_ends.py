@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sfumato.config.sections import TrainConfig
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.tracking.ending import ending_of
+from sfumato.tracking.exit import ending_of
 
 
 def wait_for_a_rank_that_hangs(axis: str) -> tuple[str, str, float]:

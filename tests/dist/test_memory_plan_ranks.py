@@ -10,7 +10,7 @@ import torch
 
 from sfumato.config.load import load_config
 from sfumato.config.sections import TrainConfig
-from sfumato.models.memory_plan import Planned, plan_memory
+from sfumato.models.estimate.memory_plan import Planned, plan_memory
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh

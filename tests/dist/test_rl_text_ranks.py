@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from sfumato.config.load import merge
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import EngineError, Sampling
-from sfumato.rollout.engines.embedded import EmbeddedEngine
-from sfumato.rollout.first_finished import AnswerKey, FirstFinished
-from sfumato.rollout.growing_sequence import GrowingSequence
-from sfumato.rollout.unfinished import Group
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.oversampling.first_finished import AnswerKey, FirstFinished
+from sfumato.rollout.oversampling.unfinished import Group
+from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank

@@ -12,8 +12,8 @@ from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.evaluation import sample_images
-from sfumato.rollout.step_cache import StepCache
+from sfumato.rollout.diffusion.evaluation import sample_images
+from sfumato.rollout.diffusion.step_cache import StepCache
 from tests.dist.matrix import MODES
 from tests.dist.ranks import RankError, RankPool
 from tests.tiny import write_tiny_pipeline

@@ -3,7 +3,7 @@
 import os
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.data.text_loader import build_text_loader
+from sfumato.data.text.loader import build_text_loader
 from sfumato.parallel.mesh import build_mesh
 from tests.token_rows import NumberTransform, one_source, random_lengths
 from tests.unit.test_text_loader import take

@@ -118,7 +118,7 @@ def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any,
 def sources(tmp_path: Any) -> dict[str, Any]:
     """Two files, mixed two to one by tokens."""
     from sfumato.config.text_data import SyntheticTextConfig
-    from sfumato.data.synthetic_text import SyntheticRows
+    from sfumato.data.synthetic.text import SyntheticRows
 
     for number, problem in enumerate(("reverse", "add")):
         rows = SyntheticRows(SyntheticTextConfig(problem=problem, max_length=4), seed=number, held_out=False)

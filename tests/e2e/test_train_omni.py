@@ -15,18 +15,18 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaFo
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
-from sfumato.data.drawing import CODE
-from sfumato.data.prompt_dropout import drop_prompts, is_image
-from sfumato.data.text_loader import open_text_data
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.media.image_answers import CODE
+from sfumato.data.text.loader import open_text_data
+from sfumato.data.text.prompt_dropout import drop_prompts, is_image
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.drawing import draw_images
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
-from sfumato.rollout.kinds.drawing import DrawingKind
-from sfumato.rollout.turns import LengthLimits, SampleKeys
+from sfumato.rollout.kinds.image_rollout import DrawingKind
+from sfumato.rollout.text.image_generation import draw_images
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_omni import tiny_omni_config
@@ -188,6 +188,6 @@ def _evaluated(run: Path, step: int) -> dict[str, float]:
 
 
 def _sight(model):
-    from sfumato.models.flops import FlopCount
+    from sfumato.models.estimate.flops import FlopCount
 
     return FlopCount(model.module, model.vision).sight

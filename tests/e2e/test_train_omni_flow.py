@@ -18,16 +18,16 @@ from sfumato.algorithms.noise import keyed_normal, keyed_uniform
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.sections import ModelConfig
-from sfumato.data.pictures import read_image
-from sfumato.data.prompt_dropout import is_image
-from sfumato.data.text_loader import open_text_data
+from sfumato.data.media.pictures import read_image
+from sfumato.data.text.loader import open_text_data
+from sfumato.data.text.prompt_dropout import is_image
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import FlopCount
+from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.drawing import draw_images
+from sfumato.rollout.text.image_generation import draw_images
 from tests.tiny import run_task_here, run_task_process, tiny_rl_config, weights_in, write_config
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
 from tests.tiny_vision import data_url, picture

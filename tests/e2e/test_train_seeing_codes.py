@@ -13,11 +13,11 @@ from transformers import AutoProcessor, ChameleonForConditionalGeneration, Emu3F
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.text_loader import open_text_data
+from sfumato.data.text.loader import open_text_data
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.flops import FlopCount
-from sfumato.models.language_load import build_language_model
-from sfumato.models.probe import probe
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.probe import probe
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sfumato.config.load import merge
 from sfumato.config.text_data import SyntheticTextConfig
-from sfumato.data.synthetic_text import SyntheticRows
+from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.errors import ConfigError
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import read_jsonl

@@ -15,14 +15,14 @@ from transformers import AutoProcessor, Emu3ForConditionalGeneration, JanusForCo
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
-from sfumato.data.prompt_dropout import is_image
-from sfumato.data.text_loader import open_text_data
+from sfumato.data.text.loader import open_text_data
+from sfumato.data.text.prompt_dropout import is_image
 from sfumato.errors import ConfigError
-from sfumato.models.flops import FlopCount
+from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.drawing import draw_images
+from sfumato.rollout.text.image_generation import draw_images
 from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import picture

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language.load import build_language_model
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
 from tests.tiny_vision import tiny_media_config, tiny_vision_config
 from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import load_text_prompts
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import load_text_prompts
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.environment import EnvironmentReward
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.verifiers import Verifiers
-from sfumato.rollout.turns import LengthLimits, SampleKeys
 from tests.scripted_engine import ScriptedEngine
 
 pytest.importorskip("verifiers.v1")

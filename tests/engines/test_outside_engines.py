@@ -22,15 +22,15 @@ from sfumato.config.base import Variant, find_variants
 from sfumato.errors import ConfigError, MissingDependencyError, WeightSyncError
 from sfumato.parallel.shards import all_parameters
 from sfumato.parallel.weights import build_on_meta
-from sfumato.rollout.engines import weight_files
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
-from sfumato.rollout.engines.http_server import NOT_SENT, HttpServer, RefusedByServerError
-from sfumato.rollout.engines.served import seed_of
-from sfumato.rollout.engines.server_process import ServerProcess, free_port
-from sfumato.rollout.engines.sglang import SglangSettings
-from sfumato.rollout.engines.vllm import VllmSettings
-from sfumato.rollout.engines.vllm_calls import WORKER_FILE
-from sfumato.rollout.engines.weight_files import WeightFiles, own_folder
+from sfumato.rollout.engines.served import weight_files
+from sfumato.rollout.engines.served.engine import seed_of
+from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
+from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.sglang import SglangSettings
+from sfumato.rollout.engines.served.vllm import VllmSettings
+from sfumato.rollout.engines.served.vllm_calls import WORKER_FILE
+from sfumato.rollout.engines.served.weight_files import WeightFiles, own_folder
 from tests.engines.served_model import adapted_model, adapted_template, parts, template
 from tests.tiny import ROOT, tiny_language_description
 
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
 def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
     code = (
         "import os, pathlib, psutil, sys\n"
-        "from sfumato.rollout.engines.server_process import ServerProcess\n"
+        "from sfumato.rollout.engines.served.server_process import ServerProcess\n"
         f"log = pathlib.Path({str(tmp_path)!r}, 'log')\n"
         f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], {{}}, log, 60)\n"
         "server.start(lambda: log.exists() and 'children' in log.read_text())\n"

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sfumato.errors import RoleLostError, WeightSyncError
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import Completion, EngineError
-from sfumato.rollout.engines.vllm import VllmEngine
-from sfumato.rollout.engines.weight_files import WeightFiles
-from sfumato.tracking.ending import ending_of
+from sfumato.rollout.engines.served.vllm import VllmEngine
+from sfumato.rollout.engines.served.weight_files import WeightFiles
+from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config

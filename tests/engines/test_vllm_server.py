@@ -21,7 +21,7 @@ import torch
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.vllm import VllmSettings
+from sfumato.rollout.engines.served.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
 from tests.engines.served_model import (
@@ -322,7 +322,7 @@ def test_a_server_that_is_killed_is_noticed_and_started_again_with_its_weights(e
 
 
 def test_a_server_that_hangs_is_noticed_and_can_be_started_again(engine, monkeypatch):
-    monkeypatch.setattr("sfumato.rollout.engines.vllm_calls.HEALTH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("sfumato.rollout.engines.served.vllm_calls.HEALTH_TIMEOUT_S", 1.0)
     monkeypatch.setattr(engine.calls.http, "timeout_s", 2.0)
     stopped = server_processes(engine)
     for process in stopped:

@@ -22,7 +22,7 @@ import yaml
 from sfumato.config.load import merge
 from sfumato.launcher import GRACE_S
 from sfumato.parallel.mesh import close_mesh
-from sfumato.rollout import text_policy
+from sfumato.rollout.text import policy as text_policy
 from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact
 from sfumato.tracking.trackers import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in

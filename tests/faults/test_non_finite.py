@@ -18,8 +18,8 @@ from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
 from sfumato.config.sections import ModelConfig, TrainConfig
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.image_text import open_image_text
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from sfumato.models.diffusion.base import DiffusionModel
@@ -27,14 +27,14 @@ from sfumato.models.diffusion.encoded import OnlineEncoder
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language.load import build_language_model
 from sfumato.optim.ema import Ema
 from sfumato.parallel.finite import not_finite
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import load_weights
 from sfumato.rewards.networks.folder import assign_tensors
-from sfumato.rollout.diffusion import LATENTS_NOT_FINITE, PICTURE_NOT_FINITE
+from sfumato.rollout.diffusion.trajectory_sampler import LATENTS_NOT_FINITE, PICTURE_NOT_FINITE
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import read_samples

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from sfumato.rewards.http import wire
-from sfumato.rollout.openai_endpoint import Endpoint
-from sfumato.rollout.recorded_calls import PolicyReply
+from sfumato.rollout.agents.openai_endpoint import Endpoint
+from sfumato.rollout.agents.recorded_calls import PolicyReply
 from tests.reward_servers import noise_samples, start_server
 
 KEY = "the key of the load test"

@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sfumato.config.load import merge
 from sfumato.errors import DataError, RewardError, RoleLostError, WeightSyncError
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.rollout.dumps import dump_path, read_dump
-from sfumato.rollout.text_policy import TextEngine
-from sfumato.tracking.ending import ending_of
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.rollout.debug.dumps import dump_path, read_dump
+from sfumato.rollout.text.policy import TextEngine
+from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.sglang_program import engine_settings
 from tests.many_ends import partial_config

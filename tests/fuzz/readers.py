@@ -118,10 +118,10 @@ def make_rows(folder: Path) -> list[Reader]:
     import pyarrow
     import pyarrow.parquet
 
-    from sfumato.data.messages import read_messages
-    from sfumato.data.rows import open_rows
-    from sfumato.data.text import build_transform
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.data.files.rows import open_rows
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.messages import read_messages
+    from sfumato.models.language.load import build_byte_tokenizer
 
     lines = ["\n".join(map(json.dumps, rows)).encode() for rows in (CONVERSATIONS, TEXT_ROWS)]
     listed = [json.dumps(rows).encode() for rows in (CONVERSATIONS, TEXT_ROWS, {"data": TEXT_ROWS})]
@@ -183,12 +183,12 @@ def _shard(form: int = tarfile.USTAR_FORMAT, name: str = "a") -> bytes:
 
 @maker
 def make_media_rows(folder: Path) -> Reader:
-    from sfumato.data.file_columns import find_file, find_frames
-    from sfumato.data.messages import read_messages
-    from sfumato.data.pictures import read_image
+    from sfumato.data.files.file_columns import find_file, find_frames
+    from sfumato.data.media.pictures import read_image
+    from sfumato.data.text.messages import read_messages
 
     def read(content: bytes, place: Path) -> None:
-        from sfumato.data.bad_rows import parse_json
+        from sfumato.data.files.bad_rows import parse_json
 
         for line in content.split(b"\n"):
             row = parse_json(line, "row 1")
@@ -213,7 +213,7 @@ def make_media_rows(folder: Path) -> Reader:
 def make_pictures(folder: Path) -> list[Reader]:
     from PIL import Image, PngImagePlugin
 
-    from sfumato.data.pictures import check_image, read_frames, read_image, read_size
+    from sfumato.data.media.pictures import check_image, read_frames, read_image, read_size
 
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 20, 3), np.uint8))
     text = PngImagePlugin.PngInfo()
@@ -270,7 +270,7 @@ def make_pictures(folder: Path) -> list[Reader]:
 
 @maker
 def make_sounds(folder: Path) -> list[Reader]:
-    from sfumato.data.sounds import check_sound, read_sound
+    from sfumato.data.media.sounds import check_sound, read_sound
 
     def read(content: bytes, place: Path) -> None:
         read_all(lambda: check_sound(content, "row 1"), lambda: read_sound(content, 16000, 30.0, "row 1"))
@@ -286,7 +286,7 @@ def make_sounds(folder: Path) -> list[Reader]:
 def make_videos(folder: Path) -> list[Reader]:
     import cv2
 
-    from sfumato.data.pictures import check_video, read_frames
+    from sfumato.data.media.pictures import check_video, read_frames
 
     def read(content: bytes, place: Path) -> None:
         read_all(lambda: check_video(content, "row 1"), lambda: read_frames(content, 2, "row 1"))
@@ -336,7 +336,7 @@ def make_models(folder: Path) -> list[Reader]:
     import torch
     from safetensors.torch import save, save_file
 
-    from sfumato.models.language_load import build_tokenizer, read_model_config
+    from sfumato.models.language.load import build_tokenizer, read_model_config
     from sfumato.models.lora import refuse_adapter
     from sfumato.parallel.weight_files import open_weights
     from sfumato.rewards.convert import read_pickled
@@ -446,8 +446,8 @@ def make_pipelines(folder: Path) -> list[Reader]:
 
 @maker
 def make_templates(folder: Path) -> Reader:
-    from sfumato.data.chat import build_chat_template
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.data.text.chat import build_chat_template
+    from sfumato.models.language.load import build_byte_tokenizer
     from tests.unit.test_template_limits import BOMBS, SAME
 
     seeds = [SAME.encode(), *(text.encode() for text in BOMBS.values() if len(text) < 5000)]
@@ -551,7 +551,7 @@ def make_dumps(folder: Path) -> Reader:
     import torch
     from safetensors.torch import save
 
-    from sfumato.rollout.dumps import FORMAT, read_dump
+    from sfumato.rollout.debug.dumps import FORMAT, read_dump
 
     tensors = {
         "sample_ids": torch.arange(2),
@@ -584,8 +584,8 @@ def make_dumps(folder: Path) -> Reader:
 def make_stores(folder: Path) -> list[Reader]:
     import torch
 
-    from sfumato.data.media_cache import ENTRY, _read_index, unpack
-    from sfumato.data.row_store import KEY, RowStore, RowWriter
+    from sfumato.data.files.row_store import KEY, RowStore, RowWriter
+    from sfumato.data.media.cache import ENTRY, _read_index, unpack
 
     store = folder / "store"
     writer = RowWriter(RowStore(store, "latent cache"))
@@ -692,12 +692,12 @@ async def _ask(app: Any, path: str, headers: dict[str, str], body: bytes) -> tup
 @maker
 def make_endpoint(folder: Path) -> list[Reader]:
     from sfumato.config.text_rl_data import TextPromptDataConfig
-    from sfumato.data.prompt_template import build_prompt_template
-    from sfumato.models.language_load import build_byte_tokenizer
+    from sfumato.data.text.prompt_template import build_prompt_template
+    from sfumato.models.language.load import build_byte_tokenizer
+    from sfumato.rollout.agents.openai_endpoint import Endpoint
+    from sfumato.rollout.agents.recorded_calls import Session
+    from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
     from sfumato.rollout.engines.base import Sampling
-    from sfumato.rollout.openai_endpoint import Endpoint
-    from sfumato.rollout.recorded_calls import Session
-    from sfumato.rollout.turns import LengthLimits, SampleKeys
     from tests.scripted_engine import ScriptedEngine
 
     tokenizer = build_byte_tokenizer()
@@ -738,7 +738,7 @@ def make_endpoint(folder: Path) -> list[Reader]:
 @maker
 def make_engine(folder: Path) -> Reader:
     from sfumato.rollout.engines.base import EngineError
-    from sfumato.rollout.engines.vllm_calls import ServerCalls
+    from sfumato.rollout.engines.served.vllm_calls import ServerCalls
 
     answer = {
         "choices": [
@@ -780,8 +780,8 @@ def make_answers(folder: Path) -> Reader:
     """Texts of models, as rewards and tools read them."""
     from sfumato.rewards.answers import choice_of, extract_answer, has_thought, last_boxed, same_text
     from sfumato.rewards.coding.tests import code_of
-    from sfumato.rollout.calculator import CalculationError, calculate
-    from sfumato.rollout.tool_calls import hermes_calls, inline_call, without_hermes_calls
+    from sfumato.rollout.agents.calculator import CalculationError, calculate
+    from sfumato.rollout.agents.tool_calls import hermes_calls, inline_call, without_hermes_calls
 
     seeds = [
         b'<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> and <answer>42</answer>',
@@ -814,7 +814,7 @@ def make_test_rows(folder: Path) -> Reader:
     from sfumato.rewards.coding.tests import read_tests
 
     def read(content: bytes, place: Path) -> None:
-        from sfumato.data.bad_rows import parse_json
+        from sfumato.data.files.bad_rows import parse_json
 
         row = parse_json(content, "row 1")
         if isinstance(row, dict):

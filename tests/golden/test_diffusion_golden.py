@@ -45,7 +45,7 @@ def sampled(old: GaussianStep, index: int) -> SampledSteps:
 def test_sigmas_of_the_sd3_scheduler() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from sfumato.models.diffusion.sd3 import StableDiffusion3
+    from sfumato.models.diffusion.families.sd3 import StableDiffusion3
 
     class Pipeline:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)

@@ -50,7 +50,7 @@ def close(actual: torch.Tensor, expected: object) -> None:
 def test_sigmas(case: dict) -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    from sfumato.models.diffusion.sd3 import StableDiffusion3
+    from sfumato.models.diffusion.families.sd3 import StableDiffusion3
 
     class Pipeline:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=case["params"]["shift"])

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from sfumato.config.load import merge
-from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.tracking.trackers import read_jsonl
 from tests.dist.test_rl_text_ranks import ROUNDING, config_with_maker
 from tests.dist.test_tasks import LAST_BITS, STEPS, assert_equal_runs

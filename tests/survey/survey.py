@@ -32,16 +32,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
-from sfumato.data.token_batch import TokenBatch
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
-from sfumato.models import language_load
-from sfumato.models.language import LanguageModel, Tensors
-from sfumato.models.packed_attention import ATTENTION
-from sfumato.models.plain import can_set_attention
-from sfumato.models.probe import probe
-from sfumato.models.scores import TokenScores
+from sfumato.models.language import load as language_load
+from sfumato.models.language.hf_config import can_set_attention
+from sfumato.models.language.model import LanguageModel, Tensors
+from sfumato.models.language.packed_attention import ATTENTION
+from sfumato.models.language.probe import probe
+from sfumato.models.language.scores import TokenScores
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh

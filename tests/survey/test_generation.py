@@ -7,18 +7,18 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch
 from sfumato.errors import ConfigError
-from sfumato.models.language import LanguageModel
-from sfumato.models.plain import can_set_attention
-from sfumato.models.probe import probe
+from sfumato.models.language.hf_config import can_set_attention
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.probe import probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from tests.survey.survey import LARGEST_LOG_PROB, MAX_SEQ_LEN, MODES, NAMES, _build, _configs, _module, _with_attention
 
 pytestmark = pytest.mark.slow

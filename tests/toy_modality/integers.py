@@ -16,7 +16,7 @@ from sfumato.algorithms.noise import keyed_uniform
 from sfumato.algorithms.rows import by_row
 from sfumato.config.base import Section, Variant
 from sfumato.config.rl import AlgorithmConfig, RLConfig
-from sfumato.data.prompts import Prompt
+from sfumato.data.images.prompts import Prompt
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.rewards.base import Reward, Sample

@@ -11,8 +11,9 @@ from sfumato.algorithms.decay import FROZEN
 from sfumato.algorithms.objectives import Ratio
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
-from sfumato.data.image_identity import identify_prompts
-from sfumato.data.prompts import Prompt, PromptLoader, load_prompts
+from sfumato.data.images.identity import identify_prompts
+from sfumato.data.images.prompts import Prompt, load_prompts
+from sfumato.data.prompt_loader import PromptLoader
 from sfumato.models.policies import Policies
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip

@@ -29,7 +29,7 @@ MODULES = {
     )
 }  # fmt: skip
 MODULES |= {f"{ALGORITHMS}.forward_process.{name}" for name in ("noised", "sample_losses", "group_losses")}
-MODULES |= {"sfumato.parallel.loss", "sfumato.models.scores"}
+MODULES |= {"sfumato.parallel.loss", "sfumato.models.language.scores"}
 NAMES = {name: getattr(jaxtyping, name) for name in ("Bool", "Float", "Float32", "Float64", "Int64", "Real")}
 
 
@@ -144,7 +144,7 @@ ROWS = torch.tensor([0, 0, 1, 1])
 
 
 def scores():
-    from sfumato.models.scores import TokenScores
+    from sfumato.models.language.scores import TokenScores
 
     return TokenScores(normal(2, 5, 11), (2, 5))
 

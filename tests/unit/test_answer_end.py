@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from sfumato.data.answer_end import facts_of, plain_answer_end, tokens_without_text
-from sfumato.data.chat import build_chat_template
-from sfumato.data.generation_blocks import GENERATION
-from sfumato.data.prompt_template import PromptTemplate
-from sfumato.data.text import fingerprint_of
+from sfumato.data.text.answer_end import facts_of, plain_answer_end, tokens_without_text
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.format import fingerprint_of
+from sfumato.data.text.generation_blocks import GENERATION
+from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.errors import ConfigError, DataError
 from tests import model_folders
 from tests.model_folders import FOLDERS, published_templates

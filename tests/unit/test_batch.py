@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sfumato.data.prompts import Prompt
+from sfumato.data.images.prompts import Prompt
 from sfumato.models.diffusion.base import Conditioning
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest, join_rollouts
-from sfumato.rollout.diffusion import DiffusionRollout
-from sfumato.rollout.trajectories import Trajectories
+from sfumato.rollout.diffusion.trajectories import Trajectories
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 from tests.tiny import load_task, rl_task, run_task_here, tiny_rl_config
 
 

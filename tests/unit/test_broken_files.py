@@ -18,19 +18,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sfumato.checkpoint.parts import StoredCheckpoint, read_state_values
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data import video_files
-from sfumato.data.chat import build_chat_template
-from sfumato.data.media_cache import _read_index
-from sfumato.data.pictures import check_video, read_frames
-from sfumato.data.row_store import RowStore, RowWriter
-from sfumato.data.template_limits import TemplateLimitError, check_constants
+from sfumato.data.files.row_store import RowStore, RowWriter
+from sfumato.data.media import video_files
+from sfumato.data.media.cache import _read_index
+from sfumato.data.media.pictures import check_video, read_frames
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.template_limits import TemplateLimitError, check_constants
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language_load import build_byte_tokenizer, build_tokenizer, read_model_config
+from sfumato.models.language.load import build_byte_tokenizer, build_tokenizer, read_model_config
+from sfumato.rollout.agents.tool_calls import inline_call
 from sfumato.rollout.engines.base import EngineError
-from sfumato.rollout.engines.vllm_calls import ServerCalls
-from sfumato.rollout.tool_calls import inline_call
-from sfumato.tracking.drawing import curve_svg
+from sfumato.rollout.engines.served.vllm_calls import ServerCalls
+from sfumato.tracking.charts import curve_svg
 from tests.tiny import tiny_language_description, write_tiny_pipeline
 from tests.tiny_vision import clip
 

@@ -17,11 +17,11 @@ from PIL import Image
 from sfumato.commands.check import WRONG, check_config
 from sfumato.config.image_data import ImageTextDataConfig, sizes_of_area
 from sfumato.config.sections import EpochTrainConfig, ModelConfig
-from sfumato.data import buckets as module
-from sfumato.data.buckets import Buckets, read_sizes, sort_into_buckets
-from sfumato.data.image_text import ImageTextDataset, nearest_size
+from sfumato.data.images import buckets as module
+from sfumato.data.images.buckets import Buckets, read_sizes, sort_into_buckets
+from sfumato.data.images.image_text import ImageTextDataset, nearest_size
 from sfumato.data.loader import IndexLoader, evaluation_batches
-from sfumato.data.pictures import read_image, read_size
+from sfumato.data.media.pictures import read_image, read_size
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.encoders import open_encoder
 from sfumato.models.diffusion.load import build_diffusion_model

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from transformers import AddedToken
 
-from sfumato.data.chat import build_chat_template
+from sfumato.data.text.chat import build_chat_template
 from sfumato.errors import ConfigError, DataError
 from tests.tiny_tokenizers import build_tokenizer
 

@@ -9,9 +9,9 @@ from transformers.utils import chat_template_utils
 
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.text_prompt_identity import identify_text_prompts
-from sfumato.models.language_parts import build_byte_tokenizer
-from sfumato.rollout.text_policy import open_prompts
+from sfumato.data.text.prompt_identity import identify_text_prompts
+from sfumato.models.language.parts import build_byte_tokenizer
+from sfumato.rollout.text.policy import open_prompts
 from sfumato.tracking import folder
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.folder import read_environment, run_date

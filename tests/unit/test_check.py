@@ -20,12 +20,12 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config, read_yaml
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.sources import open_sources
-from sfumato.data.text import build_transform
-from sfumato.data.text_loader import build_text_loader
+from sfumato.data.files.sources import open_sources
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.loader import build_text_loader
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language_load import build_tokenizer
+from sfumato.models.language.load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 from tests.tiny import (

@@ -13,9 +13,9 @@ from sfumato.commands.check_model import check_model, planned_of
 from sfumato.commands.check_text_rl import add_previous, drawn_at_a_time
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.models.memory_plan import RankMemory, count_activations
-from sfumato.models.planned_drawing import COPY, KEYS_AND_VALUES, cached_bytes_per_token, drawing_bytes
-from sfumato.models.scores import TokenScores
+from sfumato.models.estimate.kv_memory import COPY, KEYS_AND_VALUES, cached_bytes_per_token, drawing_bytes
+from sfumato.models.estimate.memory_plan import RankMemory, count_activations
+from sfumato.models.language.scores import TokenScores
 from sfumato.parallel.layout import Layout
 from tests.tiny import load_task, run_task_here, tiny_text_rl_config
 from tests.unit.test_flops import KINDS

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from sfumato.commands.check import FITS, WRONG, Findings, check_config
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.models.language_load import read_model_config
-from sfumato.models.planned import plan_language_model
+from sfumato.models.estimate.meta_models import plan_language_model
+from sfumato.models.language.load import read_model_config
 from sfumato.parallel.layout import Layout
 from tests.tiny import ROOT, write_config
 from tests.tiny_omni import tiny_omni_config

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from sfumato.data import colours
-from sfumato.data.colours import srgb_of_light
-from sfumato.data.pictures import read_image
+from sfumato.data.media import colours
+from sfumato.data.media.colours import srgb_of_light
+from sfumato.data.media.pictures import read_image
 from sfumato.errors import DataError
 from tests.unit.test_picture_formats import png_16, with_chunk, written
 

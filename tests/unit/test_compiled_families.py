@@ -17,8 +17,8 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.self_check import check_replay
-from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.self_check import check_replay
+from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests import tiny_families
 from tests.tiny import DEVICE
 

@@ -11,8 +11,8 @@ import torch._dynamo
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.models.language import LanguageModel
-from sfumato.models.packed_model import COMPILED_MULTIPLE, row_multiple
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.packed_model import COMPILED_MULTIPLE, row_multiple
 from sfumato.parallel import memory, parallelize
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh

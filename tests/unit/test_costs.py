@@ -20,9 +20,9 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.final_samples import predict_noised, sample_final
-from sfumato.rollout.policy import count_costs
-from sfumato.rollout.trajectories import replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.final_samples import predict_noised, sample_final
+from sfumato.rollout.diffusion.policy import count_costs
+from sfumato.rollout.diffusion.trajectories import replay_trajectories, sample_trajectories
 from tests import tiny_families
 from tests.tiny import rl_task, tiny_rl_config
 

@@ -17,8 +17,8 @@ from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import CheckpointError, NonFiniteError
-from sfumato.models.critic import Critic
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language.critic import Critic
+from sfumato.models.language.load import build_language_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sfumato.data.rows import JsonlRows, open_rows, text_field
+from sfumato.data.files.rows import JsonlRows, open_rows, text_field
 from sfumato.errors import DataError
 
 

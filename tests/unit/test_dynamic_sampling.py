@@ -11,13 +11,18 @@ import torch
 
 from sfumato.algorithms.advantages import GroupAdvantage
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPromptLoader, load_text_prompts
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPromptLoader, load_text_prompts
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import SampleRequest, requests_of
-from sfumato.rollout.dynamic_sampling import DynamicSampling, dynamic_sampling, has_spread, sampling_metrics
+from sfumato.rollout.oversampling.dynamic_sampling import (
+    DynamicSampling,
+    dynamic_sampling,
+    has_spread,
+    sampling_metrics,
+)
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import optimizer_batches
 from tests.unit.test_stream import Log, apart, make, queued

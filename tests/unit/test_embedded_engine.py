@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import tiny_language_description
 

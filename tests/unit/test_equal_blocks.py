@@ -16,10 +16,10 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.models import saved_bytes
-from sfumato.models.memory_plan import count_activations
-from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model, plan_language_model
-from sfumato.models.saved_bytes import SavedBytes, run_some
+from sfumato.models.estimate import activation_memory as saved_bytes
+from sfumato.models.estimate.activation_memory import SavedBytes, run_some
+from sfumato.models.estimate.memory_plan import count_activations
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model, plan_language_model
 from sfumato.parallel.layout import Layout
 from tests import tiny_families
 from tests.unit.test_flops import KINDS

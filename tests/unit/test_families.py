@@ -23,15 +23,15 @@ from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.latents import unpack
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.memory_plan import plan_memory
-from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model
+from sfumato.models.estimate.memory_plan import plan_memory
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor import match_plan
-from sfumato.rollout.evaluation import sample_images
-from sfumato.rollout.trajectories import sample_trajectories
+from sfumato.rollout.diffusion.evaluation import sample_images
+from sfumato.rollout.diffusion.trajectories import sample_trajectories
 from tests.family_rows import ROWS, STEPS, Row, wake
 
 PROMPTS = ['write "AB" in red', 'write "C"']

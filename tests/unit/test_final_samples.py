@@ -25,9 +25,9 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.diffusion import DiffusionRollout
-from sfumato.rollout.final_samples import FinalSamples, predict_noised, sample_final
-from sfumato.rollout.trajectories import Trajectories, sample_trajectories
+from sfumato.rollout.diffusion.final_samples import FinalSamples, predict_noised, sample_final
+from sfumato.rollout.diffusion.trajectories import Trajectories, sample_trajectories
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 from sfumato.runtime.update import micro_batches, optimizer_batches
 from tests.tiny import run_task_here, tiny_rl_config, write_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux, tiny_stable_diffusion

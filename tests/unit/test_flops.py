@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.flops import FlopCount, causal_pairs
+from sfumato.models.estimate.flops import FlopCount, causal_pairs
 from sfumato.models.lora import add_lora
 from tests.tiny import write_tiny_pipeline
 

@@ -17,12 +17,12 @@ from sfumato.config.load import dump_config, load_config, merge
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.prompts import PromptLoader
-from sfumato.data.rows import open_rows
-from sfumato.data.sources import open_sources
+from sfumato.data.files.rows import open_rows
+from sfumato.data.files.sources import open_sources
+from sfumato.data.prompt_loader import PromptLoader
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.plain import check_length
+from sfumato.models.language.hf_config import check_length
 from sfumato.rewards.server.app import RewardServerConfig
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config, tiny_text_config, write_config

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.glyphs import GlyphDataset, caption_of, held_out_words, is_held_out, source_image, training_words
+from sfumato.data.synthetic.glyphs import (
+    GlyphDataset,
+    caption_of,
+    held_out_words,
+    is_held_out,
+    source_image,
+    training_words,
+)
 from sfumato.errors import DataError
 
 

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfumato.config.sections import TrainConfig
 from sfumato.kernels import choose_allocator
-from sfumato.models import packed_attention
 from sfumato.models.diffusion import latents
 from sfumato.models.diffusion.latents import KLLatents, in_slices
-from sfumato.models.packed_attention import register_packed_attention
+from sfumato.models.language import packed_attention
+from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.parallel.mesh import build_mesh
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config, tiny_text_rl_config, weights_in
 

@@ -13,7 +13,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.errors import ConfigError, DataError, UserError
 from sfumato.models.diffusion.load import build_diffusion_model, family_of
-from sfumato.models.language_load import read_model_config
+from sfumato.models.language.load import read_model_config
 from sfumato.rewards.convert import convert
 from sfumato.rewards.networks.folder import load_model
 from tests.tiny import write_tiny_pipeline

@@ -12,10 +12,10 @@ import pytest
 from PIL import EpsImagePlugin, Image
 
 from sfumato.config.image_data import ImageTextDataConfig
-from sfumato.data.file_columns import find_file
-from sfumato.data.image_text import open_image_text
+from sfumato.data.files.file_columns import find_file
+from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexBatch
-from sfumato.data.pictures import read_frames, read_image
+from sfumato.data.media.pictures import read_frames, read_image
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import BadRows, read_pixels
 

@@ -10,14 +10,14 @@ import pyarrow.parquet
 import pytest
 
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data import rows as rows_module
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.image_text import FolderRows
-from sfumato.data.messages import read_messages
-from sfumato.data.rows import open_rows
-from sfumato.data.text import build_transform
+from sfumato.data.files import rows as rows_module
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.files.rows import open_rows
+from sfumato.data.images.image_text import FolderRows
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.messages import read_messages
 from sfumato.errors import DataError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 
 
 def refusal(path: Path, index: int | None = None) -> str:

@@ -13,8 +13,8 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import code_of_configurations
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language_load import build_tokenizer
-from sfumato.models.language_parts import read_model_config
+from sfumato.models.language.load import build_tokenizer
+from sfumato.models.language.parts import read_model_config
 from sfumato.models.omni.flow_head import LatentTokenizer, patch_of
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.load import load_part

@@ -19,13 +19,13 @@ from sfumato.config.rl import PromptDataConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data import identity as module
-from sfumato.data import text_identity
+from sfumato.data.files.sources import open_sources
 from sfumato.data.identity import content_of_file
-from sfumato.data.image_identity import content_of_images, content_of_prompts
-from sfumato.data.image_text import ImageTextDataset, PairDataset
-from sfumato.data.prompts import load_prompts
-from sfumato.data.sources import open_sources
-from sfumato.data.text_identity import content_of_sources
+from sfumato.data.images.identity import content_of_images, content_of_prompts
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset
+from sfumato.data.images.prompts import load_prompts
+from sfumato.data.text import identity as text_identity
+from sfumato.data.text.identity import content_of_sources
 from sfumato.errors import CheckpointError
 from sfumato.tracking.identity import KEY, compare_identity, identify
 from tests.tiny import tiny_dit_config, tiny_text_config

@@ -18,11 +18,11 @@ from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data import identity as module
+from sfumato.data.files.named_files import BEGINNING, content_of_named_files
 from sfumato.data.identity import content_of_model_file, sampled_digest
-from sfumato.data.image_identity import identify_images, identify_prompts, pictures_of
-from sfumato.data.image_text import ImageTextDataset, PairDataset, open_image_text
-from sfumato.data.named_files import BEGINNING, content_of_named_files
-from sfumato.data.prompts import load_prompts
+from sfumato.data.images.identity import identify_images, identify_prompts, pictures_of
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset, open_image_text
+from sfumato.data.images.prompts import load_prompts
 from sfumato.errors import CheckpointError
 from sfumato.tracking.identity import KEY, compare_identity
 from tests.tiny import tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, tiny_text_config

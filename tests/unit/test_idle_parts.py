@@ -22,8 +22,8 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import frozen_parts
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.memory_plan import plan_memory
-from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model
+from sfumato.models.estimate.memory_plan import plan_memory
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model
 from sfumato.parallel.layout import Layout
 from tests import tiny_families
 

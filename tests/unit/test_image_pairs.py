@@ -16,10 +16,10 @@ from PIL import Image
 
 from sfumato.config.image_data import PairDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.glyphs import GlyphDataset, GlyphPairs, is_held_out
-from sfumato.data.image_text import PairDataset, open_held_out_pairs, open_image_pairs
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.images.image_text import PairDataset, open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, evaluation_batches
+from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs, is_held_out
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import OnlineEncoder, encode_rows

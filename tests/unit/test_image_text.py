@@ -19,12 +19,12 @@ from PIL.PngImagePlugin import PngImageFile
 
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
-from sfumato.data import file_digests
 from sfumato.data.background import STEPS_AHEAD, read_ahead
-from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_text import ImageTextDataset, open_image_text
+from sfumato.data.files import file_digests
+from sfumato.data.files.row_store import RowStore
+from sfumato.data.images.image_text import ImageTextDataset, open_image_text
 from sfumato.data.loader import IndexBatch
-from sfumato.data.row_store import RowStore
+from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import BadRows, OnlineEncoder, read_pixels
 from sfumato.models.diffusion.latent_cache import open_cache

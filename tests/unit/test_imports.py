@@ -59,7 +59,7 @@ def test_importing_the_package_loads_nothing_heavy():
     loaded = loaded_after("import sfumato")
     assert "sfumato" in loaded
     assert not set(loaded) & {*HEAVY, "numpy", "pydantic", "yaml"}
-    assert [each for each in loaded if each.startswith("sfumato")] == ["sfumato"]
+    assert [name for name in loaded if name.startswith("sfumato")] == ["sfumato", "sfumato.moved"]
 
 
 def test_reading_a_config_loads_no_framework():
@@ -135,16 +135,22 @@ def test_the_runtime_loads_no_modality():
 
 CONTRACTS = {
     "tracking/folder.py": ("sfumato.checkpoint.saving", "An import only goes down"),
-    "models/critic.py": ("sfumato.checkpoint.state", "An import only goes down"),
-    "data/text_loader.py": ("sfumato.models.language", "An import only goes down"),
-    "data/mixing.py": ("sfumato.checkpoint.state", "An import only goes down"),
+    "models/language/critic.py": ("sfumato.checkpoint.state", "An import only goes down"),
+    "data/text/loader.py": ("sfumato.models.language.model", "An import only goes down"),
+    "data/files/mixing.py": ("sfumato.checkpoint.state", "An import only goes down"),
     "optim/ema.py": ("sfumato.tracking.meters", "An import only goes down"),
-    "runtime/update.py": ("sfumato.data.packing", "The runtime knows no modality, however far its imports go"),
-    "checkpoint/state.py": ("sfumato.data.text", "The runtime knows no modality, however far its imports go"),
+    "runtime/update.py": ("sfumato.data.text.packing", "The runtime knows no modality, however far its imports go"),
+    "checkpoint/state.py": ("sfumato.data.text.format", "The runtime knows no modality, however far its imports go"),
     "algorithms/noise.py": ("sfumato.errors", "Algorithms know torch and themselves"),
     "rewards/base.py": ("sfumato.algorithms.noise", "Rewards know neither models nor algorithms"),
-    "models/diffusion/base.py": ("sfumato.models.language", "Models of diffusion and of language know nothing of each"),
-    "data/text_steps.py": ("sfumato.data.image_text", "Text is read without pictures' datasets, and pictures without"),
+    "models/diffusion/base.py": (
+        "sfumato.models.language.model",
+        "Models of diffusion and of language know nothing of each",
+    ),
+    "data/text/token_source.py": (
+        "sfumato.data.images.image_text",
+        "Text is read without pictures' datasets, and pictures without",
+    ),
     "runtime/weight_sync/sync.py": ("sfumato.checkpoint.saving", "Weights on their way need no checkpoint"),
     "rollout/batch.py": ("ray", "Only the runtime's cluster imports Ray"),
 }

@@ -12,12 +12,12 @@ from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer, build_language_model
+from sfumato.models.language.load import build_byte_tokenizer, build_language_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
-from sfumato.rollout.text import answer_greedily
+from sfumato.rollout.text.greedy import answer_greedily
 from tests.tiny import tiny_language_description
 from tests.token_batches import LENGTHS, batch, samples
 

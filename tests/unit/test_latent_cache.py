@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
-from sfumato.data import row_store
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.file_digests import FileDigests, digest_of_file, signature_of
-from sfumato.data.image_text import ImageTextDataset, PairDataset
+from sfumato.data.files import row_store
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.files.file_digests import FileDigests, digest_of_file, signature_of
+from sfumato.data.files.row_store import RowStore, RowWriter
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
-from sfumato.data.row_store import RowStore, RowWriter
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import OnlineEncoder
 from sfumato.models.diffusion.encoder_identity import identify_encoders

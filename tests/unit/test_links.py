@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from sfumato.config.writing import make_new_folder, open_lock, open_new, remove, replace_file
-from sfumato.data.row_store import RowStore, RowWriter
-from sfumato.data.stored import open_cache_lock
+from sfumato.data.files.row_store import RowStore, RowWriter
+from sfumato.data.files.stored import open_cache_lock
 from sfumato.errors import CheckpointError, DataError
 from sfumato.tracking.atomic_folders import (
     MANIFEST,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from sfumato.commands.check import check_config
 from sfumato.errors import ConfigError
-from sfumato.models.source_folder import LOSS_TERMS, refuse_loss_terms
+from sfumato.models.language.source_folder import LOSS_TERMS, refuse_loss_terms
 from tests.survey.test_tiny_configs import NAMES
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, write_config

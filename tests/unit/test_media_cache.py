@@ -20,15 +20,15 @@ from PIL import Image
 from sfumato.cli import main as command
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.data import media_cache
-from sfumato.data.media_cache import MediaCache, fingerprint_of_media, pack, unpack
-from sfumato.data.media_threads import open_ahead
-from sfumato.data.sources import open_sources
-from sfumato.data.text import build_transform
-from sfumato.data.text_identity import identify_text
-from sfumato.data.token_store import build_token_store
+from sfumato.data.files.sources import open_sources
+from sfumato.data.media import cache as media_cache
+from sfumato.data.media.cache import MediaCache, fingerprint_of_media, pack, unpack
+from sfumato.data.media.threads import open_ahead
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.identity import identify_text
+from sfumato.data.text.token_store import build_token_store
 from sfumato.errors import DataError
-from sfumato.models.language_load import build_reader
+from sfumato.models.language.load import build_reader
 from tests.tiny import merge, run_task_here, write_config
 from tests.tiny_vision import picture, tiny_media_config, tiny_vision_config
 from tests.unit.test_image_text import settle

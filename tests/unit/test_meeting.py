@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from sfumato.parallel import meeting
-from sfumato.parallel.meeting import bound_to_loopback, join_store, serve_store
+from sfumato.parallel import rendezvous as meeting
+from sfumato.parallel.rendezvous import bound_to_loopback, join_store, serve_store
 from sfumato.runtime.cluster.token import require_token
 from tests.tiny import ROOT
 

@@ -16,14 +16,10 @@ from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.estimate.memory_plan import RankMemory, count_activations, plan_memory
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model, plan_language_model
+from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.models.lora import add_lora, language_targets
-from sfumato.models.memory_plan import RankMemory, count_activations, plan_memory
-from sfumato.models.packed_attention import register_packed_attention
-from sfumato.models.planned import (
-    diffusion_model_on_meta,
-    plan_diffusion_model,
-    plan_language_model,
-)
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum

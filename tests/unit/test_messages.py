@@ -5,10 +5,10 @@ import json
 import pytest
 
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.arrow_values import StructValue
-from sfumato.data.chat import build_chat_template
-from sfumato.data.messages import read_messages, read_tools
-from sfumato.data.text import build_transform
+from sfumato.data.files.arrow_values import StructValue
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.messages import read_messages, read_tools
 from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
 

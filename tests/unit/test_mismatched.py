@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data.mismatched import mismatched
-from sfumato.data.packing import make_batch
-from sfumato.data.text import Document, TextSample
+from sfumato.data.files.mismatched import mismatched
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from sfumato.data.mixing import Mixer, Order
+from sfumato.data.files.mixing import Mixer, Order
 from sfumato.errors import DataError
 
 
@@ -110,7 +110,7 @@ def test_an_epoch_without_an_end_in_sight_is_refused():
 @pytest.mark.parametrize(("level", "is_long"), [("sample", False), ("token", True)])
 def test_the_length_of_an_epoch_is_that_of_the_level(level, is_long, monkeypatch):
     """Equally many samples, of which those of the second source are long: it lasts 50 times as long by tokens."""
-    monkeypatch.setattr("sfumato.data.mixing.MAX_EPOCH", 100)
+    monkeypatch.setattr("sfumato.data.files.mixing.MAX_EPOCH", 100)
     lengths, source_of = np.repeat([1, 50], 10), np.repeat([0, 1], 10)
     made = functools.partial(Order, lengths, source_of, ["short", "long"], [1, 1], level, "all_exhausted", 0, True)
     if is_long:

@@ -14,10 +14,10 @@ from sfumato.commands.check_tables import show_findings
 from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.answer_end import AnswerEnd, EndToken
-from sfumato.data.chat import build_chat_template
-from sfumato.models.language_load import build_tokenizer as build_tokenizer_of
-from sfumato.models.model_folder import completed_ends, name_ends
+from sfumato.data.text.answer_end import AnswerEnd, EndToken
+from sfumato.data.text.chat import build_chat_template
+from sfumato.models.language.load import build_tokenizer as build_tokenizer_of
+from sfumato.models.language.model_folder import completed_ends, name_ends
 from tests.model_folders import FOLDERS, published_template, write_model_folder
 from tests.tiny import run_task_here, tiny_text_rl_config, write_config
 from tests.tiny_tokenizers import build_tokenizer

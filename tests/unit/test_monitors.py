@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.rollout.monitors import VelocityNorms, latent_distance, pixel_distance, velocity_norms
+from sfumato.rollout.diffusion.monitors import VelocityNorms, latent_distance, pixel_distance, velocity_norms
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config

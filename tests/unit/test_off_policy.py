@@ -30,8 +30,8 @@ from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.diffusion import DiffusionRollout
-from sfumato.rollout.trajectories import proximal_means, replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.trajectories import proximal_means, replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 from tests.rows import ROUNDING
 
 # Trajectory 7 has three steps, 2 has one, 40 has two; their rows are not in order.

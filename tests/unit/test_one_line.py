@@ -22,13 +22,13 @@ from sfumato.config.recipes import TRAJECTORY_RECIPES
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.image_text import open_image_text
+from sfumato.data.images.image_text import open_image_text
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.encoded import BadRows
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.language_load import build_language_model
+from sfumato.models.language.load import build_language_model
 from sfumato.models.lora import add_lora
 from sfumato.parallel.dropout import check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.layout import Layout

@@ -20,8 +20,8 @@ from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
-from sfumato.models.memory_plan import plan_memory
-from sfumato.models.planned import diffusion_model_on_meta, plan_diffusion_model
+from sfumato.models.estimate.memory_plan import plan_memory
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.run import Run
@@ -157,7 +157,10 @@ def test_the_other_ways_to_build_it(trained: Path) -> None:
         ("pixel_mixer", r"Give module:Class"),
         ("pixel_mixer:PixelMixer", r"not a subclass of DiffusionModel"),
         ("sfumato.models.diffusion.base:DiffusionModel", r"not a subclass of DiffusionModel with all"),
-        ("sfumato.models.diffusion.sd3:StableDiffusion3", r"is for pipeline class 'StableDiffusion3Pipeline', not"),
+        (
+            "sfumato.models.diffusion.families.sd3:StableDiffusion3",
+            r"is for pipeline class 'StableDiffusion3Pipeline', not",
+        ),
     ],
 )
 def test_families_that_cannot_be(family: str | None, message: str, tmp_path: Path) -> None:

@@ -17,20 +17,20 @@ from torch import nn
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.prompt_template import PromptTemplate, build_prompt_template
-from sfumato.data.text_prompts import TextPrompt, load_text_prompts
+from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
+from sfumato.data.text.prompts import TextPrompt, load_text_prompts
 from sfumato.errors import CheckpointError, ConfigError, DataError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout import text_policy
+from sfumato.rollout.agents.turns import LengthLimits, request_seed
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
-from sfumato.rollout.partial import OverSampling
-from sfumato.rollout.tokens import TextRollout
-from sfumato.rollout.turns import LengthLimits, request_seed
-from sfumato.rollout.unfinished import UnfinishedGroups, UnfinishedRollouts
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.oversampling.partial import OverSampling
+from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, UnfinishedRollouts
+from sfumato.rollout.text import policy as text_policy
+from sfumato.rollout.text.tokens import TextRollout
 from sfumato.tracking.trackers import read_jsonl
 from tests.plain_engine import tiny_model
 from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sfumato.parallel import peers as peers_module
 from sfumato.parallel.peers import Peers
-from sfumato.tracking import ending
+from sfumato.tracking import exit as ending
 
 
 class Line:

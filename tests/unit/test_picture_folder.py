@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from sfumato.config.image_data import ImageTextDataConfig
-from sfumato.data.image_text import ImageTextDataset, open_image_text
-from sfumato.data.picture_folder import visible_files
-from sfumato.data.pictures import IMAGE_ENDINGS, check_fit
-from sfumato.data.prompts import FileSource
-from sfumato.data.rows import open_rows
+from sfumato.data.files.picture_folder import visible_files
+from sfumato.data.files.rows import open_rows
+from sfumato.data.images.image_text import ImageTextDataset, open_image_text
+from sfumato.data.images.prompts import FileSource
+from sfumato.data.media.pictures import IMAGE_ENDINGS, check_fit
 from sfumato.errors import DataError
 
 KINDS = {

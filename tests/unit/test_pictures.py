@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.data.file_columns import find_file, find_frames
-from sfumato.data.pictures import check_image, fitted, framing_of, read_frames, read_image
+from sfumato.data.files.file_columns import find_file, find_frames
+from sfumato.data.media.pictures import check_image, fitted, framing_of, read_frames, read_image
 from sfumato.errors import DataError
 
 SHADES = np.arange(0, 240, 20, dtype=np.uint8)

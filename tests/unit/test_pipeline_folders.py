@@ -18,7 +18,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
-from sfumato.models.planned import diffusion_model_on_meta
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta
 from tests.family_rows import ROWS
 
 FAMILIES = ("sd3", "flux", "stable_diffusion", "stable_diffusion_xl", "wan_image")

@@ -12,10 +12,10 @@ from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError
-from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.models.packed_attention import register_packed_attention
-from sfumato.models.probe import make_documents, probe
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.probe import make_documents, probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 

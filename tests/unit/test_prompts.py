@@ -6,8 +6,9 @@ import pytest
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.glyphs import is_held_out
-from sfumato.data.prompts import Prompt, PromptLoader, check_prompts, load_prompts
+from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.prompt_loader import PromptLoader
+from sfumato.data.synthetic.glyphs import is_held_out
 from sfumato.errors import DataError
 from sfumato.rewards.ocr import OcrReward
 

@@ -13,16 +13,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from sfumato.config.row_limit import RowLimit
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data import data_notes
-from sfumato.data import rows as rows_module
-from sfumato.data.bad_rows import bad_row_limit, describe_bad_rows
-from sfumato.data.data_notes import describe_text_data
-from sfumato.data.folders import describe_left_out, find_files
-from sfumato.data.messages import read_messages, read_tools
-from sfumato.data.row_blocks import FilePlace, RowBlocks, RowFile
-from sfumato.data.rows import open_rows, readable_rows
-from sfumato.data.sources import open_sources, open_validation
-from sfumato.data.text import build_transform
+from sfumato.data.files import rows as rows_module
+from sfumato.data.files.bad_rows import bad_row_limit, describe_bad_rows
+from sfumato.data.files.folders import describe_left_out, find_files
+from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.files.rows import open_rows, readable_rows
+from sfumato.data.files.sources import open_sources, open_validation
+from sfumato.data.text import notes as data_notes
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.messages import read_messages, read_tools
+from sfumato.data.text.notes import describe_text_data
 from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
 

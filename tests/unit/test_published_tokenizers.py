@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data.chat import build_chat_template
-from sfumato.models.language_load import build_tokenizer
+from sfumato.data.text.chat import build_chat_template
+from sfumato.models.language.load import build_tokenizer
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, tiny_text_rl_config, write_config
 from tests.unit.test_chat import CONTENTS, assistant, user

@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.row_samples import FiledRow
-from sfumato.data.sounds import read_sound
-from sfumato.data.text import build_transform
+from sfumato.data.media.sounds import read_sound
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.flops import FlopCount
-from sfumato.models.language_load import build_language_model
-from sfumato.models.packed_model import RowLayout
-from sfumato.models.plain import set_attention
-from sfumato.models.planned import plan_language_model
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.estimate.meta_models import plan_language_model
+from sfumato.models.language.hf_config import set_attention
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.packed_model import RowLayout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import find_blocks, language_plan

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.reasoning_gym import load
-from sfumato.data.text_prompts import check_text_prompts, load_text_prompts
+from sfumato.data.synthetic.reasoning_gym import load
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import check_text_prompts, load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.base import Sample
 from sfumato.rewards.reasoning import ReasoningGym, _folders, verifier
 from sfumato.rewards.scoring.scorer import Scorer

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.rollout.debug.dumps import dump_path, read_dump
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_text_rl_config
 

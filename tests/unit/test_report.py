@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sfumato.errors import DataError
-from sfumato.tracking.drawing import LIGHT, curve_svg, smooth, stand_in, unit_of
+from sfumato.tracking.charts import LIGHT, curve_svg, smooth, stand_in, unit_of
 from sfumato.tracking.report import write_report
 from sfumato.tracking.report_tables import failed_rewards, time_per_phase
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples

@@ -15,7 +15,7 @@ from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.help import attribute_docs
 from sfumato.config.load import dump_config, load_config
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.glyphs import GlyphDataset
+from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score

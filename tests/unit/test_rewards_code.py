@@ -10,8 +10,8 @@ import pytest
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
 from sfumato.rewards.code import CodeReward
+from sfumato.rewards.coding.sandbox_worker import decode, encode
 from sfumato.rewards.coding.tests import code_of, read_tests, same_output
-from sfumato.rewards.coding.within import decode, encode
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.sandbox.sandbox import SandboxError
 

@@ -12,18 +12,18 @@ import torch
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.image_conversation import images_of
-from sfumato.data.media import AudioFile, VideoFile
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.media.image_conversation import images_of
+from sfumato.data.media.kinds import AudioFile, VideoFile
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.probe import probe
+from sfumato.models.language.probe import probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.dumps import dump_path, read_dump
-from sfumato.rollout.text_policy import build_text_policy, open_prompts
-from sfumato.rollout.text_rows import pack_samples
-from sfumato.rollout.tokens import TextRollout, TokenSequence
+from sfumato.rollout.debug.dumps import dump_path, read_dump
+from sfumato.rollout.text.packing import pack_samples
+from sfumato.rollout.text.policy import build_text_policy, open_prompts
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from tests.tiny import run_task_here
 from tests.tiny_vision import sound
 from tests.tiny_vision_rl import tiny_media_rl_config

@@ -16,24 +16,24 @@ from PIL import Image
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.image_conversation import images_of
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.media.image_conversation import images_of
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.probe import probe
+from sfumato.models.language.probe import probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.dumps import dump_path, read_dump
+from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
-from sfumato.rollout.engines.http_server import NOT_SENT
-from sfumato.rollout.engines.rows import CachedRows, RecomputedRows
-from sfumato.rollout.engines.vllm_images import RenderedImages, token_runs
-from sfumato.rollout.text_policy import build_text_policy, open_prompts
-from sfumato.rollout.text_rows import pack_samples
-from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.engines.embedded.rows import CachedRows, RecomputedRows
+from sfumato.rollout.engines.served.http_server import NOT_SENT
+from sfumato.rollout.engines.served.vllm_images import RenderedImages, token_runs
+from sfumato.rollout.text.packing import pack_samples
+from sfumato.rollout.text.policy import build_text_policy, open_prompts
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence, single_turn
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here
 from tests.tiny_vision import picture

@@ -12,8 +12,8 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout.self_check import check_replay
-from sfumato.rollout.trajectories import Trajectories, replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.self_check import check_replay
+from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests.rows import ROUNDING
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "tiny_sd3.yaml"

@@ -18,19 +18,19 @@ from sfumato.algorithms.advantages import Advantages
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
+from sfumato.data.text.prompt_template import build_prompt_template
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
-from sfumato.rollout import dumps
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.dumps import RolloutDump, RolloutDumps, dump_path, read_dump, write_dump
-from sfumato.rollout.replay import DumpedRollouts
-from sfumato.rollout.token_colours import write_token_page
-from sfumato.rollout.tokens import FinishReason, TextRollout, TokenSequence
+from sfumato.rollout.debug import dumps
+from sfumato.rollout.debug.dumps import RolloutDump, RolloutDumps, dump_path, read_dump, write_dump
+from sfumato.rollout.debug.replay import DumpedRollouts
+from sfumato.rollout.debug.token_colours import write_token_page
+from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
 from sfumato.tracking.trackers import read_jsonl
 from tests.text_rewards import Ascii
 from tests.tiny import ROOT, load_task, run_task_here, tiny_text_rl_config, weights_in

@@ -18,16 +18,16 @@ from sfumato.commands.check import check_config
 from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.row_samples import FiledRow
-from sfumato.data.text import Document, TextSample, build_transform
-from sfumato.data.token_batch import TokenBatch
+from sfumato.data.text.format import Document, TextSample, build_transform
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.row_samples import FiledRow
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
-from sfumato.models.language import LanguageModel
-from sfumato.models.language_load import build_language_model
-from sfumato.models.packed_model import RowLayout
-from sfumato.models.plain import set_attention
-from sfumato.models.router_loss import RouterLogits, RouterLoss, StepRouterLoss, adds_router_loss
+from sfumato.models.language.hf_config import set_attention
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.packed_model import RowLayout
+from sfumato.models.language.router_loss import RouterLogits, RouterLoss, StepRouterLoss, adds_router_loss
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.step_sums import SourceLosses

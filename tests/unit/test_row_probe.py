@@ -15,8 +15,8 @@ from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.policy import build_policy
-from sfumato.rollout.self_check import RowProbe, batch_sizes, compare_rows
+from sfumato.rollout.diffusion.policy import build_policy
+from sfumato.rollout.diffusion.self_check import RowProbe, batch_sizes, compare_rows
 from tests.rows import ROUNDING
 from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
 

@@ -18,7 +18,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.ending import Ending
+from sfumato.tracking.exit import Ending
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import report_ending, run_again_when_lost

@@ -11,9 +11,9 @@ from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.models.probe import probe
-from sfumato.models.scalar_head import build_scalar_model
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.models.language.probe import probe
+from sfumato.models.language.scalar_head import build_scalar_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters

@@ -23,8 +23,8 @@ from sfumato.models.diffusion import schedulers
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
 from sfumato.models.diffusion.schedulers import check_flow_scheduler, check_unet_scheduler
-from sfumato.models.planned import diffusion_model_on_meta
-from sfumato.rollout.trajectories import sample_trajectories
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta
+from sfumato.rollout.diffusion.trajectories import sample_trajectories
 from tests import tiny_families
 from tests.family_rows import ROWS, keep_latents, wake
 from tests.tiny import write_tiny_pipeline

@@ -25,7 +25,7 @@ from sfumato.optim.ema import Ema
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.evaluation import sample_images
+from sfumato.rollout.diffusion.evaluation import sample_images
 from tests.tiny import tiny_pipeline_description
 
 PROMPTS = ['write "AB"', 'write "C"']

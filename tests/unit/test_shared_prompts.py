@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from sfumato.errors import ConfigError
-from sfumato.models import shared_prompts
-from sfumato.models.language import LanguageModel, RowLayout
-from sfumato.models.packed_attention import register_packed_attention
-from sfumato.models.shared_prompts import can_share_prompts
+from sfumato.models.language import shared_prompts
+from sfumato.models.language.model import LanguageModel, RowLayout
+from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.shared_prompts import can_share_prompts
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.text_rows import pack_samples
-from sfumato.rollout.tokens import TextRollout, TokenSequence, single_turn
+from sfumato.rollout.text.packing import pack_samples
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence, single_turn
 from tests.survey.tiny_configs import tiny_config
 from tests.unit import test_document_rows
 from tests.unit.test_document_rows import gradients, model

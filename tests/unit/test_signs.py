@@ -11,8 +11,8 @@ import pytest
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.report import write_report
+from sfumato.tracking.reward_hacking import change, signs_of_hacking
 from sfumato.tracking.run import Run
-from sfumato.tracking.signs import change, signs_of_hacking
 from sfumato.tracking.trackers import Series, series_of
 
 WATCHED, HELD_OUT, VELOCITY = "eval/reward/tesseract", "eval/reward/total", "eval/velocity/rms"

@@ -19,8 +19,8 @@ from sfumato.commands.export import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.errors import ConfigError
-from sfumato.models.language_load import build_language_model
-from sfumato.models.language_parts import build_byte_tokenizer, read_model_config
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.parts import build_byte_tokenizer, read_model_config
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from tests.survey.test_tiny_configs import NAMES

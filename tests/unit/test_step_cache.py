@@ -17,8 +17,8 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.evaluation import sample_images
-from sfumato.rollout.step_cache import StepCache
+from sfumato.rollout.diffusion.evaluation import sample_images
+from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_rl_config

@@ -9,20 +9,20 @@ import pytest
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.stop_strings import before_stop, completes_stop, num_looked_at
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPrompt
+from sfumato.data.text.stop_strings import before_stop, completes_stop, num_looked_at
 from sfumato.errors import ConfigError
-from sfumato.models.language_parts import build_byte_tokenizer
-from sfumato.rollout.dumps import read_dump
-from sfumato.rollout.engines import sglang, vllm
+from sfumato.models.language.parts import build_byte_tokenizer
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
+from sfumato.rollout.debug.dumps import read_dump
 from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
-from sfumato.rollout.engines.complete import complete
-from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.engines.served import sglang, vllm
 from sfumato.rollout.kinds.environment import Environment
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.kinds.tools import ToolUse
-from sfumato.rollout.turns import LengthLimits, SampleKeys
 from sfumato.tracking.samples import read_samples
 from tests.tiny import run_task_here, tiny_text_config, tiny_text_rl_config
 from tests.tiny_tokenizers import build_tokenizer

@@ -20,12 +20,12 @@ from sfumato.cli import main
 from sfumato.config.base import Variant
 from sfumato.config.characters import in_one_line, printable
 from sfumato.config.file_checks import path_inside
-from sfumato.config.own_functions import import_function
 from sfumato.config.paths import check_pipeline
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import code_of_configurations, load_pretrained, make_from_config
+from sfumato.config.user_functions import import_function
 from sfumato.config.writing import open_to_append, write_atomically
-from sfumato.data.pictures import check_video, read_video
+from sfumato.data.media.pictures import check_video, read_video
 from sfumato.errors import ConfigError, DataError, FolderError, UserError
 from sfumato.tracking.lock import lock_folder
 from sfumato.tracking.report import POLICY, write_report

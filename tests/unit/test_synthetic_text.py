@@ -11,11 +11,11 @@ from PIL import Image
 
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data import keypad
-from sfumato.data.digits import EDGE, label, scans_of
-from sfumato.data.synthetic_text import QUESTIONS, Problem, SyntheticRows
+from sfumato.data.synthetic import keypad
+from sfumato.data.synthetic.digits import EDGE, label, scans_of
+from sfumato.data.synthetic.text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
-from sfumato.rollout.calculator import calculate
+from sfumato.rollout.agents.calculator import calculate
 
 KINDS = ["reverse", "sort", "add", "multiply"]
 NUMBERS = ("add", "multiply")

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from sfumato.data.chat import build_chat_template
-from sfumato.data.template_limits import TemplateLimitError, limit_template, limited_rendering
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.template_limits import TemplateLimitError, limit_template, limited_rendering
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.language_parts import build_byte_tokenizer
+from sfumato.models.language.parts import build_byte_tokenizer
 
 IN_A_LOOP = "{% set ns = namespace(x=FIRST) %}{% for i in range(60) %}{% set ns.x = NEXT %}{% endfor %}{{ ns.x }}"
 BOMBS = {

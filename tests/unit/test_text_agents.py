@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import EngineError, Sampling
-from sfumato.rollout.engines.embedded import EmbeddedEngine
+from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.kinds.agent import Agent
-from sfumato.rollout.turns import LengthLimits, SampleKeys
 from tests.plain_engine import log_probs_of, tiny_model
 from tests.scripted_engine import ScriptedEngine
 

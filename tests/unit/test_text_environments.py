@@ -7,15 +7,15 @@ import time
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.base import Failure
 from sfumato.rewards.environment import EnvironmentReward
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.environment import Environment
-from sfumato.rollout.turns import LengthLimits, SampleKeys
 from tests.scripted_engine import ScriptedEngine
 
 TOKENIZER = build_byte_tokenizer()

@@ -10,11 +10,11 @@ from sfumato.config.help import format_help
 from sfumato.config.load import dump_config, load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data import text
-from sfumato.data.text import build_transform
-from sfumato.data.text_formats import Conversation, PlainText, Preference
+from sfumato.data.text import format as text
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.formats import Conversation, PlainText, Preference
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.tracking.trackers import read_jsonl
 from tests.question_answer import QuestionAnswer
 from tests.tiny import run_task_here, tiny_text_config, write_config

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.data.text_loader import build_text_loader
+from sfumato.data.text.loader import build_text_loader
 from sfumato.errors import DataError
 from tests.token_rows import NumberTransform, mesh_of, one_source, random_lengths, weighted
 

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.synthetic_text import Problem
-from sfumato.data.text_prompt_formats.base import PromptFormat, PromptRow
-from sfumato.data.text_prompts import TextPromptLoader, check_text_prompts, draw_by_weight, load_text_prompts
+from sfumato.data.synthetic.text import Problem
+from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPromptLoader, check_text_prompts, draw_by_weight, load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer
+from sfumato.models.language.load import build_byte_tokenizer
 from tests.tiny_tokenizers import build_tokenizer
 
 TOKENIZER = build_byte_tokenizer()

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sfumato.data.rows import open_rows
+from sfumato.data.files.rows import open_rows
 from sfumato.errors import DataError
 
 ROWS = [{"text": f'Zeile {i}, ä 日本 "x"\nzwei', "n": str(i)} for i in range(7)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
-from sfumato.data.text import build_transform
+from sfumato.data.text.format import build_transform
 from sfumato.errors import ConfigError, DataError, OverlongError
 from tests.tiny_tokenizers import build_tokenizer
 

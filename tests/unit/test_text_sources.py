@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
-from sfumato.data.sources import open_sources, open_validation
+from sfumato.data.files.sources import open_sources, open_validation
 from sfumato.errors import ConfigError, DataError, UserError
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.data.background import in_background
-from sfumato.data.row_blocks import FilePlace, RowBlocks, RowFile
-from sfumato.data.sources import Sources, open_sources
-from sfumato.data.text_loader import build_text_loader
+from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.files.sources import Sources, open_sources
+from sfumato.data.text.loader import build_text_loader
 from sfumato.errors import ConfigError, DataError, OverlongError
 from tests.token_rows import ListRows, NumberTransform, mesh_of, one_source, random_lengths, weighted
 from tests.unit.test_text_loader import take, together, tokens_of

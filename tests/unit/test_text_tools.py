@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.prompt_template import build_prompt_template
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import build_prompt_template
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.language_load import build_byte_tokenizer
-from sfumato.rollout.calculator import CalculationError, calculate
+from sfumato.models.language.load import build_byte_tokenizer
+from sfumato.rollout.agents.calculator import CalculationError, calculate
+from sfumato.rollout.agents.tool_calls import hermes_calls, inline_call, without_hermes_calls
+from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.kinds.tools import ToolUse
-from sfumato.rollout.seams import tokens_after, tokens_between
-from sfumato.rollout.tool_calls import hermes_calls, inline_call, without_hermes_calls
-from sfumato.rollout.turns import LengthLimits, SampleKeys
+from sfumato.rollout.text.turn_tokens import tokens_after, tokens_between
 from sfumato.sandbox.sandbox import Sandbox, SandboxError
 from tests.plain_engine import PlainEngine, tiny_model
 from tests.scripted_engine import ScriptedEngine

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.drawing import LIGHT, MAX_BARS, MAX_RANKS, choose_stretch, draw_rows, stand_in, timeline_svg
+from sfumato.tracking.charts import LIGHT, MAX_BARS, MAX_RANKS, choose_stretch, draw_rows, stand_in, timeline_svg
 from sfumato.tracking.report import write_report
 from sfumato.tracking.run import Run
 from sfumato.tracking.timeline import Event, Timeline, read_events, step_windows, union_seconds

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sfumato.data.sources import Sources
-from sfumato.data.token_store import CHUNK_ROWS, build_token_store
+from sfumato.data.files.sources import Sources
+from sfumato.data.text.token_store import CHUNK_ROWS, build_token_store
 from sfumato.errors import DataError, OverlongError
 from tests.token_rows import ListRows, NumberTransform, one_source, random_lengths, rows_of, weighted
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
-from sfumato.data import row_samples
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.row_samples import samples_of
-from sfumato.data.sources import Sources
-from sfumato.data.text import build_transform
-from sfumato.data.text_formats import PlainTextTransform
-from sfumato.data.text_steps import TextStream
-from sfumato.data.token_store import build_token_store
-from sfumato.data.tokenise import Encoder
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.files.sources import Sources
+from sfumato.data.text import row_samples
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.formats import PlainTextTransform
+from sfumato.data.text.row_samples import samples_of
+from sfumato.data.text.token_source import TextStream
+from sfumato.data.text.token_store import build_token_store
+from sfumato.data.text.tokenise import Encoder
 from sfumato.errors import DataError, OverlongError
 from tests.tiny_tokenizers import SPECIALS, build_tokenizer
 from tests.token_rows import ListRows, NumberTransform, rows_of

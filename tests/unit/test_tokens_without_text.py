@@ -10,17 +10,17 @@ import torch
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.text_loader import open_text_data
-from sfumato.models.flops import FlopCount
-from sfumato.models.language_load import build_language_model
-from sfumato.models.probe import probe
+from sfumato.data.text.loader import open_text_data
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.probe import probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.dumps import read_dump
-from sfumato.rollout.text import answer_greedily
-from sfumato.rollout.text_policy import build_text_template, open_prompts, stop_tokens
-from sfumato.rollout.tokens import single_turn
-from sfumato.rollout.turns import DrawnText
+from sfumato.rollout.agents.turns import DrawnText
+from sfumato.rollout.debug.dumps import read_dump
+from sfumato.rollout.text.greedy import answer_greedily
+from sfumato.rollout.text.policy import build_text_template, open_prompts, stop_tokens
+from sfumato.rollout.text.tokens import single_turn
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import (
     load_task,

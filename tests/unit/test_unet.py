@@ -21,19 +21,19 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.dit import FlowConfig, TrainDitDpoConfig
 from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.image_text import open_image_pairs, open_image_text
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.images.image_text import open_image_pairs, open_image_text
 from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import OnlineEncoder
+from sfumato.models.diffusion.families.stable_diffusion import StableDiffusion, StableDiffusionXL
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.diffusion.stable_diffusion import StableDiffusion, StableDiffusionXL
 from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.trajectories import replay_trajectories, sample_trajectories
+from sfumato.rollout.diffusion.trajectories import replay_trajectories, sample_trajectories
 from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
 from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_dit_dpo_config, write_config

@@ -9,16 +9,16 @@ import torch
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.clips import VideoProcessor
-from sfumato.data.packing import make_batch
-from sfumato.data.pictures import read_image
-from sfumato.data.row_samples import FiledRow
-from sfumato.data.text import build_transform
+from sfumato.data.media.clips import VideoProcessor
+from sfumato.data.media.pictures import read_image
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.flops import FlopCount
-from sfumato.models.language_load import build_language_model
-from sfumato.models.packed_model import RowLayout
-from sfumato.models.plain import set_attention
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import set_attention
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.packed_model import RowLayout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
@@ -199,7 +199,7 @@ def test_broken_videos_are_named(transform, name):
 
 
 def test_a_video_that_states_an_absurd_number_of_frames_is_refused_before_it_is_read(transform, monkeypatch):
-    monkeypatch.setattr("sfumato.data.pictures.MAX_FRAMES", 10)
+    monkeypatch.setattr("sfumato.data.media.pictures.MAX_FRAMES", 10)
     with pytest.raises(DataError, match="of 12 frames of 24x32 pixels: cut"):
         transform.reader.processor.video_processor.read(clip(32, 24, 12), "row 1")
 

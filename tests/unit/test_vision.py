@@ -14,17 +14,17 @@ from benchmarks.vision_throughput import balance
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
-from sfumato.data.packing import make_batch
-from sfumato.data.pictures import read_image
-from sfumato.data.row_samples import FiledRow
-from sfumato.data.synthetic_text import SyntheticRows
-from sfumato.data.text import build_transform
+from sfumato.data.media.pictures import read_image
+from sfumato.data.synthetic.text import SyntheticRows
+from sfumato.data.text.format import build_transform
+from sfumato.data.text.packing import make_batch
+from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.flops import FlopCount
-from sfumato.models.language import check_multimodal
-from sfumato.models.language_load import build_language_model
-from sfumato.models.packed_model import RowLayout
-from sfumato.models.plain import set_attention
+from sfumato.models.estimate.flops import FlopCount
+from sfumato.models.language.hf_config import set_attention
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.model import check_multimodal
+from sfumato.models.language.packed_model import RowLayout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters

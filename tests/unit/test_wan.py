@@ -27,8 +27,8 @@ from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.rollout.evaluation import sample_images
-from sfumato.rollout.trajectories import sample_trajectories
+from sfumato.rollout.diffusion.evaluation import sample_images
+from sfumato.rollout.diffusion.trajectories import sample_trajectories
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sfumato.config.load import merge
-from sfumato.data.rows import open_rows
-from sfumato.data.webdataset import TarRows
+from sfumato.data.files.rows import open_rows
+from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
 from tests.tiny_vision import image_row, picture, tiny_vision_config

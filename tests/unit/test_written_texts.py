@@ -17,7 +17,7 @@ from sfumato.config.paths import FilePath
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.planned import diffusion_model_on_meta
+from sfumato.models.estimate.meta_models import diffusion_model_on_meta
 from tests import tiny_families
 from tests.tiny import tiny_dit_config, write_config
 

@@ -1,1 +1,1 @@
-"""Diffusion model families, one file each, as wrappers of diffusers pipelines."""
+"""Diffusion models, as wrappers of diffusers pipelines: what families share, parts and what they make once."""

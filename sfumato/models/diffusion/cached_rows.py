@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sfumato.config.writing import replace_file
-from sfumato.data.file_digests import signature_of
-from sfumato.data.row_store import RowStore
-from sfumato.data.stored import BROKEN_ARRAY
+from sfumato.data.files.file_digests import signature_of
+from sfumato.data.files.row_store import RowStore
+from sfumato.data.files.stored import BROKEN_ARRAY
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import Dataset
 

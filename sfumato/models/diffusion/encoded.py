@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.buckets import OneSize
-from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_text import ImageTextDataset, PairDataset
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.images.buckets import OneSize
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
-from sfumato.data.pictures import is_enlarged
+from sfumato.data.media.pictures import is_enlarged
+from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning

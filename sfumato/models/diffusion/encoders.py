@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from sfumato.config.image_data import ImageDataConfig
-from sfumato.data.bad_rows import BadRows, bad_row_limit
-from sfumato.data.buckets import Buckets, OneSize
+from sfumato.data.files.bad_rows import BadRows, bad_row_limit
+from sfumato.data.images.buckets import Buckets, OneSize
 from sfumato.data.loader import IndexBatch
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows

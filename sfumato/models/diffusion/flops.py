@@ -1,4 +1,4 @@
-"""Operations that a denoiser needs for an image or a video; what counts is what ``models/flops.py`` says."""
+"""Operations that a denoiser needs for an image or a video; what counts is what ``models/estimate/flops.py`` says."""
 
 from __future__ import annotations
 

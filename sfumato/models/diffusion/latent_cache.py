@@ -27,15 +27,15 @@ import numpy as np
 import torch
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.bad_rows import BadRows
-from sfumato.data.buckets import OneSize
-from sfumato.data.file_digests import FileDigests, Stat, signature_of, stat_of
-from sfumato.data.glyphs import GlyphDataset
-from sfumato.data.image_text import PairDataset
+from sfumato.data.files.bad_rows import BadRows
+from sfumato.data.files.file_digests import FileDigests, Stat, signature_of, stat_of
+from sfumato.data.files.row_store import RowStore, RowWriter
+from sfumato.data.files.stored import digest_of, make_cache_folder, open_cache_lock
+from sfumato.data.images.buckets import OneSize
+from sfumato.data.images.image_text import PairDataset
 from sfumato.data.loader import IndexBatch
-from sfumato.data.pictures import File, Picture, is_enlarged
-from sfumato.data.row_store import RowStore, RowWriter
-from sfumato.data.stored import digest_of, make_cache_folder, open_cache_lock
+from sfumato.data.media.pictures import File, Picture, is_enlarged
+from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.cached_rows import NOTHING, DatasetRows, RowKeys, digest_16, keys_of_rows, load_rows

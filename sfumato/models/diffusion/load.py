@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-import sfumato.models.diffusion as families
 from sfumato.config.file_checks import outside_problem, read_json, read_json_object
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
 from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.diffusion import families
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class
 from sfumato.models.diffusion.folder_parts import (
     check_parts,
@@ -42,7 +42,7 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
-    """The model families in this folder by pipeline class name; a file with a subclass is enough to be found."""
+    """The model families in families/ by pipeline class name; a file with a subclass is enough to be found."""
     found = {}
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")

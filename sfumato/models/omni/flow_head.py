@@ -25,7 +25,7 @@ from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.trust import load_pretrained
-from sfumato.data.drawing import ImageText
+from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
 from sfumato.parallel.weights import refuse_not_finite

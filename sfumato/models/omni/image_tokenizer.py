@@ -17,7 +17,7 @@ from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import refuse_missing_model
 from sfumato.config.trust import load_pretrained
-from sfumato.data.drawing import ImageText
+from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 

@@ -22,16 +22,16 @@ from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
-from sfumato.data.drawing import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
-from sfumato.data.vision import Vision
+from sfumato.data.media.image_answers import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
+from sfumato.data.media.vision import Vision
 from sfumato.errors import ConfigError
-from sfumato.models.language_parts import DTYPES, build_tokenizer, check_keys, freeze
+from sfumato.models.language.hf_config import attention_by_part
+from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.parts import DTYPES, build_tokenizer, check_keys, freeze
 from sfumato.models.omni.flow_head import NAME, LatentTokenizer, build_head, patch_of
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.model import OmniModel, foundation_names
 from sfumato.models.omni.unified import build_unified_omni_model
-from sfumato.models.packed_attention import register_packed_attention
-from sfumato.models.plain import attention_by_part
 from sfumato.parallel.weights import refuse_not_finite
 
 PROJECTOR = "multi_modal_projector."
@@ -49,7 +49,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
     tokenizer = build_tokenizer(_tokenizer_config(config.model))
     image_tokenizer, head = _read_drawing(config.model), config.model.head
     first = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)
-    text = files("sfumato.data").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
+    text = files("sfumato.data.text").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
     tokenizer.chat_template = text.replace("IMAGE", IMAGE_TOKEN)
     seed = config.train.seed
     with torch.random.fork_rng(devices=[]):

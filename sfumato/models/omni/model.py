@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.drawing import DRAWN
-from sfumato.data.token_batch import TokenBatch
-from sfumato.data.vision import Images
+from sfumato.data.media.image_answers import DRAWN
+from sfumato.data.media.vision import Images
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
-from sfumato.models.language import LanguageModel
-from sfumato.models.model_folder import name_ends, save_generation_config, save_tokenizer
+from sfumato.models.language.hf_config import give_weights
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
+from sfumato.models.language.packed_model import Tensors
+from sfumato.models.language.scores import TokenScores
 from sfumato.models.omni.flow_head import NAME, LatentTokenizer, head_flops
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.pipeline import save_drawing
-from sfumato.models.packed_model import Tensors
-from sfumato.models.plain import give_weights
-from sfumato.models.scores import TokenScores
 from sfumato.parallel.weights import build_on_meta
 
 PARTS = ("foundation", "encoder", "image_tokenizer")

@@ -14,9 +14,9 @@ from diffusers import DiffusionPipeline
 from diffusers.loaders import CogVideoXLoraLoaderMixin
 from torch import Tensor
 
-from sfumato.data.drawing import CODE, START
+from sfumato.data.media.image_answers import CODE, START
 from sfumato.errors import ConfigError
-from sfumato.models.diffusion.sd3 import StableDiffusion3
+from sfumato.models.diffusion.families.sd3 import StableDiffusion3
 
 
 class LanguageToImagePipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):  # a mixin for adapters of a transformer

@@ -20,11 +20,11 @@ from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.config.trust import load_pretrained
-from sfumato.data.answer_end import facts_of
-from sfumato.data.drawing import DrawingReader
-from sfumato.data.vision import ImageReader, Images, Tensors, Vision
+from sfumato.data.media.image_answers import DrawingReader
+from sfumato.data.media.vision import ImageReader, Images, Tensors, Vision
+from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import ConfigError
-from sfumato.models.language_parts import (
+from sfumato.models.language.parts import (
     BYTES,
     DTYPES,
     build_module,
@@ -34,10 +34,10 @@ from sfumato.models.language_parts import (
     read_model_config,
     source_of,
 )
+from sfumato.models.language.vision_load import build_processor
+from sfumato.models.omni.hf_image_tokenizers import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.model import OmniModel
-from sfumato.models.omni.own_codes import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
-from sfumato.models.vision_load import build_processor
 from sfumato.parallel.mesh import Mesh
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from sfumato.errors import ConfigError
-from sfumato.models.omni.own_codes import Emu3Codes, OwnCodes
+from sfumato.models.omni.hf_image_tokenizers import Emu3Codes, OwnCodes
 
 MADE = {
     "emu3": {

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from sfumato.config.own_functions import import_function
+from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError
 from sfumato.rewards.scoring.calls import describe_error
 

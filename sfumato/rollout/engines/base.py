@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 import torch
 
-from sfumato.data.vision import Images
-from sfumato.rollout.tokens import FinishReason
+from sfumato.data.media.vision import Images
+from sfumato.rollout.text.tokens import FinishReason
 
 
 @dataclass(frozen=True)

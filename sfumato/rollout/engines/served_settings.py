@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sfumato.errors import ConfigError
-from sfumato.rollout.engines.weight_files import DTYPES, WeightFiles, own_folder
+from sfumato.rollout.engines.served.weight_files import DTYPES, WeightFiles, own_folder
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ from sfumato.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-    from sfumato.models.language import LanguageModel
+    from sfumato.models.language.model import LanguageModel
     from sfumato.rollout.engines.base import Engine
 
 
@@ -45,7 +45,7 @@ class Embedded:
             model: the policy, for the precision of its passes.
             max_length: tokens of the longest sample, prompt included.
         """
-        from sfumato.rollout.engines.embedded import EmbeddedEngine
+        from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
         cache = None if self.cache_gb is None else int(self.cache_gb * 2**30)
         sizes = {"max_length": max_length, "max_batch_size": self.max_batch_size, "cache_bytes": cache}

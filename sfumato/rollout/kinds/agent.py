@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sfumato.config.own_functions import import_function
-from sfumato.data.prompt_template import PromptTemplate
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.config.user_functions import import_function
+from sfumato.data.text.prompt_template import PromptTemplate
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
+from sfumato.rollout.agents.openai_endpoint import MODEL, check_packages, open_endpoint
+from sfumato.rollout.agents.recorded_calls import Session
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.openai_endpoint import MODEL, check_packages, open_endpoint
-from sfumato.rollout.own_calls import call_own, describe
-from sfumato.rollout.recorded_calls import Session
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sfumato.data.prompt_template import PromptTemplate, Tools
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.prompts import TextPrompt
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sfumato.config.own_functions import import_function
-from sfumato.data.prompt_template import PromptTemplate
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.config.user_functions import import_function
+from sfumato.data.text.prompt_template import PromptTemplate
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
+from sfumato.rollout.agents.tools import cut
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
-from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.own_calls import call_own, describe
-from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
-from sfumato.rollout.tools import cut
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sfumato.data.prompt_template import PromptTemplate
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import PromptTemplate
+from sfumato.data.text.prompts import TextPrompt
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.text.growing_sequence import GrowingSequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from sfumato.data.prompt_template import PromptTemplate, Tools
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
+from sfumato.rollout.agents.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
+from sfumato.rollout.agents.tools import Tool, ToolResult, build_tool
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.growing_sequence import GrowingSequence
 from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.seams import defused, end_token, tokens_after, tokens_between
-from sfumato.rollout.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
-from sfumato.rollout.tools import Tool, ToolResult, build_tool
-from sfumato.rollout.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 SHORT = {"calc": "calculator"}
 """Names for inline calls that take fewer tokens."""

@@ -7,11 +7,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sfumato.data.text_prompt_formats.verifiers import KEY, load_environment, load_tasks
-from sfumato.data.text_prompts import TextPrompt
+from sfumato.data.text.prompt_formats.verifiers import KEY, load_environment, load_tasks
+from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError
+from sfumato.rollout.agents.openai_endpoint import KEY_HEADER
 from sfumato.rollout.kinds.agent import ChatAgent
-from sfumato.rollout.openai_endpoint import KEY_HEADER
 
 
 class EpisodeError(Exception):

@@ -21,7 +21,7 @@ from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, MissingDependencyError, RoleLostError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.meeting import is_loopback
+from sfumato.parallel.rendezvous import is_loopback
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan

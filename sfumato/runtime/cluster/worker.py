@@ -271,7 +271,7 @@ STORE_S = 300.0
 
 def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
     """Opens the place where the processes of a group find each other. Returns its port."""
-    from sfumato.parallel.meeting import LOOPBACK, serve_store
+    from sfumato.parallel.rendezvous import LOOPBACK, serve_store
 
     # A server that is there already, on a port that the system chose, cannot lose its port to somebody else.
     is_alone = len({member.node_id for member in members}) == 1

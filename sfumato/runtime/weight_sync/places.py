@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from sfumato.errors import ConfigError, WeightSyncError
-from sfumato.parallel.meeting import LOOPBACK, is_loopback, serve_store
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.rendezvous import LOOPBACK, is_loopback, serve_store
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Differs between machines, also where all have one name."""

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from sfumato.errors import WeightSyncError
-from sfumato.parallel.meeting import bound_to_loopback, is_loopback
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.rendezvous import bound_to_loopback, is_loopback
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest

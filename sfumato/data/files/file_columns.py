@@ -1,0 +1,109 @@
+"""Files that columns of rows name, or hold as bytes or as base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes
+
+from sfumato.config.file_checks import file_problem
+from sfumato.config.paths import LONGEST_PATH
+from sfumato.data.media.pictures import File, frames_of
+from sfumato.errors import DataError
+
+BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]*=*\s*")
+"""Base64 in either alphabet, perhaps in lines."""
+
+BEGINNINGS = re.compile(
+    rb"\x89PNG|\xff\xd8\xff|GIF8|BM|RIFF|II\*\0|MM\0\*|....ftyp|\x1a\x45\xdf\xa3|OggS|ID3|fLaC|\xff[\xf2-\xfb]",
+    re.DOTALL,
+)
+"""How files of pictures, videos and audio begin: what decodes to something else was no base64."""
+
+
+def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
+    """The picture that a column of a row names or holds.
+
+    Args:
+        row: its column is a path, bytes, base64, a data: URL, or the struct of bytes and path that Hugging Face's
+            datasets write.
+        key: name of the column.
+        root: folder that paths are relative to.
+        where: file and row, for messages.
+        kind: what is looked for, for messages.
+
+    Raises:
+        DataError: when the column is missing, holds something else, or names a file that does not exist.
+    """
+    value = row.get(key)
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if not isinstance(value, str) or not value:
+        raise DataError(
+            f"{where}: column {key!r} holds no {kind} path or bytes; its columns are {', '.join(map(str, row))}"
+        )
+    if value.startswith(("http://", "https://", "s3://", "gs://", "hf://")):
+        raise DataError(f"{where}: {value}: {kind}s are not downloaded: give a file, bytes, or a data: URL")
+    if value.startswith("data:"):
+        return _read_data_url(value, where, kind)
+    if value.startswith("file://"):
+        value = unquote(value.removeprefix("file://"))
+    path = root / value
+    problem = file_problem(path, or_folder=True)  # which may hold the frames of a video
+    if problem is None:
+        return path
+    content = _read_base64(value)
+    if content is not None and BEGINNINGS.match(content):
+        return content
+    if problem == "does not exist":
+        raise DataError(f"{where}: {kind} file not found: {path}")
+    if len(value) > LONGEST_PATH:
+        raise DataError(
+            f"{where}: column {key!r} holds {len(value):,} letters, which are no path and no base64: {value}"
+        )
+    raise DataError(f"{where}: {path} {problem}")
+
+
+def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
+    """The video that a column of a row names or holds: as ``find_file``, or a list of such images.
+
+    Raises DataError as ``find_file`` does.
+    """
+    value = row.get(key)
+    if not isinstance(value, list):
+        return find_file(row, key, root, where)
+    return [find_file({**row, key: frame}, key, root, f"{where}, frame {n}") for n, frame in enumerate(value, start=1)]
+
+
+def list_frames(source: File | list[File]) -> list[File]:
+    """The files that ``read_frames`` reads: of a folder of images these."""
+    if isinstance(source, Path) and source.is_dir():
+        return list(frames_of(source))
+    return source if isinstance(source, list) else [source]
+
+
+def _read_data_url(url: str, where: str, kind: str) -> bytes:
+    """What a data: URL holds (RFC 2397)."""
+    head, comma, text = url.partition(",")
+    if not comma:
+        raise DataError(f"{where}: a data: URL of {kind} has no comma after its type: {url}")
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(text)
+    content = _read_base64(unquote(text))
+    if content is None:
+        raise DataError(f"{where}: the {kind} of a data: URL is no valid base64: {text}")
+    return content
+
+
+def _read_base64(text: str) -> bytes | None:
+    if BASE64.fullmatch(text) is None:
+        return None
+    try:
+        return base64.b64decode("".join(text.split()).replace("-", "+").replace("_", "/"), validate=True)
+    except (binascii.Error, ValueError):
+        return None

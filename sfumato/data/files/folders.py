@@ -1,0 +1,191 @@
+"""Which files a path of the configuration names: the right split of a folder, and what of it is not read."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sfumato.config.file_checks import file_problem
+from sfumato.data.files.compressed import MAX_LOADED, is_compressed
+from sfumato.errors import DataError
+
+TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
+"""Endings of files that may be compressed."""
+OPENED = (".jsonl", ".parquet", ".arrow", ".tar")
+"""Of which rows are read when they are asked for."""
+ENDINGS = [".jsonl", ".json", ".parquet", ".arrow", ".tar", ".csv", ".txt"]
+NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""What datasets lays beside the rows."""
+NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)
+"""Files of which nobody expects that they hold rows."""
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Words that name a split in the names of files and folders, as datasets has them."""
+_WORD = {
+    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    for split, words in SPLITS.items()
+}
+NAMED = 5
+"""Files that a note names."""
+SHARED_EXAMPLES = 3
+"""Evaluation rows among the training rows that a note names."""
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a folder that are read, and what is to be said of the others."""
+
+    files: list[Path]
+    notes: list[str] = field(default_factory=list)
+
+
+def data_ending(path: Path) -> str:
+    """The ending that says what a file holds: ``.jsonl`` of ``rows.jsonl.gz``."""
+    inner = Path(path.stem).suffix.lower()
+    return inner if is_compressed(path) and inner in TEXT_ENDINGS else path.suffix.lower()
+
+
+def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Path]:
+    """The files that ``open_rows`` opens.
+
+    Of a folder whose files and subfolders are named for several splits (train, validation, test, as datasets reads
+    names) only the training split is read, or with ``held_out`` the validation split, else the test split.
+
+    Raises DataError when a file is missing, given twice, or of another kind.
+    """
+    files = [file for found in _find_parts(path, option, held_out) for file in found.files]
+    refuse_twice(files, option)
+    for file in files:
+        ending = data_ending(file)
+        if ending not in ENDINGS:
+            raise DataError(f"{option}: {file} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+        in_place = ending in OPENED and not is_compressed(file)
+        if problem := file_problem(file, None if in_place else MAX_LOADED):
+            hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
+            raise DataError(f"{option}: {file} {problem}{hint}")
+    return files
+
+
+def describe_left_out(path: str | Path | None, option: str, held_out: bool = False) -> list[str]:
+    """What is not read of the folders that a path names, and which subsets are read together; a line for each."""
+    if path is None or Path(path).suffix.lower() in (".yaml", ".yml"):
+        return []
+    return [f"{option}: {note}" for found in _find_parts(path, option, held_out) for note in found.notes]
+
+
+def shared_line(shared: Sequence[tuple[str, str]], num_rows: int) -> list[str]:
+    """The line about evaluation rows that are training rows; none where there are none.
+
+    Args:
+        shared: the place of each such row, and that of a training row like it.
+        num_rows: evaluation rows.
+    """
+    if not shared:
+        return []
+    examples = "; ".join(f"{held_out} is {trained}" for held_out, trained in shared[:SHARED_EXAMPLES])
+    more = f"; and {len(shared) - SHARED_EXAMPLES} more" if len(shared) > SHARED_EXAMPLES else ""
+    return [
+        f"data.eval_path: {len(shared)} of the {num_rows} evaluation rows are among the training rows "
+        f"({examples}{more}): the evaluation does not say how the model does on what it has not seen"
+    ]
+
+
+def refuse_twice(files: Iterable[Path], option: str) -> None:
+    """Raises DataError when a file is given twice, by whatever path: its rows would count double."""
+    seen: dict[Path, Path] = {}
+    for file in files:
+        first = seen.setdefault(file.resolve(), file)
+        if first is not file:
+            also = "" if str(first) == str(file) else f" ({first})"
+            raise DataError(
+                f"{option}: {file} is given twice{also}, so that its rows would count double: give it once; the "
+                "weights of a .yaml file with sources make rows come more often"
+            )
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's name, else the nearest of its folders' names, stands for; None where none does.
+
+    ``path`` is relative to the folder that was asked for.
+    """
+    for name in (path.name, *(parent.name for parent in path.parents)):
+        for split, word in _WORD.items():
+            if word.search(name):
+                return split
+    return None
+
+
+def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFiles]:
+    parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
+    return [_find_part(part, option, held_out) for part in parts]
+
+
+def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
+    """A file, the files that a pattern such as ``test-*.parquet`` names, or those of a folder."""
+    path = Path(part)
+    if part and not path.exists() and ("*" in path.name or "?" in path.name):
+        matching = sorted(file for file in path.parent.glob(path.name) if file.is_file())
+        if not matching:
+            raise DataError(f"{option}: no file matches {part}")
+        return FolderFiles(matching)
+    if not part or not path.exists():
+        near = difflib.get_close_matches(path.name, [beside.name for beside in path.parent.glob("*")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
+    return _find_in_folder(path, option, held_out) if path.is_dir() else FolderFiles([path])
+
+
+def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
+    """The files of known endings in a folder and its subfolders, without hidden ones."""
+    inside = sorted(
+        file
+        for file in folder.rglob("*")
+        if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    )
+    readable = [file for file in inside if data_ending(file) in ENDINGS and file.name not in NOT_DATA]
+    if not readable:
+        endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
+        raise DataError(f"{option}: the folder {folder} has no {' or '.join(ENDINGS)} file; it holds {endings}")
+    others = [
+        file
+        for file in inside
+        if file not in set(readable) and file.name not in NOT_DATA and not NOT_ROWS.fullmatch(file.name)
+    ]
+    by_split: dict[str | None, list[Path]] = {}
+    for file in readable:
+        by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
+    notes = [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
+    wanted = ("validation", "test") if held_out else ("train", None)
+    split = next((name for name in wanted if name in by_split), None)
+    has_held_out = "validation" in by_split or "test" in by_split
+    if len(by_split) > 1 and has_held_out and split in by_split:
+        left_out = [file for file in readable if file not in set(by_split[split])]
+        name = "files that name no split" if split is None else f"its {split} split"
+        notes.insert(
+            0,
+            f"the folder {folder} holds several splits, of which {name} is read ({_listed(by_split[split], folder)}); "
+            f"left out: {_listed(left_out, folder)}",
+        )
+        readable = by_split[split]
+    subsets = sorted(
+        {file.relative_to(folder).parts[0] for file in readable if len(file.relative_to(folder).parts) > 1}
+    )
+    subsets = [name for name in subsets if name != "data" and split_of(Path(name)) is None]
+    if len(subsets) > 1:
+        notes.append(
+            f"the folder {folder} has the subsets {', '.join(subsets)}, which are read together: name one of them, as "
+            f"{folder / subsets[0]}, to read it alone"
+        )
+    return FolderFiles(readable, notes)
+
+
+def _listed(files: list[Path], folder: Path) -> str:
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:NAMED])
+    return names if len(files) <= NAMED else f"{names} and {len(files) - NAMED} more"

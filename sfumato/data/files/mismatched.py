@@ -1,0 +1,68 @@
+"""Answers to other prompts: with them KTO estimates how far a policy is from its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.packing import make_batch, placeholder_tokens
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+
+
+def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TokenBatch]:
+    """Every prompt of a step with the answer of the sample before it, that of the last with the first prompt.
+
+    Which answer a prompt gets depends on the samples of the step alone, not on how ranks share them. Every rank must
+    call it.
+
+    Args:
+        batches: this rank's micro-batches of the step, one document a sample.
+        mesh: the ranks.
+        max_seq_len: tokens after which an answer is cut off.
+        pad_token_id: token that fills rows up.
+
+    Returns:
+        As many micro-batches, of as many documents.
+    """
+    own = [_documents(batch) for batch in batches]
+    numbered = {
+        sample_id: document[_prompt_tokens(document) :]
+        for batch, documents in zip(batches, own, strict=True)
+        for sample_id, document in zip(batch.sample_ids, documents, strict=True)
+    }
+    answers = {sample_id: answer for part in mesh.gather(numbered) for sample_id, answer in part.items()}
+    order = sorted(answers)
+    before = dict(zip(order, [order[-1], *order[:-1]] if order else [], strict=True))
+    found = []
+    for batch, documents in zip(batches, own, strict=True):
+        samples = []
+        for sample_id, document in zip(batch.sample_ids, documents, strict=True):
+            prompt = document[: _prompt_tokens(document)]
+            tokens = np.concatenate([prompt, answers[before[sample_id]]])[:max_seq_len]
+            samples.append(TextSample((Document(tokens[:, 0].astype(np.int32), tokens[:, 1].astype(bool)),)))
+        sources, is_packed = [0] * len(samples), batch.shape[0] == 1
+        least = placeholder_tokens(mesh)
+        found.append(make_batch(samples, batch.sample_ids, sources, is_packed, pad_token_id, least))
+    return found
+
+
+def _documents(batch: TokenBatch) -> list[np.ndarray]:
+    """Tokens of each document and whether the loss mask holds them, int64 ``[L, 2]``."""
+    ids, labels = batch.input_ids.flatten().numpy(), batch.labels.flatten().numpy()
+    document_ids = batch.document_ids.flatten().numpy()
+    found = []
+    for number, length in enumerate(batch.document_lengths):
+        start = int((document_ids == number).argmax())
+        mask = np.zeros(length, bool)
+        mask[1:] = labels[start : start + length - 1] != IGNORED
+        found.append(np.stack([ids[start : start + length], mask], axis=1))
+    return found
+
+
+def _prompt_tokens(document: np.ndarray) -> int:
+    """Tokens before the answer."""
+    return int(document[:, 1].argmax())

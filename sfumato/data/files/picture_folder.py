@@ -1,0 +1,175 @@
+"""Folders of pictures with captions beside them, or in a table; what lies there and is not used is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
+from pathlib import Path
+from typing import Any
+
+from sfumato.data.files.bad_rows import parse_json
+from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
+from sfumato.data.files.rows import FiledRows, read_text
+from sfumato.data.media.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS
+from sfumato.errors import DataError
+
+METADATA = ("metadata.jsonl", "metadata.parquet", "metadata.csv")
+"""Names of the table of a folder, as Hugging Face's image folders have it: one is read, the first of these."""
+
+CAPTION_ENDINGS = (".txt", ".caption", ".json")
+"""Of files beside a picture with its caption; the first that there is counts."""
+
+CAPTION_FIELDS = ("caption", "text", "prompt", "description")
+"""Of a .json file beside a picture, beside the one that data.text_key names; the first that there is counts."""
+
+UNREAD_ENDINGS = {
+    ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".pdf", ".ico", ".tga", ".eps", ".ppm", ".pgm", ".qoi",
+    ".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf",
+}  # fmt: skip
+"""Of pictures that are not read."""
+
+SHOWN = 3
+"""Files of a kind that a line names."""
+
+
+def is_hidden(name: str) -> bool:
+    """Whether people do not see a file or folder: ``.ipynb_checkpoints``, ``._a.jpg``, what macOS adds to archives."""
+    return name.startswith((".", "__MACOSX", "@eaDir"))
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """The files of a folder and its subfolders, in order, without hidden ones. Links to folders are followed, once."""
+    files, seen = [], set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(root))
+        folders[:] = sorted(
+            name for name in folders if not is_hidden(name) and os.path.realpath(f"{root}/{name}") not in seen
+        )
+        files += [Path(root, name) for name in names if not is_hidden(name)]
+    return sorted(files)
+
+
+def find_metadata(folder: Path) -> list[Path]:
+    """The tables of a folder of pictures: in itself, or one in each subfolder. Empty where there are none."""
+    tables: dict[Path, Path] = {}
+    for path in sorted(folder.glob("*")) if not any((folder / name).is_file() for name in METADATA) else [folder]:
+        if path.is_dir() and not (path != folder and is_hidden(path.name)):
+            table = next((path / name for name in METADATA if (path / name).is_file()), None)
+            if table is not None:
+                tables[path] = table
+    return list(tables.values())
+
+
+class FolderRows:
+    """A folder of images or videos, each with its caption in a file of the same name beside it."""
+
+    def __init__(self, folder: Path, image_key: str, text_key: str, endings: Set[str] = IMAGE_ENDINGS) -> None:
+        self.root, self.image_key, self.text_key = folder, image_key, text_key
+        files = visible_files(folder)
+        self._files = [path for path in files if path.suffix.lower() in endings]
+        captions = {_stem(path) + path.suffix.lower(): path for path in files if path.suffix.lower() in CAPTION_ENDINGS}
+        self._captions = [
+            next(
+                (captions[_stem(path) + ending] for ending in CAPTION_ENDINGS if _stem(path) + ending in captions), None
+            )
+            for path in self._files
+        ]
+        self.unused = self._describe_unused(files)
+        """Lines about the files that are in no row."""
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        caption = self._captions[index]
+        if caption is None:
+            expected = self._files[index].with_suffix(".txt")
+            raise DataError(
+                f"{self.describe(index)}: no caption: {expected} does not exist (and there is no {METADATA[0]})"
+            )
+        text = read_text(caption, MAX_LINE).strip()
+        if caption.suffix.lower() == ".json":
+            text = self._caption_of(parse_json(text, str(caption)), caption)
+        return {self.image_key: str(self._files[index].relative_to(self.root)), self.text_key: text}
+
+    def describe(self, index: int) -> str:
+        return str(self._files[index])
+
+    def folder(self, index: int) -> Path:
+        return self.root
+
+    def fingerprint(self) -> str:
+        """Every image and every caption there is, with size and time."""
+        return file_fingerprint(self.files())
+
+    def files(self) -> list[Path]:
+        """Every image and every caption there is."""
+        return [*self._files, *(path for path in self._captions if path is not None)]
+
+    def _caption_of(self, content: Any, where: Path) -> str:
+        fields = content if isinstance(content, dict) else {}
+        key = next((name for name in (self.text_key, *CAPTION_FIELDS) if fields.get(name)), None)
+        if key is None:
+            raise DataError(f"{where}: no caption in any of its fields {self.text_key}, {', '.join(CAPTION_FIELDS)}")
+        return fields[key]
+
+    def _describe_unused(self, files: Iterable[Path]) -> list[str]:
+        used = {*self.files()}
+        left = [path for path in files if path not in used]
+        pictured = {_stem(path) for path in self._files}
+        lonely = [path for path in left if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
+        missing = [path for path, caption in zip(self._files, self._captions, strict=True) if caption is None]
+        unread = [path for path in left if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
+        stems = Counter(_stem(path) for path in self._files)
+        same = [path for path in self._files if stems[_stem(path)] > 1]
+        return [
+            *_line(missing, self.root, "pictures without a caption, which are broken rows"),
+            *_line(lonely, self.root, "captions without a picture or video that is read"),
+            *_line(unread, self.root, "pictures or videos of kinds that are not read here"),
+            *_line(same, self.root, "pictures that share their caption with another of the same name"),
+        ]
+
+
+def describe_unlisted(
+    folder: Path, rows: FiledRows, image_key: Callable[[dict[str, Any]], str], endings: set[str]
+) -> list[str]:
+    """Lines about the pictures of a folder that its table does not name.
+
+    Args:
+        folder: that holds them.
+        rows: of the table.
+        image_key: the column of a row's picture.
+        endings: of pictures.
+    """
+    named = set()
+    for index in range(len(rows)):
+        try:
+            value = (row := rows[index]).get(image_key(row))
+        except DataError:  # is named when it is read
+            continue
+        if not isinstance(value, str):  # the table holds the pictures itself
+            return []
+        named.add(os.path.normpath(rows.folder(index) / value))
+    left = [
+        path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
+    ]
+    return _line(left, folder, "pictures that its table does not name") if named else []
+
+
+def _line(paths: list[Path], root: Path, what: str) -> list[str]:
+    """A line about files; none where there are none."""
+    if not paths:
+        return []
+    endings = Counter(path.suffix.lower() for path in paths)
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common())
+    shown = ", ".join(json.dumps(str(path.relative_to(root)), ensure_ascii=False) for path in paths[:SHOWN])
+    more = ", ..." if len(paths) > SHOWN else ""
+    return [f"{root}: {len(paths):,} {what} ({counts}): {shown}{more}"]
+
+
+def _stem(path: Path) -> str:
+    """The path without its ending, in the form in which Unicode composes letters: macOS writes them apart."""
+    return unicodedata.normalize("NFC", str(path.with_suffix("")))

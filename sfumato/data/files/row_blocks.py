@@ -1,0 +1,213 @@
+"""Rows of files that are read from front to back, a block at a time: a file is opened when its turn comes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sfumato.data.files.arrow_values import arrow_row
+from sfumato.data.files.file_rows import FileRows
+from sfumato.data.files.rows import JoinedRows, JsonlRows, RowTable, empty_file, open_file
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file that has not been opened."""
+
+    path: Path
+    text_column: str
+    """Name of the only column of a .txt file."""
+    option: str
+    """The configuration field that holds the path, for messages."""
+
+    def open(self) -> RowTable:
+        """Its rows. Raises DataError when it is broken or empty."""
+        return open_file(self.path, self.text_column, self.option)
+
+
+Table = RowFile | RowTable
+"""A file, or rows that are made in code."""
+
+
+class FilePlace(NamedTuple):
+    """A place between two rows of several tables, as JSON can hold it."""
+
+    table: int = 0
+    position: int = 0
+    """Bytes before it in a .jsonl file, rows before it in any other table."""
+    number: int = 0
+    """Lines before it in a .jsonl file, otherwise the same."""
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows that follow each other, at least one."""
+
+    rows: JoinedRows
+    after: FilePlace
+    is_last: bool
+    """Whether no row follows."""
+    ends: list[int]
+    """Rows of the block up to the end of each table that it has rows of."""
+    sources: list[int]
+    """Numbers of the sources of these tables."""
+
+    def source(self, index: int) -> int:
+        """Number of the source of a row."""
+        return self.sources[bisect_right(self.ends, index)]
+
+
+class RowBlocks:
+    """Tables one after the other, in blocks.
+
+    In memory are the positions of a block's lines of .jsonl files, the row groups of .parquet files that a block lies
+    in, and of .json, .csv and .txt files the whole file.
+    """
+
+    def __init__(self, tables: Sequence[tuple[int, Table]]) -> None:
+        """Opens nothing yet. ``tables`` stand beside the numbers of their sources."""
+        self._tables = tables
+        self._held: tuple[int, Any] | None = None
+
+    def read(self, start: FilePlace, most: int) -> RowBlock:
+        """The block of up to ``most`` rows at a place that rows follow.
+
+        Raises:
+            DataError: when a file is empty or broken.
+        """
+        parts: list[RowTable] = []
+        sources, place, missing = [], start, most
+        while missing and place.table < len(self._tables):
+            source = self._tables[place.table][0]
+            rows, place = self._read_table(place, missing)
+            missing -= len(rows)
+            if len(rows):
+                parts.append(rows)
+                sources.append(source)
+        after = place
+        is_last = True
+        while is_last and place.table < len(self._tables):
+            rows, place = self._read_table(place, 1)
+            is_last = len(rows) == 0
+        return RowBlock(JoinedRows(parts), after, is_last, [*accumulate(map(len, parts))], sources)
+
+    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable, FilePlace]:
+        """Up to ``most`` rows of one table, and the place after them, which is in the next table when it has ended."""
+        table = self._tables[place.table][1]
+        if isinstance(table, RowFile) and table.path.suffix.lower() == ".jsonl":
+            lines = JsonlRows(table.path, (place.position, place.number), most)
+            if len(lines) == 0 and place.number == 0:
+                raise empty_file(table.path, table.option)
+            has_ended = len(lines) < most
+            return lines, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, *lines.end)
+        whole = self._open(place.table)
+        stop = min(place.position + most, len(whole))
+        rows = (
+            whole.part(place.position, stop)
+            if isinstance(whole, _RowGroups)
+            else _RowSlice(whole, place.position, stop)
+        )
+        has_ended = stop == len(whole)
+        return rows, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, stop, stop)
+
+    def _open(self, number: int) -> Any:
+        """A table; the last one is kept."""
+        if self._held is None or self._held[0] != number:
+            self._held = None  # its memory goes before the next one comes
+            self._held = number, _open_table(self._tables[number][1])
+        return self._held[1]
+
+
+def _open_table(table: Table) -> Any:
+    if not isinstance(table, RowFile):
+        return table
+    if table.path.suffix.lower() != ".parquet":
+        return table.open()
+    rows = _RowGroups(table.path)
+    if len(rows) == 0:
+        raise empty_file(table.path, table.option)
+    return rows
+
+
+class _RowSlice:
+    """Rows of a table from ``start`` to ``stop``."""
+
+    def __init__(self, rows: RowTable, start: int, stop: int) -> None:
+        self._rows, self._start, self._stop = rows, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._start + index]
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        return self._rows.describe(self._start + index)
+
+    def folder(self, index: int) -> Path:
+        """The folder of the row's file."""
+        return self._rows.folder(self._start + index)
+
+
+class _RowGroups:
+    """A .parquet file, of which one row group after the other is read; the last one is kept."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path = path
+        self._errors = (pyarrow.ArrowException, OSError, ValueError)
+        self._group: tuple[int, Any] | None = None
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+            groups = range(self._file.metadata.num_row_groups)
+            self._ends = [*accumulate(self._file.metadata.row_group(number).num_rows for number in groups)]
+        except self._errors as error:
+            raise DataError(f"{path} cannot be read as parquet: {error}") from error
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def part(self, start: int, stop: int) -> RowTable:
+        """Rows from ``start`` to ``stop``."""
+        import pyarrow
+
+        tables = []
+        for number in range(bisect_right(self._ends, start), len(self._ends)):
+            first = self._ends[number - 1] if number else 0
+            if first >= stop:
+                break
+            tables.append(self._read_group(number).slice(max(start - first, 0), stop - max(start, first)))
+        return _TableRows(self._path, pyarrow.concat_tables(tables), start)
+
+    def _read_group(self, number: int) -> Any:
+        if self._group is None or self._group[0] != number:
+            try:
+                self._group = number, self._file.read_row_group(number)
+            except self._errors as error:
+                raise DataError(f"{self._path}, row group {number + 1}: {error}") from error
+        return self._group[1]
+
+
+class _TableRows(FileRows):
+    """Rows of a table in memory, which begin at row ``first`` of the file."""
+
+    def __init__(self, path: Path, table: Any, first: int) -> None:
+        super().__init__(path)
+        self._table, self._first = table, first
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return arrow_row(self._table.slice(index, 1), self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return super().describe(self._first + index)

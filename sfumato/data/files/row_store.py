@@ -1,0 +1,165 @@
+"""Tensors of rows on disk by keys of what they were made of: appended, never changed, mapped into memory.
+
+A row counts from the moment when its key is in the index, which is written after its tensors have reached the disk. So
+a process that is killed at any time leaves whole rows and perhaps a rest behind them, which the next one cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.config.file_checks import read_json_object
+from sfumato.config.writing import open_to_append, write_atomically
+from sfumato.data.files.stored import make_cache_folder
+from sfumato.errors import DataError
+
+SPECS, INDEX = "tensors.json", "index.bin"
+
+KEY = np.dtype("V16")
+DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
+"""torch's names of the dtypes that rows may have."""
+
+
+LONGEST_NAME = 100
+"""Letters of a tensor's name, which is that of its file, too."""
+
+
+class RowStore:
+    """The rows of a folder as they are when it is opened."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Maps the files of a folder, which need not be there.
+
+        Args:
+            folder: of the store.
+            kind: what it is called in messages.
+
+        Raises:
+            DataError: when a file is missing or shorter than its index says.
+        """
+        self.folder, self._kind = folder, kind
+        self.specs: dict[str, dict[str, Any]] = {}
+        self.keys: np.ndarray = np.zeros(0, KEY)
+        """V16 ``[N]``."""
+        self.tensors: dict[str, torch.Tensor] = {}
+        """``[N, *shape]`` by name, mapped."""
+        if (folder / INDEX).is_file():
+            self.specs = self._read_specs()
+            index = (folder / INDEX).read_bytes()
+            self.keys = np.frombuffer(index[: len(index) // 16 * 16], KEY)
+            self.tensors = {name: self._map(name) for name in self.specs} if len(self.keys) else {}
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with its key."""
+        return 16 + sum(map(_num_bytes, self.specs.values()))
+
+    @property
+    def key_set(self) -> set[bytes]:
+        """The keys of all rows."""
+        return {*self.keys.tolist()}
+
+    def positions(self, keys: list[bytes]) -> np.ndarray:
+        """Where rows are: int64 ``[n]``, -1 of those that are missing."""
+        places = {key: place for place, key in enumerate(self.keys.tolist())}  # not kept: it is larger than the index
+        return np.array([places.get(key, -1) for key in keys], np.int64)
+
+    def _read_specs(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / SPECS
+        try:
+            specs = read_json_object(path)
+            for name, spec in specs.items():
+                if not name.isidentifier() or len(name) > LONGEST_NAME or spec["dtype"] not in DTYPES:
+                    raise ValueError(f"{name:.50} of dtype {spec['dtype']!r:.50}")
+                if not all(type(size) is int and 0 <= size < 2**31 for size in spec["shape"]):
+                    raise ValueError(f"{name} of shape {spec['shape']!r:.50}")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"damaged {self._kind}: {path}: {error!s:.200}; delete its folder") from error
+        return specs
+
+    def _map(self, name: str) -> torch.Tensor:
+        path, spec = self.folder / f"{name}.bin", self.specs[name]
+        expected = len(self.keys) * _num_bytes(spec)
+        if not path.is_file() or path.stat().st_size < expected:
+            raise DataError(f"damaged {self._kind}: {path} is missing or has not {expected} bytes; delete its folder")
+        count = len(self.keys) * math.prod(spec["shape"])
+        flat = torch.from_file(str(path), shared=False, size=count, dtype=getattr(torch, spec["dtype"]))
+        return flat.reshape(len(self.keys), *spec["shape"])
+
+
+class RowWriter:
+    """Appends rows to a store. One process at a time may have one: hold a lock."""
+
+    def __init__(self, store: RowStore) -> None:
+        """``store`` is opened under the lock. What a process left behind the last whole row is cut off."""
+        make_cache_folder(store.folder)
+        self._store, self._specs, self._count = store, dict(store.specs), len(store)
+        for name, spec in [*self._specs.items(), ("index", {"shape": [16], "dtype": "uint8"})]:
+            path = store.folder / f"{name}.bin"
+            if path.is_file():
+                _cut(path, self._count * _num_bytes(spec))
+
+    def append(self, keys: list[bytes], rows: Mapping[str, torch.Tensor]) -> None:
+        """Adds rows, which are whole on disk when it returns.
+
+        Args:
+            keys: 16 bytes for each of n rows.
+            rows: ``[n, *shape]`` by name, always of the same shapes and dtypes.
+
+        Raises:
+            DataError: when there is no room; rows that were appended before stay.
+        """
+        if not keys:
+            return
+        folder = self._store.folder
+        try:
+            if not self._specs:
+                self._specs = {name: _spec_of(tensor) for name, tensor in rows.items()}
+                write_atomically(folder / SPECS, json.dumps(self._specs).encode())
+            for name, tensor in rows.items():
+                assert _spec_of(tensor) == self._specs[name], f"{name}: {_spec_of(tensor)} for {self._specs[name]}"
+                content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                _append(folder / f"{name}.bin", content)
+            _append(folder / INDEX, b"".join(keys))
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir: {folder}: {error.strerror}: what was finished stays, and is gone on with in the next "
+                "run: make room, or give another data.cache_dir"
+            ) from error
+
+
+def _spec_of(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape[1:]), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+
+def _num_bytes(spec: Mapping[str, Any]) -> int:
+    return math.prod(spec["shape"]) * torch.empty((), dtype=getattr(torch, spec["dtype"])).element_size()
+
+
+def _cut(path: Path, num_bytes: int) -> None:
+    """Raises DataError for a link, which no run has made."""
+    try:
+        with open_to_append(path) as file:
+            file.truncate(num_bytes)
+    except OSError as error:
+        what = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {what}") from error
+
+
+def _append(path: Path, content: bytes) -> None:
+    with open_to_append(path) as file:
+        view = memoryview(content)
+        while len(view):
+            view = view[file.write(view) :]
+        os.fsync(file.fileno())

@@ -1,0 +1,409 @@
+"""Rows of .jsonl, .json, .parquet, .arrow, .tar, .csv and .txt files with random access; errors name file and row.
+
+Rows can be pickled: a worker process opens the files itself. Reading them in order is as cheap as the format allows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import functools
+import io
+import itertools
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from sfumato.config.file_checks import file_problem
+from sfumato.data.files.arrow_values import arrow_row, arrow_rows
+from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
+from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
+from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
+from sfumato.data.files.folders import data_ending, find_files
+from sfumato.data.files.webdataset import TarRows
+from sfumato.errors import DataError
+
+ARROW_BLOCK = 1000
+"""Rows of an Arrow table that are turned into Python values at a time where all are read."""
+
+
+class RowTable(Protocol):
+    """A table with random access."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row. Raises DataError that names file and row."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Identifies the rows, for caches: files with their sizes and times."""
+        ...
+
+
+class FiledRows(RowTable, Protocol):
+    """A table that is in files, beside which further files may lie."""
+
+    def folder(self, index: int) -> Path:
+        """What the paths in a row are relative to."""
+        ...
+
+
+class JsonlRows(FileRows):
+    """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
+
+    def __init__(self, path: Path, start: tuple[int, int] = (0, 0), most: int | None = None) -> None:
+        """Finds the lines of a file, or of a part of it.
+
+        Args:
+            path: the file.
+            start: where the part begins: bytes and lines before it.
+            most: rows of the part; None goes to the end of the file.
+        """
+        super().__init__(path)
+        self._starts, self._lines = array("Q"), array("I")
+        (position, number), continues = start, False
+        with path.open("rb") as file:
+            file.seek(position)
+            for line in iter(functools.partial(file.readline, MAX_LINE), b""):  # a longer one comes in parts
+                if not continues:
+                    if len(self._starts) == most:
+                        break
+                    number += 1
+                    if len(line) == MAX_LINE or line.strip():
+                        self._starts.append(position)
+                        self._lines.append(number)
+                position += len(line)
+                continues = not line.endswith(b"\n")
+        self.end = (position, number)
+        """Bytes and lines before what follows the part."""
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline(MAX_LINE)
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            raise DataError(f"{self.describe(index)}: is longer than the {MAX_LINE:,} bytes that are read")
+        return _json_object(parse_json(line, self.describe(index)), self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return f"{self.path}, line {self._lines[index]}"
+
+
+class ParquetRows(FileRows):
+    """A .parquet file, memory-mapped through datasets."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        _ = self._table  # a broken file is found here, not in the middle of training
+
+    @cached_property
+    def _table(self) -> Any:
+        import datasets
+
+        try:
+            return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
+        except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
+            raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return arrow_row(self._table[index], self.describe(index))
+
+    def blocks(self) -> Iterator[Any]:
+        """All rows in order, as Arrow tables of up to ``ARROW_BLOCK`` rows."""
+        for start in range(0, len(self), ARROW_BLOCK):
+            yield self._table[start : start + ARROW_BLOCK]
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows, without reading the others. Raises DataError when there is none."""
+        if key not in self._table.column_names:
+            raise no_column(key, self._table.column_names, str(self.path))
+        return self._table.data.column(key).to_pylist()
+
+
+class ArrowRows(FileRows):
+    """An .arrow file, memory-mapped: the IPC file format, or the stream format that datasets writes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        _ = self._batches
+
+    @cached_property
+    def _batches(self) -> list[Any]:
+        import pyarrow
+
+        try:
+            with pyarrow.memory_map(str(self.path)) as source:
+                if source.read(6) == b"ARROW1":
+                    reader = pyarrow.ipc.open_file(source)
+                    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                source.seek(0)
+                return list(pyarrow.ipc.open_stream(source))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{self.path} cannot be read as arrow: {error}") from error
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(batch.num_rows for batch in self._batches))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, offset = _locate(self._ends, index)
+        return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
+
+    def blocks(self) -> Iterator[Any]:
+        """All rows in order, as record batches of up to ``ARROW_BLOCK`` rows."""
+        for batch in self._batches:
+            for start in range(0, batch.num_rows, ARROW_BLOCK):
+                yield batch.slice(start, ARROW_BLOCK)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path}  # the other process maps the file itself
+
+
+class LoadedRows(FileRows):
+    """Rows of a small file, held in memory."""
+
+    def __init__(self, path: Path, rows: list[tuple[str, Any]]) -> None:
+        """``rows`` are the rows with their places in the file, such as ``line 3``."""
+        super().__init__(path)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._rows[index][1]
+        check_value(row, self.describe(index))
+        return _json_object(row, self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return f"{self.path}, {self._rows[index][0]}"
+
+
+class LoadedLines(FileRows):
+    """Lines of JSON that are held in memory, each of which is read when it is asked for."""
+
+    def __init__(self, path: Path, lines: list[tuple[int, bytes]]) -> None:
+        """``lines`` stand beside their numbers in the file."""
+        super().__init__(path)
+        self._lines = lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _json_object(parse_json(self._lines[index][1], self.describe(index)), self.describe(index))
+
+    def describe(self, index: int) -> str:
+        return f"{self.path}, line {self._lines[index][0]}"
+
+
+class JoinedRows:
+    """Several tables, one after the other."""
+
+    def __init__(self, parts: list[RowTable]) -> None:
+        self.parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number, offset = _locate(self._ends, index)
+        return self.parts[number][offset]
+
+    def describe(self, index: int) -> str:
+        """File and row number, for messages."""
+        number, offset = _locate(self._ends, index)
+        return self.parts[number].describe(offset)
+
+    def folder(self, index: int) -> Path:
+        """The folder of the row's file."""
+        number, offset = _locate(self._ends, index)
+        return self.parts[number].folder(offset)
+
+    def fingerprint(self) -> str:
+        """The files with their sizes and times."""
+        return "\n".join(part.fingerprint() for part in self.parts)
+
+    def column(self, key: str) -> list[Any]:
+        """As of one file: all rows' values, file by file."""
+        return [value for part in self.parts for value in part.column(key)]
+
+
+def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their numbers, in order. Broken ones are left out: they are named where they are used."""
+    first = 0
+    parts = rows.parts if isinstance(rows, JoinedRows) else [rows]
+    for part in parts:
+        blocks = part.blocks() if isinstance(part, ParquetRows | ArrowRows) else iter(())
+        index = 0
+        for block in blocks:
+            try:
+                values = arrow_rows(block, part.describe(index))
+            except DataError:
+                break  # which of its rows is broken is found out one by one
+            yield from enumerate(values, start=first + index)
+            index += len(values)
+        for number in range(index, len(part)):
+            try:
+                row = part[number]
+            except DataError:
+                continue
+            yield first + number, row
+        first += len(part)
+
+
+def read_text_rows(path: Path, column: str) -> LoadedRows:
+    """A .txt file: one text a line, as a row with a single column; blank lines skipped."""
+    lines = read_text(path).split("\n")  # splitlines would also split at characters inside a text
+    numbered = enumerate(lines, start=1)
+    return LoadedRows(path, [(f"line {number}", {column: line.strip()}) for number, line in numbered if line.strip()])
+
+
+def read_jsonl_rows(path: Path) -> LoadedLines:
+    """A compressed .jsonl file, which is held in memory: one JSON object a line, blank lines skipped."""
+    lines = enumerate(read_whole(path).split(b"\n"), start=1)
+    return LoadedLines(path, [(number, line) for number, line in lines if line.strip()])
+
+
+def read_json_rows(path: Path) -> LoadedRows:
+    """A .json file that holds a list of objects. Raises DataError when it holds something else."""
+    text = read_text(path)
+    try:
+        content = json.loads(text)
+    except RecursionError as error:
+        raise DataError(f"{path}: nested deeper than {MAX_DEPTH} levels") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error} (one object a line is a .jsonl file)") from error
+    if not isinstance(content, list):
+        raise DataError(f"{path} must hold a list of JSON objects, not {type(content).__name__}")
+    return LoadedRows(path, [(f"row {number}", row) for number, row in enumerate(content, start=1)])
+
+
+def read_csv_rows(path: Path) -> LoadedRows:
+    """A .csv file whose first line names the columns; values are texts. Raises DataError that names a broken line."""
+    rows: list[tuple[str, Any]] = []
+    columns: list[str] = []
+    line, limit = 1, csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
+    try:
+        with io.TextIOWrapper(io.BytesIO(read_whole(path)), encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            for values in reader:
+                if values and not columns:
+                    columns = values
+                elif values and len(values) != len(columns):
+                    raise DataError(f"{path}, line {line}: has {len(values)} values for {len(columns)} columns")
+                elif values:
+                    rows.append((f"line {line}", dict(zip(columns, values, strict=True))))
+                line = reader.line_num + 1
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, line {line}: not valid CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+    if len(set(columns)) != len(columns):
+        raise DataError(f"{path}: two columns have the same name: {', '.join(columns)}")
+    return LoadedRows(path, rows)
+
+
+KINDS: dict[str, Callable[[Path], RowTable]] = {
+    ".jsonl": JsonlRows,
+    ".json": read_json_rows,
+    ".parquet": ParquetRows,
+    ".arrow": ArrowRows,
+    ".tar": TarRows,
+    ".csv": read_csv_rows,
+}
+
+
+def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = False) -> FiledRows:
+    """Opens files by their endings.
+
+    Args:
+        path: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of such files (searched with its
+            subfolders, in the order of their names; of one that holds several splits, see ``find_files``), or several
+            of these with commas between. All but .parquet, .arrow and .tar files may be compressed.
+        text_column: name of the only column of a .txt file.
+        option: the configuration field that holds the path, for messages.
+        held_out: whether the rows are for evaluation.
+
+    Returns:
+        The rows of all files, one file after the other.
+
+    Raises:
+        DataError: when a file is missing, empty, broken, or of another kind.
+    """
+    return join_rows([open_file(file, text_column, option) for file in find_files(path, option, held_out)])
+
+
+def join_rows(tables: list[RowTable]) -> RowTable:
+    """Tables one after the other."""
+    return tables[0] if len(tables) == 1 else JoinedRows(tables)
+
+
+def open_file(path: Path, text_column: str, option: str) -> RowTable:
+    """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
+    ending = data_ending(path)
+    if ending == ".txt":
+        rows: RowTable = read_text_rows(path, text_column)
+    elif ending == ".jsonl" and is_compressed(path):
+        rows = read_jsonl_rows(path)
+    else:
+        rows = KINDS[ending](path)
+    if len(rows) == 0:
+        raise empty_file(path, option)
+    return rows
+
+
+def empty_file(path: Path, option: str) -> DataError:
+    """The error for a file without a row."""
+    return DataError(f"{option}: {path} has no rows")
+
+
+def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
+    """A text file, perhaps compressed. Raises DataError that names it when it is no file, too large, or not UTF-8."""
+    if problem := file_problem(path, most_bytes):
+        raise DataError(f"{path} {problem}")
+    try:
+        return read_whole(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def text_field(row: dict[str, Any], key: str, where: str) -> str:
+    """A non-empty string column of a row. Raises DataError that names the row and the columns there are."""
+    if key not in row:
+        raise no_column(key, row, where)
+    value = row[key]
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: column {key!r} must be a non-empty text, not {value!r}")
+    return value
+
+
+def _locate(ends: list[int], index: int) -> tuple[int, int]:
+    """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
+    number = bisect.bisect_right(ends, index)
+    return number, index - (ends[number - 1] if number else 0)
+
+
+def _json_object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: must be a JSON object, not {type(row).__name__}")
+    return row

@@ -1,0 +1,140 @@
+"""Where text comes from: one table, several with weights, or problems made in code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sfumato.config.base import Section
+from sfumato.config.load import load_config
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.folders import find_files, refuse_twice
+from sfumato.data.files.row_blocks import RowFile, Table
+from sfumato.data.files.rows import RowTable, join_rows
+from sfumato.data.synthetic.text import SyntheticRows
+from sfumato.errors import DataError
+
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Tables, and how they are mixed."""
+
+    names: list[str]
+    rows: list[RowTable]
+    """None of data that is streamed from files."""
+    weights: list[float] | None
+    """Shares of the sources, of any sum; None: one after the other, shuffled as one."""
+    level: Literal["sample", "token"] = "sample"
+    """What the weights are shares of."""
+    stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """When an epoch ends."""
+    files: list[list[RowFile]] | None = None
+    """The files of each source, of data that is streamed from files: none has been opened."""
+
+    @property
+    def mixing(self) -> list[object] | None:
+        """Weights, level and stopping, as JSON can hold them; None without weights."""
+        return None if self.weights is None else [self.weights, self.level, self.stopping]
+
+    @property
+    def tables(self) -> Sequence[Sequence[Table]]:
+        """What each source is read from."""
+        return [[rows] for rows in self.rows] if self.files is None else self.files
+
+
+class ScheduleEntry(Section):
+    """Weights of the sources."""
+
+    schedule_type: Literal["const"]
+    """Only weights that stay the same."""
+    weights: list[Weight]
+    """Shares of the sources, in their order, of any sum."""
+
+
+class SourcesFile(Section):
+    """A YAML file with several sources, as VeOmni has them."""
+
+    sources: list[str] = Field(min_length=1)
+    """Files or folders, relative to the YAML file, else to the working directory."""
+    names: list[str] | None = None
+    """Names in messages and metrics; null takes the paths."""
+    schedule: list[ScheduleEntry] | None = Field(None, min_length=1, max_length=1)
+    """One entry with the weights; null joins the sources without weights."""
+    level: Literal["sample", "token"] = "sample"
+    """Whether the weights are shares of samples or of tokens."""
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+    """Whether an epoch ends with the first source that is used up, or with the last, the others starting again."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> SourcesFile:
+        for what, given in (("names", self.names), ("weights", self.schedule and self.schedule[0].weights)):
+            if given is not None and len(given) != len(self.sources):
+                raise ValueError(f"{len(given)} {what} for {len(self.sources)} sources")
+        names = self.names or self.sources
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"sources need different names; twice there is {', '.join(twice)}")
+        return self
+
+
+def open_sources(config: TextDataConfig) -> Sources:
+    """Training data: the files of ``train_path``, or problems made in code.
+
+    Files of the kind ``iterable`` are only listed.
+
+    Raises:
+        ConfigError: when a YAML file with sources is wrong.
+        DataError: when a file is missing, empty or broken.
+    """
+    if config.synthetic is not None:
+        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=False)], None)
+    return _open(str(config.train_path), config, "data.train_path", config.datasets_type == "iterable")
+
+
+def open_validation(config: TextDataConfig) -> Sources | None:
+    """Validation data: the files of ``eval_path``, or problems that training never shows; None when there is none.
+
+    Raises as ``open_sources``.
+    """
+    if config.synthetic is not None:
+        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=True)], None)
+    return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False, held_out=True)
+
+
+def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
+    text_column = config.text_keys[0] if config.text_keys else "text"
+    if Path(path).suffix.lower() not in (".yaml", ".yml"):
+        file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
+    else:
+        file = load_config(SourcesFile, path)
+        places = [*_places(path, file.sources)]
+    files = [
+        [RowFile(path, text_column, entry) for path in find_files(place, entry, held_out)] for place, entry in places
+    ]
+    refuse_twice([file.path for source in files for file in source], path)
+    weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
+    mixture = (weights, file.level, file.stopping_strategy)
+    rows = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
+    return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
+
+
+def _places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
+    """The files of each source of a YAML file, and what names it in messages."""
+    for number, source in enumerate(sources):
+        entry = f"{path}: sources.{number}"
+        if Path(source).suffix.lower() in (".yaml", ".yml"):
+            raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
+        yield _beside(path, source), entry
+
+
+def _beside(path: str, source: str) -> str:
+    """The paths of a source, those that lie relative to the YAML file's folder first."""
+    here = Path(path).parent
+    parts = [source] if (here / source).exists() else [part.strip() for part in source.split(",")]
+    return ",".join(str(here / part) if part and (here / part).exists() else part for part in parts)

@@ -1,0 +1,105 @@
+"""Shards of webdataset: .tar files in which a row's members follow each other and share a name up to its first dot."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sfumato.data.files.bad_rows import parse_json
+from sfumato.data.files.file_rows import MAX_LINE, FileRows
+from sfumato.errors import DataError
+
+MEDIA = {
+    "image": {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"},
+    "video": {"mp4", "avi", "mov", "mkv", "webm"},
+    "audio": {"wav", "flac", "mp3", "ogg", "opus"},
+}
+"""Endings of members that become the column of their kind."""
+
+
+class Member(NamedTuple):
+    """A file in a shard."""
+
+    ending: str
+    """What follows the first dot of its name."""
+    position: int
+    size: int
+
+
+class TarRows(FileRows):
+    """A .tar file. Only names and positions of its members are kept in memory.
+
+    The fields of the member ``json`` are columns. An image is the column ``image``, several are ``images``, in their
+    order, whatever these fields say; videos and audio likewise. Any other member is a column called by its ending: a
+    text if it is ``txt``, otherwise its bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises DataError when it is broken, compressed, or its rows are not apart."""
+        super().__init__(path)
+        self._rows: list[tuple[str, list[Member]]] = []
+        size, known = path.stat().st_size, set()
+        try:
+            with tarfile.open(path, "r:") as shard:
+                for info in shard:
+                    if info.isdir():
+                        continue
+                    if not info.isfile():
+                        raise DataError(f"{path}: member {info.name} is a link, not a file")
+                    if info.offset_data + info.size > size:
+                        raise DataError(f"{path}: member {info.name} is cut off: the shard is not whole")
+                    folder, _, name = info.name.rpartition("/")
+                    key, _, ending = name.partition(".")
+                    key, member = f"{folder}/{key}", Member(ending.lower(), info.offset_data, info.size)
+                    if not self._rows or self._rows[-1][0] != key:
+                        if key in known:
+                            raise DataError(f"{path}: member {info.name} does not follow the others of its row")
+                        known.add(key)
+                        self._rows.append((key, []))
+                    if any(other.ending == member.ending for other in self._rows[-1][1]):
+                        raise DataError(f"{path}: member {info.name} is there twice")
+                    self._rows[-1][1].append(member)
+        except (tarfile.TarError, EOFError) as error:
+            raise DataError(f"{path} cannot be read as an uncompressed .tar file: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        where, row = self.describe(index), {}
+        media: dict[str, list[bytes]] = {kind: [] for kind in MEDIA}
+        with self.path.open("rb") as file:
+            for member in self._rows[index][1]:
+                file.seek(member.position)
+                last = member.ending.rpartition(".")[2]
+                kind = next((kind for kind, endings in MEDIA.items() if last in endings), None)
+                if kind is None and last in ("json", "txt") and member.size > MAX_LINE:
+                    raise DataError(f"{where}: {member.ending} is longer than the {MAX_LINE:,} bytes that are read")
+                content = file.read(member.size)
+                if kind is not None:
+                    media[kind].append(content)
+                elif member.ending == "json":
+                    fields = parse_json(content, where)
+                    if not isinstance(fields, dict):
+                        raise DataError(f"{where}: json must be an object, not {type(fields).__name__}")
+                    row = fields | row
+                elif last == "txt":
+                    row[member.ending] = _text(content, where)
+                else:
+                    row[member.ending] = content
+        for kind, found in media.items():
+            if found:  # what the member json says of the same column is the name of the file
+                row = {name: value for name, value in row.items() if name not in (kind, f"{kind}s")}
+                row |= {kind: found[0]} if len(found) == 1 else {f"{kind}s": found}
+        return row
+
+    def describe(self, index: int) -> str:
+        return f"{self.path}, row {index + 1} ({self._rows[index][0].lstrip('/')})"
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: txt is not UTF-8 text: {error}") from error

@@ -1,0 +1,1 @@
+"""Images with captions: folders, buckets of sizes, pairs for preferences, prompts."""

@@ -1,0 +1,215 @@
+"""Images of several sizes (aspect ratio buckets): which size each row has, and the rows of one size by themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.config.image_data import ImageDataConfig
+from sfumato.config.writing import replace_file
+from sfumato.data.files.file_digests import signature_of
+from sfumato.data.files.stored import BROKEN_ARRAY, digest_of, make_cache_folder
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset, nearest_size
+from sfumato.data.media.pictures import VERSION, File, Picture, read_size
+from sfumato.errors import DataError
+from sfumato.parallel.mesh import Mesh, range_of_rank
+
+HEADS = 16
+"""Heads of image files that are read at a time."""
+
+BLOCK = 1024
+"""Files that are looked for before their heads are read."""
+
+SHOWN = 12
+"""Buckets that the log names."""
+
+Sized = ImageTextDataset | PairDataset
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Which rows of a dataset have which size."""
+
+    sizes: list[tuple[int, int]]
+    """Height and width in pixels of each bucket."""
+    numbers: np.ndarray
+    """int16 ``[N]``: the bucket of each row."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies which row is in which bucket."""
+        content = json.dumps(self.sizes).encode() + np.ascontiguousarray(self.numbers, "<i2").tobytes()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def describe(self) -> str:
+        """How many images have which size, the most frequent ones first."""
+        counts = np.bincount(self.numbers, minlength=len(self.sizes))
+        order = sorted(np.flatnonzero(counts).tolist(), key=lambda number: (-counts[number], number))
+        named = ["{} x {}: {:,}".format(*self.sizes[number], counts[number]) for number in order[:SHOWN]]
+        more = f", and {len(order) - SHOWN} further sizes" if len(order) > SHOWN else ""
+        return f"{len(self.numbers):,} rows in {len(order)} buckets (height x width): {', '.join(named)}{more}"
+
+
+class OneSize:
+    """The rows of a dataset that are in one bucket, by their own numbers from 0 on."""
+
+    def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
+        self.dataset, self.indices = dataset, indices
+        self.size = (*size, 1)
+        self.is_paired = dataset.is_paired
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def describe(self, index: int) -> str:
+        """File and row, for messages."""
+        return self.dataset.describe(int(self.indices[index]))
+
+    def caption(self, index: int) -> str:
+        """As of the dataset."""
+        return self.dataset.caption(int(self.indices[index]))
+
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of the dataset."""
+        return self.dataset.files(int(self.indices[index]), with_source)
+
+    def has_source(self, index: int) -> bool:
+        """As of the dataset."""
+        return self.dataset.has_source(int(self.indices[index]))
+
+    def tables(self) -> list[Path]:
+        """As of the dataset."""
+        return self.dataset.tables()
+
+    def paths(self, index: int) -> list[str]:
+        """As of the dataset."""
+        return self.dataset.paths(int(self.indices[index]))
+
+    @property
+    def settings(self) -> list[Any]:
+        """As of the dataset."""
+        return self.dataset.settings
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """As of the dataset. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
+        """As of the dataset. Raises DataError also when the image is of another bucket than before the run."""
+        found = self.dataset.picture(int(self.indices[index]))
+        if tuple(found.pixels.shape[-2:]) != self.size[:2]:
+            raise DataError(
+                f"{self.describe(index)}: the image has another size than when it was sorted into a bucket: start the "
+                "run again"
+            )
+        return found
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """As of the dataset."""
+        return self.dataset.source(int(self.indices[index]), pixels)
+
+    def fingerprint(self) -> str:
+        """Identifies the rows of the bucket."""
+        rows = np.ascontiguousarray(self.indices, "<i8").tobytes()
+        return json.dumps([self.dataset.fingerprint(), self.size, hashlib.blake2b(rows, digest_size=16).hexdigest()])
+
+
+def sort_into_buckets(
+    dataset: Sized, config: ImageDataConfig, mesh: Mesh, say: Callable[[str], None]
+) -> Buckets | None:
+    """Which bucket each row is in, by the head of its image; of a pair by ``chosen_key``'s. Every rank must call it.
+
+    Ranks share the heads out. With ``data.cache_dir`` what was found is kept there, by the fingerprint of the data.
+    A row whose image is broken is in the bucket nearest to height x width, and is named when it is read.
+
+    Args:
+        dataset: its rows.
+        config: the data section.
+        mesh: the ranks.
+        say: is told how many rows there are in which bucket.
+
+    Returns:
+        None without ``data.buckets``.
+    """
+    if config.buckets is None:
+        return None
+    kept = None
+    if config.cache_dir is not None:
+        kept = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
+    found = mesh.first(_load(kept, len(dataset)) if mesh.is_first else None, "world")
+    if found is None:
+        started, own = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
+        parts = mesh.gather(read_sizes(dataset, own), "world")
+        found = np.concatenate([sizes for sizes, _ in parts])
+        if kept is not None and mesh.is_first:
+            paths = [path for _, listed in parts for path in listed]
+            _keep(kept, found, paths, *signature_of(paths, started))
+    distinct, place = np.unique(found, axis=0, return_inverse=True)
+    given = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
+    numbers = np.array([nearest_size(*size, config.sizes) for size in given], np.int16)
+    buckets = Buckets(config.sizes, numbers[place.reshape(-1)])
+    say(buckets.describe())
+    return buckets
+
+
+def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:
+    """Height and width of the images of some rows, by the heads of their files: int32 ``[n, 2]``, 0 of broken ones.
+
+    Returns these, and the files that they follow from, or that were missing.
+    """
+
+    def read(place: tuple[File, str] | None) -> tuple[int, int]:
+        try:
+            return (0, 0) if place is None else read_size(*place)
+        except DataError:
+            return 0, 0
+
+    def find(index: int) -> tuple[File, str] | None:
+        try:
+            file = dataset.file(index)
+        except DataError:
+            paths.extend(dataset.paths(index))
+            return None
+        paths.extend([str(file)] if isinstance(file, Path) else [])
+        return file, dataset.describe(index)
+
+    paths: list[str] = []
+    found: list[tuple[int, int]] = []
+    with ThreadPoolExecutor(HEADS) as pool:
+        for start in range(0, len(indices), BLOCK):  # rows are found here, since a table need not know threads
+            found += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
+    return np.array(found, np.int32).reshape(-1, 2), paths
+
+
+def _load(kept: Path | None, count: int) -> np.ndarray | None:
+    """Sizes that were found before, of files that have stayed."""
+    if kept is None or not kept.is_file():
+        return None
+    try:
+        with np.load(kept, allow_pickle=False) as content:
+            found, said = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
+        signature, paths = json.loads(said)
+    except (*BROKEN_ARRAY, TypeError, RecursionError):
+        return None  # what is damaged is read again
+    stayed = found.shape == (count, 2) and found.dtype == np.int32 and signature == signature_of(paths)[0]
+    return found if stayed else None
+
+
+def _keep(kept: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
+    """Writes sizes whole or not at all. Raises DataError when there is no room."""
+    said = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
+    make_cache_folder(kept.parent)
+    try:
+        with replace_file(kept) as file:
+            np.savez(file, sizes=sizes, said=np.frombuffer(said, np.uint8))
+    except OSError as error:
+        raise DataError(f"data.cache_dir: {kept} cannot be written: {error.strerror}") from error

@@ -1,0 +1,401 @@
+"""Images or videos with captions, or pairs of a better and a worse one, read at random and checked row by row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
+from sfumato.config.paths import LONGEST_NAME
+from sfumato.data.files.bad_rows import bad_row_limit
+from sfumato.data.files.file_columns import find_file, find_frames, list_frames
+from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata
+from sfumato.data.files.rows import FiledRows, JoinedRows, join_rows, open_rows, text_field
+from sfumato.data.media.pictures import (
+    ANIMATION_ENDINGS,
+    IMAGE_ENDINGS,
+    VERSION,
+    VIDEO_ENDINGS,
+    File,
+    Picture,
+    check_fit,
+    fitted,
+    framing_of,
+    read_frames,
+    read_image,
+)
+from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs
+from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+KEYS = ("image_key", "text_key", "source_image_key")
+
+Item = TypeVar("Item")
+
+SAME_RATIO = 1e-9
+"""Logarithms of aspect ratios that differ by no more are of one ratio."""
+
+
+def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """The position of the size whose aspect ratio is nearest, by its logarithm, to that of an image.
+
+    Of several with this ratio it is the largest that the image fills without being enlarged, else the smallest.
+    """
+
+    def misfit(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
+        ratio = abs(math.log(size[0] * width / (size[1] * height)))
+        is_enlarged, area = size[0] > height or size[1] > width, size[0] * size[1]
+        return round(ratio / SAME_RATIO), is_enlarged, area if is_enlarged else -area, size
+
+    return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
+
+
+class ImageTextDataset:
+    """Images or videos with captions from a file or folder, resized to one size."""
+
+    is_paired: ClassVar[bool] = False
+
+    def __init__(self, config: ImageTextDataConfig, rows: FiledRows | None = None) -> None:
+        """Opens the source, or takes ``rows`` of it that are open. Raises DataError when it is missing or empty."""
+        self.config = config
+        self.size = (config.height, config.width, config.num_frames)
+        path = Path(str(config.train_path))
+        self._is_folder = path.is_dir()
+        if rows is not None:
+            self.rows = rows
+        elif path.is_dir() and not (listed := find_metadata(path)):
+            self.rows = FolderRows(path, config.image_key, config.text_key, self._endings)
+            if len(self.rows) == 0:
+                kind = "images" if config.num_frames == 1 else "videos"
+                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(self._endings))})")
+        else:
+            tables = listed if path.is_dir() else [path]
+            self.rows = join_rows([open_rows(table, config.text_key, "data.train_path") for table in tables])
+
+    @property
+    def _endings(self) -> set[str]:
+        return IMAGE_ENDINGS if self.config.num_frames == 1 else ANIMATION_ENDINGS | VIDEO_ENDINGS
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def unused_files(self) -> list[str]:
+        """Lines about the files of a folder that are in no row, which look as if they should be."""
+        path = Path(str(self.config.train_path))
+        if isinstance(self.rows, FolderRows):
+            return self.rows.unused
+        return describe_unlisted(path, self.rows, self._image_key, self._endings) if path.is_dir() else []
+
+    def describe(self, index: int) -> str:
+        """File and row, for messages."""
+        return self.rows.describe(index)
+
+    def caption(self, index: int) -> str:
+        """Caption of a row. Raises DataError that names the row."""
+        return text_field(self.rows[index], self.config.text_key, self.describe(index))
+
+    def file(self, index: int) -> File:
+        """The file of a row's image, or what it holds. Raises DataError when there is none."""
+        row = self.rows[index]
+        return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
+
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """Everything that the pixels of a row are read from, with its source image where it has one and that is asked.
+
+        Raises DataError when one is missing.
+        """
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        key, find = self._image_key(row), find_file if self.config.num_frames == 1 else find_frames
+        files = list_frames(find(row, key, folder, where))
+        if with_source and row.get(self.config.source_image_key) is not None:
+            files.append(find_file(row, self.config.source_image_key, folder, where))
+        return files
+
+    def tables(self) -> list[Path]:
+        """The files that rows and captions are in, and of a folder the images, too."""
+        parts = self.rows.parts if isinstance(self.rows, JoinedRows) else [self.rows]
+        return [path for part in parts for path in (part.files() if isinstance(part, FolderRows) else [part.path])]
+
+    def paths(self, index: int) -> list[str]:
+        """Files that a row may name, whether they are there or not: of each text that can be a path."""
+        try:
+            texts = [value for value in self.rows[index].values() if isinstance(value, str)]
+        except DataError:
+            return []
+        folder = self.rows.folder(index)
+        return [str(folder / text) for text in texts if len(text) < LONGEST_NAME and "\n" not in text]
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """``Picture.pixels`` of a row. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int, size: tuple[int, int] | None = None) -> Picture:
+        """Image or video of a row, and which part of it is shown.
+
+        Args:
+            index: of the row.
+            size: height and width to bring an image to; None takes that of the image's bucket.
+
+        Raises:
+            DataError: names row and file.
+        """
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        key, num_frames = self._image_key(row), self.config.num_frames
+        if num_frames == 1:
+            image = read_image(find_file(row, key, folder, where), where)
+            sizes = self.config.sizes
+            size = size or sizes[nearest_size(image.height, image.width, sizes)]
+            check_fit((image.height, image.width), *size, self.config.crop, where)
+            pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
+            return Picture(pixels, self._framing(image, size))
+        frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
+        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
+        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """The image that a row's own is made from: uint8 ``[height, width, 3]``.
+
+        Args:
+            index: of the row.
+            pixels: of the row, whose size it gets; the first frame of a video is its source where the row has none.
+
+        Raises:
+            DataError: when it is missing or broken.
+        """
+        if pixels.ndim == 4 and not self.has_source(index):
+            return pixels[:, 0].permute(1, 2, 0).numpy()
+        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
+        image, size = read_image(find_file(row, self.config.source_image_key, folder, where), where), pixels.shape[-2:]
+        check_fit((image.height, image.width), *size, self.config.crop, where)
+        return self._fitted(image, tuple(size))
+
+    def has_source(self, index: int) -> bool:
+        """Whether the row has a source image of its own."""
+        return self.rows[index].get(self.config.source_image_key) is not None
+
+    def example_captions(self, count: int) -> list[str]:
+        """The first ``count`` captions, for sample grids; broken rows are passed over when some are allowed.
+
+        Raises DataError that names a broken row.
+        """
+        return self._examples(count, self.caption)
+
+    def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
+        """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
+        size = self.size[:2]
+
+        def edit(index: int) -> tuple[str, np.ndarray]:
+            return self.caption(index), self.source(index, self.picture(index, size).pixels)
+
+        return self._examples(count, edit)
+
+    def fingerprint(self) -> str:
+        """Identifies the table of images and captions: the source with its size and time, and how it is read.
+
+        Images that a .jsonl file names are not looked at; ``files`` names them.
+        """
+        path = Path(str(self.config.train_path)).resolve()
+        keys = self.config.model_dump(include={*KEYS, "height", "width"})
+        return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return [VERSION, self.config.num_frames, self.config.crop]
+
+    def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
+        found: list[Item] = []
+        for index in range(len(self)):
+            try:
+                found.append(read(index))
+            except DataError:
+                if index + 1 - len(found) > bad_row_limit(self.config.max_bad_rows, len(self)):
+                    raise
+            if len(found) == count:
+                break
+        return found
+
+    def _image_key(self, row: dict[str, Any]) -> str:
+        key = self.config.image_key
+        is_image_folder = key == "image" and key not in row and self._is_folder
+        return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
+
+    def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+        return fitted(image, *size, self.config.crop)
+
+    def _framing(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+        return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)
+
+
+def open_image_text(
+    config: ImageTextDataConfig, seed: int, say: Callable[[str], None] | None = None
+) -> ImageTextDataset | GlyphDataset:
+    """The dataset that the configuration describes.
+
+    Args:
+        config: the data section.
+        seed: of words that are rendered.
+        say: is told which files of a folder are not used.
+
+    Raises:
+        DataError: when the source is missing.
+    """
+    if config.data_type == "glyphs":
+        return GlyphDataset(config.glyphs, config.height, config.width, seed, config.num_frames)
+    dataset = ImageTextDataset(config)
+    for line in dataset.unused_files() if say is not None else []:
+        say(line)
+    return dataset
+
+
+class PairDataset:
+    """Pairs from a file or folder, resized to one size; ties are left out."""
+
+    is_paired: ClassVar[bool] = True
+
+    def __init__(self, config: PairDataConfig, option: str, limit: int | None = None) -> None:
+        """Opens the source.
+
+        Args:
+            config: the data section.
+            option: which of its fields holds the path: train_path or eval_path.
+            limit: most pairs that are used, from the beginning; None uses all.
+
+        Raises:
+            DataError: when it is missing, empty, or holds nothing but ties.
+        """
+        self.config = config
+        self.size = (config.height, config.width, config.num_frames)
+        path = Path(getattr(config, option))
+        tables = (find_metadata(path) if path.is_dir() else []) or [path]
+        is_held_out = option == "eval_path"
+        rows = join_rows([open_rows(table, config.text_key, f"data.{option}", is_held_out) for table in tables])
+        shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
+        shared |= {"data_type": "image_text", "train_path": str(path)}
+        keys = (config.chosen_key, config.rejected_key)
+        self.sides = [ImageTextDataset(ImageTextDataConfig(**shared, image_key=key), rows) for key in keys]
+        self.labels = [1] * len(rows) if config.label_key is None else rows.column(config.label_key)
+        self.indices = [index for index, label in enumerate(self.labels) if not _is_tie(label)][:limit]
+        """Rows that are no ties; a broken one is named when it is read."""
+        self.num_ties = sum(map(_is_tie, self.labels))
+        if not self.indices:
+            raise DataError(f"data.{option}: {path} holds nothing but ties in column {config.label_key!r}")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def describe(self, index: int) -> str:
+        """File and row, for messages."""
+        return self.sides[0].describe(self.indices[index])
+
+    def caption(self, index: int) -> str:
+        """Prompt of a pair. Raises DataError that names the row."""
+        return self.sides[0].caption(self.indices[index])
+
+    def file(self, index: int) -> File:
+        """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
+        return self.sides[0].file(self.indices[index])
+
+    def files(self, index: int, with_source: bool = False) -> list[File]:
+        """As of ``ImageTextDataset``, of both images or videos, the better one first."""
+        row, better = self.indices[index], 0 if self._label(index) else 1
+        return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
+
+    def tables(self) -> list[Path]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].tables()
+
+    def paths(self, index: int) -> list[str]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].paths(self.indices[index])
+
+    def pixels(self, index: int) -> torch.Tensor:
+        """``Picture.pixels`` of both. Raises as ``picture``."""
+        return self.picture(index).pixels
+
+    def picture(self, index: int) -> Picture:
+        """Both images or videos, the better one first.
+
+        Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
+        """
+        row, label, where = self.indices[index], self._label(index), self.describe(index)
+        first = self.sides[0].picture(row)
+        second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
+        if torch.equal(first.pixels, second.pixels):
+            raise DataError(f"{where}: both images are the same")
+        pair = [first, second] if label else [second, first]
+        return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
+
+    def _label(self, index: int) -> int:
+        """1 where the first side is the better one, else 0."""
+        label = self.labels[self.indices[index]]
+        if isinstance(label, DataError):
+            raise label
+        if label not in (0, 1):
+            raise DataError(f"{self.describe(index)}: column {self.config.label_key!r} must be a number, not {label!r}")
+        return label
+
+    def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
+        """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""
+        return self.sides[0].source(self.indices[index], pixels[0])
+
+    def has_source(self, index: int) -> bool:
+        """Whether the row has a source image of its own."""
+        return self.sides[0].has_source(self.indices[index])
+
+    def example_captions(self, count: int) -> list[str]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].example_captions(count)
+
+    def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
+        """As of ``ImageTextDataset``."""
+        return self.sides[0].example_edits(count)
+
+    def fingerprint(self) -> str:
+        """Identifies the table of pairs, as ``ImageTextDataset`` does."""
+        return json.dumps(["pairs", *(side.fingerprint() for side in self.sides), self.config.label_key, len(self)])
+
+    @property
+    def settings(self) -> list[Any]:
+        """How files become pixels, besides their size."""
+        return ["pairs", *self.sides[0].settings]
+
+
+def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], None]) -> PairDataset | GlyphPairs:
+    """The pairs to train on.
+
+    Args:
+        config: the data section.
+        seed: of words that are rendered.
+        say: is told how many ties there are.
+
+    Raises:
+        DataError: when the source is missing, empty, or holds nothing but ties.
+    """
+    if config.data_type == "glyphs":
+        return GlyphPairs(config.glyphs, config.height, config.width, seed, config.num_frames)
+    dataset = PairDataset(config, "train_path")
+    if dataset.num_ties:
+        say(f"{dataset.num_ties} of {len(dataset.labels)} rows of {config.train_path} are ties and are left out")
+    return dataset
+
+
+def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> PairDataset | GlyphPairs | None:
+    """The first ``num_rows`` pairs to evaluate on; None when there are none. Raises as ``open_image_pairs``."""
+    if config.data_type == "glyphs":
+        glyphs = config.glyphs.model_copy(update={"num_images": num_rows})
+        return GlyphPairs(glyphs, config.height, config.width, seed, config.num_frames, held_out=True)
+    return None if config.eval_path is None else PairDataset(config, "eval_path", limit=num_rows)
+
+
+def _is_tie(label: Any) -> bool:
+    return label is None or (isinstance(label, float | int) and label not in (0, 1))

@@ -1,0 +1,138 @@
+"""Prompts for RL of pictures, perhaps with source images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sfumato.config.rl import PromptDataConfig
+from sfumato.config.sections import GlyphConfig
+from sfumato.data.files.file_columns import find_file
+from sfumato.data.files.rows import FiledRows, open_rows, text_field
+from sfumato.data.media.pictures import File, check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.synthetic.glyphs import caption_of, held_out_words, source_image, training_words
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with what its reward needs to know."""
+
+    text: str
+    metadata: dict[str, Any]
+    where: str
+    """File and row, for messages."""
+    source: FileSource | GlyphSource | None = None
+    """The image that is edited or animated."""
+
+    def check_source(self, height: int, width: int) -> None:
+        """Looks for the source image, and at the head of its file. Raises DataError that names file and row.
+
+        Args:
+            height, width: of what it is brought to.
+        """
+        if self.source is None:
+            raise DataError(
+                f"{self.where}: no source image, which this model needs with every prompt: give its path, or its "
+                "bytes, in the column that data.source_image_key names"
+            )
+        self.source.check(height, width)
+
+    def source_image(self, height: int, width: int) -> np.ndarray:
+        """The source image, read anew at every call: uint8 ``[height, width, 3]``. Raises as ``check_source``."""
+        if self.source is None:
+            self.check_source(height, width)
+        return self.source.read(height, width)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A source image in a column of a row."""
+
+    rows: FiledRows
+    index: int
+    key: str
+
+    def check(self, height: int, width: int) -> None:
+        """Looks at the head of the file."""
+        file, where = self.file(), self.rows.describe(self.index)
+        check_image(file, where)
+        check_fit(read_size(file, where), height, width, "center", where)
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
+        where = self.rows.describe(self.index)
+        image = read_image(self.file(), where)
+        check_fit((image.height, image.width), height, width, "center", where)
+        return fitted(image, height, width)
+
+    def file(self) -> File:
+        """Where the image is. Raises DataError when it is not there."""
+        where = self.rows.describe(self.index)
+        return find_file(self.rows[self.index], self.key, self.rows.folder(self.index), where)
+
+
+@dataclass(frozen=True)
+class GlyphSource:
+    """A rendered word that is to become another one."""
+
+    word: str
+    config: GlyphConfig
+
+    def check(self, height: int, width: int) -> None:
+        """It is made in code."""
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """Renders the word: uint8 ``[height, width, 3]``."""
+        return source_image(self.word, self.config, height, width)
+
+
+def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None) -> list[Prompt]:
+    """All prompts of a split.
+
+    Args:
+        config: the data section.
+        split: "train" or "eval".
+        limit: only the first so many.
+
+    Raises:
+        DataError: when a file or row is missing or broken, or there are fewer than ``limit`` rows.
+    """
+    if config.data_type == "glyphs":
+        words = training_words(config.glyphs) if split == "train" else held_out_words(config.glyphs, limit or 64)
+        return [_glyph_prompt(word, config.glyphs) for word in words[:limit]]
+    option = f"data.{split}_path"
+    rows = open_rows(str(getattr(config, f"{split}_path")), config.prompt_key, option, split == "eval")
+    if limit is not None and len(rows) < limit:
+        raise DataError(f"{option}: has {len(rows)} rows, but {limit} are asked for (eval.num_prompts)")
+    prompts = []
+    for index in range(len(rows) if limit is None else limit):
+        row, where = rows[index], rows.describe(index)
+        own = {config.prompt_key, config.source_image_key}
+        metadata = {key: value for key, value in row.items() if key not in own}
+        text = text_field(row, config.prompt_key, where)
+        has_source = row.get(config.source_image_key) is not None
+        source = FileSource(rows, index, config.source_image_key) if has_source else None
+        prompts.append(Prompt(text, metadata, where, source))
+    return prompts
+
+
+def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
+    return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
+
+
+def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], Any]]) -> None:
+    """Runs what the rewards demand of a row on every prompt, before anything is sampled.
+
+    Raises DataError that names file and row.
+    """
+    for prompt in prompts:
+        for check in checks:
+            try:
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # what a reward does to it is its own matter
+            except DataError as error:
+                raise DataError(f"{prompt.where}: {error}") from error

@@ -1,0 +1,247 @@
+"""Videos that stand in text: which frames of a file a model is given, their size, and the tensors that they become.
+
+These are the rules of transformers' video processors of the Qwen models, which need torchvision; here Pillow scales, as
+it does images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sfumato.config.file_checks import read_json_object
+from sfumato.data.media.pictures import File, read_video
+from sfumato.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers.video_utils import VideoMetadata
+
+CONFIG_FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+"""Where a transformers folder says how videos become tensors: the first that says it; the last is of older ones."""
+
+FRAMES_PER_SECOND = 2.0
+"""Where the folder says no other."""
+
+TRUNCATED = 0.9
+"""A video of which a smaller share can be read than it says it has is taken for truncated; some state too many."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The frames of a video that a model is given."""
+
+    frames: np.ndarray
+    """uint8 ``[T, H, W, 3]``, scaled."""
+    metadata: VideoMetadata
+    """Frames, frames per second and which of them were taken, of the file."""
+
+
+@dataclass(frozen=True)
+class VideoProcessor:
+    """What transformers calls a processor's ``video_processor``, of the Qwen models."""
+
+    by_frame: bool
+    """Whether ``size`` limits the pixels of each frame, as Qwen2-VL and Qwen2.5-VL have it, or of all together, as
+    Qwen3-VL has it."""
+    size: dict[str, int]
+    """Least (shortest_edge) and most (longest_edge) pixels."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_mean: Sequence[float]
+    image_std: Sequence[float]
+    fps: float = FRAMES_PER_SECOND
+    """Frames that are taken of each second."""
+    min_frames: int = 4
+    max_frames: int = 768
+
+    def limited(
+        self,
+        fps: float | None,
+        min_frames: int | None,
+        max_frames: int | None,
+        min_pixels: int | None,
+        max_pixels: int | None,
+    ) -> VideoProcessor:
+        """The same with other limits; None keeps its own.
+
+        Raises:
+            ConfigError: when a least number is above the most.
+        """
+        edges = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        size = self.size | {name: value for name, value in edges.items() if value is not None}
+        given = {"fps": fps, "min_frames": min_frames, "max_frames": max_frames}
+        found = replace(self, size=size, **{name: value for name, value in given.items() if value is not None})
+        if found.min_frames > found.max_frames or size["shortest_edge"] > size["longest_edge"]:
+            raise ConfigError(
+                f"data.data_type: videos of {found.min_frames} to {found.max_frames} frames and "
+                f"{size['shortest_edge']} to {size['longest_edge']} pixels: the first must not be above the second "
+                "(one that is null is the processor's)"
+            )
+        return found
+
+    def choose(self, total: int, fps: float) -> list[int]:
+        """Which of ``total`` frames of a video of ``fps`` frames per second are taken."""
+        unit = self.temporal_patch_size
+        if not self.by_frame:
+            number = min(max(int(total / fps * self.fps), self.min_frames), self.max_frames, total)
+            return np.linspace(0, total - 1, number).round().astype(int).tolist()
+        most = min(self.max_frames, total) // unit * unit
+        number = math.floor(min(max(total / fps * self.fps, self.min_frames), most) / unit) * unit
+        return torch.arange(0, total, total / number).int().tolist()[:number]
+
+    def scaled(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width that frames are scaled to.
+
+        Raises:
+            ValueError: when they are too thin.
+        """
+        factor, unit = self.patch_size * self.merge_size, self.temporal_patch_size
+        if not self.by_frame and min(height, width) < factor:
+            larger = max(factor / height, factor / width)
+            height, width = int(height * larger), int(width * larger)
+        if max(height, width) / min(height, width) > 200:
+            raise ValueError(f"frames of {width}x{height} pixels: the longer side is more than 200 times the shorter")
+        counted, rounded = (1, 1) if self.by_frame else (num_frames, round(num_frames / unit) * unit)
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        least, most = self.size["shortest_edge"], self.size["longest_edge"]
+        if rounded * rows * columns > most:
+            scale = math.sqrt(counted * height * width / most)
+            rows, columns = (max(factor, math.floor(edge / scale / factor) * factor) for edge in (height, width))
+        elif rounded * rows * columns < least:
+            scale = math.sqrt(least / (counted * height * width))
+            rows, columns = (math.ceil(edge * scale / factor) * factor for edge in (height, width))
+        return rows, columns
+
+    def read(self, source: File, where: str) -> Clip:
+        """The frames of a file.
+
+        Raises:
+            DataError: when it is broken or too short.
+            MissingDependencyError: when OpenCV is missing.
+        """
+        from PIL import Image
+        from transformers.video_utils import VideoMetadata
+
+        def choose(total: int, fps: float) -> list[int]:
+            if total < self.temporal_patch_size:
+                raise DataError(f"{where}: the video has {total} frame; the model takes at least two: give an image")
+            if not fps > 0:
+                raise DataError(f"{where}: the video does not say how many frames it has per second")
+            return self.choose(total, fps)
+
+        video = read_video(source, where, choose)
+        if video.total < TRUNCATED * video.stated:
+            raise DataError(
+                f"{where}: broken video ({source if isinstance(source, Path) else 'its bytes'}): only {video.total} of "
+                f"{video.stated:.0f} frames can be read; it is truncated"
+            )
+        frames = []
+        for frame in video.frames:
+            if not frames:
+                height, width = self.scaled(len(video.indices), frame.height, frame.width)
+            frames.append(np.asarray(frame.resize((width, height), Image.Resampling.BICUBIC)))
+        metadata = VideoMetadata(video.total, fps=video.fps, frames_indices=np.array(video.indices))
+        return Clip(np.stack(frames), metadata)
+
+    def blank(self) -> Clip:
+        """A video of few small frames."""
+        from transformers.video_utils import VideoMetadata
+
+        edge, count = self.patch_size * self.merge_size, self.temporal_patch_size
+        metadata = VideoMetadata(count, fps=self.fps, frames_indices=np.arange(count))
+        return Clip(np.full((count, edge, edge, 3), 255, np.uint8), metadata)
+
+    def noise(self, generator: np.random.Generator) -> Clip:
+        """Likewise, of random colours."""
+        blank = self.blank()
+        return replace(blank, frames=generator.integers(0, 255, blank.frames.shape, np.uint8))
+
+    def __call__(self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata], **_: Any) -> Any:
+        """Patches of scaled frames, as transformers orders them."""
+        from transformers import BatchFeature
+
+        found = [self._patches(frames) for frames in videos]
+        return BatchFeature(
+            {
+                "pixel_values_videos": np.concatenate([patches for patches, _ in found]),
+                "video_grid_thw": np.array([grid for _, grid in found], np.int64),
+                "video_metadata": list(video_metadata),
+            }
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``video_preprocessor_config.json`` says of it."""
+        fields = asdict(self)
+        kind = "Qwen2VLVideoProcessor" if fields.pop("by_frame") else "Qwen3VLVideoProcessor"
+        return {"video_processor_type": kind, "do_sample_frames": True, **fields}
+
+    def _patches(self, frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+        size, merged, unit = self.patch_size, self.merge_size, self.temporal_patch_size
+        mean, std = np.array(self.image_mean, np.float32), np.array(self.image_std, np.float32)
+        pixels = (frames.astype(np.float32) / 255 - mean) / std
+        filled = -len(pixels) % unit
+        pixels = np.concatenate([pixels, np.repeat(pixels[-1:], filled, axis=0)]).transpose(0, 3, 1, 2)
+        parts, rows, columns = len(pixels) // unit, pixels.shape[2] // size, pixels.shape[3] // size
+        cut = pixels.reshape(parts, unit, 3, rows // merged, merged, size, columns // merged, merged, size)
+        patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(parts * rows * columns, -1)
+        return patches, (parts, rows, columns)
+
+
+def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor | None:
+    """The video processor of a kind of model; None where its rules are not known.
+
+    Args:
+        kind: transformers' ``model_type``.
+        images: its image processor.
+        folder: with its files; None: it is described alone.
+    """
+    families = {
+        "qwen2_vl": True,
+        "qwen2_5_vl": True,
+        "qwen2_5_omni_thinker": True,
+        "qwen3_omni_moe_thinker": True,
+        "qwen3_vl": False,
+        "qwen3_vl_moe": False,
+        "qwen3_5": False,
+        "qwen3_5_moe": False,
+    }
+    if kind not in families:
+        return None
+    by_frame, said = families[kind], _said(folder)
+    edge = (images.patch_size * images.merge_size) ** 2
+    size = {"shortest_edge": 128 * edge, "longest_edge": 768 * edge}
+    if not kind.endswith("_thinker"):  # processors of omni models put these above what the folder says
+        older = {"shortest_edge": said.get("min_pixels"), "longest_edge": said.get("max_pixels")}
+        size |= dict(said.get("size") or {}) | {name: value for name, value in older.items() if value is not None}
+    if said.get("cap_pixels_per_frame"):
+        raise ConfigError(f"model.model_path {folder}: cap_pixels_per_frame of videos is not supported")
+    return VideoProcessor(
+        by_frame=by_frame,
+        size={name: int(size[name]) for name in ("shortest_edge", "longest_edge")},
+        patch_size=images.patch_size,
+        temporal_patch_size=images.temporal_patch_size,
+        merge_size=images.merge_size,
+        image_mean=tuple(images.image_mean),
+        image_std=tuple(images.image_std),
+        fps=float(said.get("fps") or FRAMES_PER_SECOND),
+        min_frames=int(said.get("min_frames") or 4),
+        max_frames=int(said.get("max_frames") or 768),
+    )
+
+
+def _said(folder: Path | None) -> dict[str, Any]:
+    """What the folder says of videos."""
+    for name in () if folder is None else CONFIG_FILES:
+        if (folder / name).is_file():
+            said = read_json_object(folder / name)
+            said = said.get("video_processor") if name == "processor_config.json" else said
+            if said:
+                return said
+    return {}

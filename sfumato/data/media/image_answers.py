@@ -1,0 +1,180 @@
+"""Conversations in which the assistant answers with images: each is the tokens of its codes, which are in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform
+from sfumato.data.media.kinds import DrawnFile, Medium
+from sfumato.data.media.pictures import File, read_image
+from sfumato.data.media.vision import ImageReader, Images, Span, Tensors
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.format import Document, TextSample, TextTransform, fingerprint_of, fit
+from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.row_samples import FiledRow
+from sfumato.data.text.tokenise import Asking
+from sfumato.errors import ConfigError, DataError
+
+IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
+"""Tokens of an image that is seen, around one that is drawn, and of its codes."""
+
+
+DRAWN = "drawn_latents"
+"""What latents of a document's images that are drawn are called beside its tokens."""
+
+
+@dataclass(frozen=True)
+class ImageText:
+    """How the codes of an image that is drawn stand in text."""
+
+    opening: str = START
+    """What stands before the first code."""
+    closing: str = END
+    """What stands after the last."""
+    code: str = CODE
+    """The token of a code, a format of its number."""
+    columns: int = 0
+    """Codes of a line; 0 where lines are not told apart."""
+    line_end: str = ""
+    """The token after each line."""
+
+    def of(self, codes: Sequence[int]) -> str:
+        """The text of an image by its codes, line by line."""
+        size = self.columns or len(codes)
+        names = [self.code.format(code) for code in codes]
+        lines = ["".join(names[start : start + size]) for start in range(0, len(names), size)]
+        return self.opening + "".join(line + self.line_end for line in lines) + self.closing
+
+
+def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
+    """Gives a tokenizer those of these tokens that it has not. Returns the first code's; the others follow it."""
+    names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
+    tokenizer.add_tokens(names, special_tokens=True)
+    found = tokenizer.convert_tokens_to_ids(names[3:])
+    if found != list(range(found[0], found[0] + codebook_size)):
+        raise ConfigError(f"the tokens {CODE.format(0)} to {names[-1]} of the tokenizer do not follow each other")
+    return found[0]
+
+
+class DrawingReader(ImageReader):
+    """Reads images that are seen, by transformers' processor, and those that are drawn, by an image tokenizer."""
+
+    def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
+        """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
+        super().__init__(processor, arguments, patches)
+        self.image_tokenizer = drawn
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies how images become tokens and pixels, those that are drawn too."""
+        return f"{super().fingerprint} {self.image_tokenizer.fingerprint}"
+
+    def codes(self, image: Any) -> str:
+        """The text whose tokens are those of an image that is drawn."""
+        return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
+
+    @property
+    def keeps_drawn(self) -> bool:
+        """Whether images that are drawn are read again when a batch is made: tokens do not hold them."""
+        return hasattr(self.image_tokenizer, "latents")
+
+    def tensors(self, images: Images) -> Tensors:
+        """As ``ImageReader.tensors``; latents of images that are drawn are ``DRAWN``, float32 ``[n, C, h, w]``."""
+        files = images.find()
+        drawn = [each.file for each in files if isinstance(each, DrawnFile)]
+        if not drawn:
+            return super().tensors(images)
+        seen = [each for each in files if not isinstance(each, DrawnFile)]
+        own = Images(images.shapes[: len(seen)], lambda: seen, images.where)
+        found = super().tensors(own) if seen else {}
+        pictures = [read_image(file, images.where) for file in drawn]
+        return found | {DRAWN: self.image_tokenizer.latents(pictures)}
+
+
+@dataclass(frozen=True)
+class OmniConversation(ImageConversation):
+    """Conversations with images, as image_conversation; those in messages of the assistant are drawn."""
+
+    type: ClassVar[str] = "omni_conversation"
+    draws: ClassVar[bool] = True
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        """As ``TextFormat``; ``tokenizer`` is a ``DrawingReader``."""
+        if not isinstance(tokenizer, DrawingReader):
+            raise ConfigError("data.data_type omni_conversation is trained by tasks/train_omni.py")
+        template = build_chat_template(config.chat_template, tokenizer.tokenizer)
+        texts = [template.text, template.tool_text, tokenizer.fingerprint]
+        keys = config.text_keys or ["messages", "conversations"]
+        made_of = fingerprint_of(config, tokenizer.tokenizer, texts)
+        return OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class OmniTransform(ImageConversationTransform):
+    """A conversation with images that are seen and drawn, of which the loss mask holds the assistant's tokens."""
+
+    reader: DrawingReader
+
+    def files(self, row: FiledRow, where: str) -> list[Medium]:
+        """The images of a row that are seen, then those that are drawn and read again."""
+        messages, files = self._read(row, where)
+        drawn = _are_drawn(messages)
+        return _chosen(files, *_parted(drawn, len(drawn), self.reader.keeps_drawn))
+
+    def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
+        """As a call. Every image is read, so that broken ones are found before the run."""
+        messages, files = self._read(row, where)
+        opened = [read_image(file, where) for file in files]
+        drawn = _are_drawn(messages)
+        try:
+            seen, shapes = self.reader.place(
+                [image for image, is_drawn in zip(opened, drawn, strict=True) if not is_drawn]
+            )
+        except ValueError as error:
+            raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an image: {error}") from error
+        waiting = list(seen)
+        texts = [
+            self.reader.codes(image) if is_drawn else waiting.pop(0)
+            for image, is_drawn in zip(opened, drawn, strict=True)
+        ]
+        counts: list[int] = []
+
+        def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
+            shown = [message.get("content") or [] for message in messages[:num_messages]]
+            counts.append(sum(part["type"] == "image" for content in shown for part in content))
+            return self.reader.expand(text, spans, texts[: counts[-1]], where)
+
+        encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
+        found = []
+        for tokens, count in zip(encoded, counts, strict=True):
+            document = fit(tokens, self.max_seq_len, self.overlong, where)
+            if len(document.input_ids) < len(tokens[0]) and files:
+                raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
+            own, also = _parted(drawn, count, self.reader.keeps_drawn)
+            unseen = np.zeros((len(also), 3), shapes.dtype)  # the encoder does not see them
+            beside = np.concatenate([shapes[: len(own)], unseen])
+            images = Images(beside, partial(_chosen, files, own, also), where) if own or also else None
+            found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
+        return found
+
+
+def _are_drawn(messages: Messages) -> list[bool]:
+    """Of each image of a conversation whether the assistant draws it."""
+    parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
+    return [role == "assistant" for role, part in parts if part["type"] == "image"]
+
+
+def _parted(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
+    """Of the first ``count`` images those that are seen, and those that are drawn and read again."""
+    seen = [index for index in range(count) if not drawn[index]]
+    return seen, [index for index in range(count) if drawn[index] and keeps_drawn]
+
+
+def _chosen(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
+    return [*(files[index] for index in seen), *(DrawnFile(files[index]) for index in drawn)]

@@ -1,0 +1,241 @@
+"""Conversations in which images and videos stand: where a row has them, and how they become tokens of a document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.file_columns import find_file
+from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
+from sfumato.data.media.limits import ImageLimits, MediaLimits
+from sfumato.data.media.vision import ImageReader, Images, Span
+from sfumato.data.text.chat import ChatTemplate, build_chat_template
+from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, find_key, fingerprint_of, fit
+from sfumato.data.text.messages import Messages, read_messages, read_tools
+from sfumato.data.text.row_samples import FiledRow
+from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
+from sfumato.errors import DataError
+
+COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+"""Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
+``<video>`` in a message's text."""
+
+KEYS = ("path", "url", "bytes", "base64")
+"""Where a part of a message of type image or video has it, beside the key of the type's name."""
+
+
+@dataclass(frozen=True)
+class ImageConversation(ImageLimits, TextFormat):
+    """Conversations with images, of which the assistant's messages are in the loss; columns messages or conversations,
+    and images."""
+
+    type: ClassVar[str] = "image_conversation"
+    has_images: ClassVar[bool] = True
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
+        reader: ImageReader = tokenizer
+        template = build_chat_template(config.chat_template, reader.tokenizer)
+        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        keys = config.text_keys or ["messages", "conversations"]
+        return ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class MediaConversation(MediaLimits, ImageConversation):
+    """Conversations with images, videos and audio, of which the assistant's messages are in the loss; columns messages
+    or conversations, images, videos and audios."""
+
+    type: ClassVar[str] = "media_conversation"
+
+
+@dataclass(frozen=True)
+class ImageConversationTransform:
+    """A conversation with images, and videos where the reader takes some; the loss mask has the assistant's tokens."""
+
+    documents_per_sample: ClassVar[int] = 1
+    has_images: ClassVar[bool] = True
+    template: ChatTemplate
+    reader: ImageReader
+    keys: list[str]
+    max_seq_len: int
+    overlong: str
+    fingerprint: str
+
+    def __call__(self, row: FiledRow, where: str) -> list[TextSample]:
+        """One sample, or one for each answer when the template renders the history of each in another way."""
+        return ask_alone(self.asks(row, where), self.encode)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of texts, with their places."""
+        return self.template.encoder(texts)
+
+    def files(self, row: FiledRow, where: str) -> list[Medium]:
+        """The images and videos of a row, in the order of its messages."""
+        return self._read(row, where)[1]
+
+    def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
+        """As a call. Every image and video is read, so that broken ones are found before the run."""
+        messages, files = self._read(row, where)
+        placed = self._place(files, where)
+        documents = yield from self._documents(messages, files, placed, read_tools(row, where), where)
+        return [TextSample((document,)) for document in documents]
+
+    def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
+        """The text that stands for each image or video, and the shapes of ``Images``."""
+        return self.reader.place_files(files, where)
+
+    def _documents(
+        self,
+        messages: Messages,
+        files: list[Medium],
+        placed: tuple[list[str], np.ndarray],
+        tools: list[dict[str, Any]] | None,
+        where: str,
+    ) -> Asking[list[Document]]:
+        """What the template makes of a conversation: one document, or one for each answer."""
+        (replacements, shapes), counts = placed, []
+
+        def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
+            shown = [message.get("content") or [] for message in messages[:num_messages]]
+            counts.append(sum(part["type"] != "text" for content in shown for part in content))
+            return self.reader.expand(text, spans, replacements[: counts[-1]], where)
+
+        encoded = yield from self.template.asks(messages, where, tools, expand)
+        found = []
+        for tokens, count in zip(encoded, counts, strict=True):
+            document = fit(tokens, self.max_seq_len, self.overlong, where)
+            if len(document.input_ids) < len(tokens[0]) and self._is_medium(tokens[0])[len(document.input_ids) :].any():
+                raise DataError(
+                    f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
+                )
+            if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
+                raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
+            images = Images(shapes[:count], partial(_first, files, count), where) if count else None
+            found.append(Document(document.input_ids, document.loss_mask, images=images))
+        return found
+
+    def _is_medium(self, input_ids: Any) -> Any:
+        return self.reader.kinds(input_ids) != 0
+
+    def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
+        """Messages whose contents are lists of parts, and the images and videos that stand in them."""
+        return self._take(read_messages(row[find_key(row, self.keys, where)], where, row.get("system")), row, where)
+
+    def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
+        """As ``_read``, of these messages."""
+        return take_media(messages, row, where, self.reader.media)
+
+
+def take_media(
+    messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",)
+) -> tuple[Messages, list[Medium]]:
+    """Messages whose contents are lists of parts, and the files of the images and other media that stand in them.
+
+    Args:
+        messages: of a row, in whose columns some of the files may be.
+        row: knows the folder that paths are relative to.
+        where: file and row.
+        media: kinds that there may be.
+
+    Raises:
+        DataError: when a file is missing or no file, or has no place in a message.
+    """
+    waiting = {kind: _column(row, kind, where) for kind in media}
+    given, files = {kind: len(column) for kind, column in waiting.items()}, []
+    messages = [dict(message) for message in messages]
+    for index, message in enumerate(messages):
+        if message.get("content") is None:
+            continue
+        place = f"{where}: message {index + 1}"
+        parts = []
+        for part in _parts(message["content"], place, given):
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": part["text"]})
+                continue
+            kind = part["type"]
+            value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
+            if value is None and not waiting[kind]:
+                raise DataError(
+                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
+                )
+            value = waiting[kind].pop(0) if value is None else value
+            file = find_file({kind: value}, kind, row.folder, place, kind)
+            files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
+            parts.append({"type": kind})
+        message["content"] = parts
+    for kind, left in waiting.items():
+        if left:
+            raise DataError(
+                f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
+                f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
+            )
+    return messages, files
+
+
+def as_text(content: Any) -> str:
+    """The content of a message as people read it, with ``<image>`` where an image stands."""
+    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
+
+
+def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
+    """The images of a document by their files, the shapes that ``ImageReader.place`` gave, and file and row."""
+    return Images(shapes, partial(_first, list(files), len(files)), where) if len(files) else None
+
+
+def _first(files: list[Medium], count: int) -> Sequence[Medium]:
+    return files[:count]
+
+
+def _column(row: FiledRow, kind: str, where: str) -> list[Any]:
+    """The images or videos of a row's own column."""
+    name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
+    if name is None:
+        return []
+    value = row[name]
+    found = value if isinstance(value, list) else [value]
+    if any(one is None for one in found):
+        raise DataError(f"{where}: {NAMES[kind]} of column {name!r} is null")
+    return list(found)
+
+
+def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Text, images and videos of a message's content, in order; their marks in a text become parts where the row has a
+    column of them.
+
+    Args:
+        content: of a message.
+        place: of the message, for errors.
+        given: how many the row's columns have of each kind that there may be.
+    """
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(given)}")
+    marks = {f"<{kind}>": kind for kind, number in given.items() if number}
+    found: list[dict[str, Any]] = []
+    for part in content:
+        kind = str(part.get("type"))
+        if kind.removesuffix("_url") in given:
+            value, kind = part.get(kind) if kind.endswith("_url") else None, kind.removesuffix("_url")
+            found.append({"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _only(part, kind))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
+                found += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
+        else:
+            names = ", ".join(NAMES[name] for name in given)
+            hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""
+            raise DataError(f"{place}: a part of type {kind!r} is neither a text nor {names}{hint}")
+    return found
+
+
+def _only(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    given = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
+    return {"url": f"data:;base64,{given['base64']}"} if "base64" in given else given

@@ -1,0 +1,89 @@
+"""Pairs of a better and a worse answer to a prompt in which images and other media stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
+from sfumato.data.media.kinds import NAMES, Medium
+from sfumato.data.media.vision import ImageReader
+from sfumato.data.text.chat import build_chat_template
+from sfumato.data.text.format import TextSample, TextTransform, fingerprint_of, refuse_equal
+from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.pairs import read_pair
+from sfumato.data.text.row_samples import FiledRow
+from sfumato.data.text.tokenise import Asking
+from sfumato.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class ImagePreference(ImageConversation):
+    """Pairs of a better and a worse answer to a prompt with images; columns prompt, chosen, rejected and images."""
+
+    type: ClassVar[str] = "image_preference"
+    documents_per_sample: ClassVar[int] = 2
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
+        reader: ImageReader = tokenizer
+        keys = config.text_keys or ["prompt", "chosen", "rejected"]
+        if len(keys) not in (2, 3):
+            raise ConfigError(
+                f"data.text_keys of {self.type} data must be two columns (better and worse conversation) or three "
+                f"(prompt, better and worse answer), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, reader.tokenizer)
+        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class MediaPreference(ImagePreference, MediaConversation):
+    """Pairs of a better and a worse answer to a prompt with images, videos and audio; columns prompt, chosen, rejected,
+    images, videos and audios."""
+
+    type: ClassVar[str] = "media_preference"
+
+
+@dataclass(frozen=True)
+class ImagePreferenceTransform(ImageConversationTransform):
+    """A better and a worse answer to the same prompt with images; the loss masks hold the assistant's tokens.
+
+    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
+    whole.
+    """
+
+    documents_per_sample: ClassVar[int] = 2
+
+    def files(self, row: FiledRow, where: str) -> list[Medium]:
+        """The images of a row, which are those of both documents."""
+        return self._read_pair(row, where)[1]
+
+    def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
+        """One sample: the better document, then the worse one, each with all images."""
+        pair, files = self._read_pair(row, where)
+        placed, tools, documents = self._place(files, where), read_tools(row, where), []
+        for name, messages in zip(self.keys[-2:], pair, strict=True):
+            found = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
+            if len(found) > 1:
+                raise DataError(
+                    f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
+                    "answer of several assistant messages is no single text"
+                )
+            documents += found
+        refuse_equal(documents, self.keys[-2:], where)
+        return [TextSample(tuple(documents))]
+
+    def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:
+        """Both conversations, whose contents are lists of parts, and the images that stand in what they share."""
+        pair, found, files = read_pair(row, self.keys, where), [], []
+        shared = next(index for index, (chosen, rejected) in enumerate(zip(*pair, strict=False)) if chosen != rejected)
+        for name, conversation in zip(self.keys[-2:], pair, strict=True):
+            messages, files = self._take(conversation, row, where)
+            answers = [part for message in messages[shared:] for part in message.get("content") or []]
+            for kind in (part["type"] for part in answers if part["type"] != "text"):
+                raise DataError(f"{where}: {NAMES[kind]} stands in the answer of {name}: {kind}s belong to the prompt")
+            found.append(messages)
+        return found, files

@@ -1,0 +1,428 @@
+"""Images and videos from files or bytes, brought to one size. Errors name the row and the file."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from sfumato.config.file_checks import file_problem
+from sfumato.data.media.colours import check_code_points, significant_bits, to_srgb
+from sfumato.data.media.video_files import examine_video, open_video
+from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+VERSION = 3
+"""Raise it when the same files become other pixels, so that stored latents are not used any more."""
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
+"""What Pillow may take a file for. Its other formats include some that start a program, as EPS does."""
+
+IMAGE_ENDINGS = {
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
+}  # fmt: skip
+ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
+"""What Pillow reads several frames of."""
+VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
+"""What OpenCV reads."""
+
+MAX_FRAMES = 1_000_000
+"""Frames of the longest video that is read: more than nine hours of 30 frames per second."""
+
+OTHER_KINDS = {
+    rb"....ftyp(hei[cxms]|hev[cx]|mif1|msf1)": "HEIC, which phones write: save it as JPEG or PNG (heif-convert does)",
+    rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)?(<!DOCTYPE svg|<svg)": "an SVG drawing: render it as PNG",
+    rb"\s*<(!doctype html|html)": "a web page, such as of a failed download: fetch the picture again",
+    rb"version https://git-lfs": "a pointer of Git LFS: `git lfs pull` fetches the picture",
+    rb"(\xff\x0a|....JXL )": "JPEG XL: save it as JPEG or PNG",
+    rb"8BPS": "a Photoshop document: save it as PNG or JPEG",
+    rb"%PDF": "a PDF: render its pages as PNG",
+    rb"....ftyp": "a video or of a format that is not read: save it as PNG or JPEG",
+}
+"""How files begin that are pictures to people, what they are, and what to do."""
+
+HEAD = 2**16
+"""Bytes at the beginning of a file in which it says what its colours are."""
+
+ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
+"""EXIF's number of how an image is turned, and what swaps height and width."""
+
+SUBFILE_TYPE, NO_PICTURE = 254, 1 | 4
+"""TIFF's number of what an image in a file is, and the bits of thumbnails and masks."""
+
+MOST_ENLARGED, LEAST_SHOWN = 10, 0.1
+"""How often a picture is enlarged in each direction at most; and how much of it is shown, or how far it is squeezed,
+at least."""
+
+BROKEN = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+)
+"""What Pillow raises for files that are damaged, or made to break it."""
+
+File = Path | bytes
+"""Where a picture comes from: a path, or what such a file holds."""
+
+
+class Picture(NamedTuple):
+    """What is read of a row of images or videos."""
+
+    pixels: Tensor
+    """uint8 ``[3, height, width]``; of a video ``[3, frames, height, width]``, of pairs ``[2, ...]``."""
+    framing: Tensor
+    """int32 ``[4]``, of pairs ``[2, 4]``: what ``framing_of`` says of the image, or of the first frame."""
+
+
+def read_image(source: File, where: str) -> Image.Image:
+    """An image, turned as EXIF says, of 8 bits per channel of sRGB; what is transparent shows white.
+
+    Raises DataError when it is broken, or has several frames.
+    """
+    with _opened(source, where) as opened:
+        _check_still(opened)
+        head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
+        check_code_points(head, opened.format)
+        is_deep = any(";16" in str(tile[3]) for tile in opened.tile)
+        opened.load()  # after which Pillow has turned a TIFF, and read what a PNG file says after its pixels
+        transpose = _transposes().get(_orientation(opened))
+        shown = to_srgb(opened, is_deep, significant_bits(head, opened.format))
+        return shown if transpose is None else shown.transpose(transpose)
+
+
+def check_image(source: File, where: str) -> None:
+    """Reads the head of an image. Raises DataError when it is none, or has several frames."""
+    with _opened(source, where) as opened:
+        _check_still(opened)
+
+
+def read_size(source: File, where: str) -> tuple[int, int]:
+    """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
+    with _opened(source, where) as opened:
+        width, height = opened.size
+        if opened.format == "TIFF":  # of which some versions of Pillow say the size as it is seen
+            width, height = (opened.tag_v2[number] for number in (256, 257))
+        turned = _orientation(opened, source) in QUARTER_TURNS
+    return (width, height) if turned else (height, width)
+
+
+def check_video(source: File, where: str) -> None:
+    """Reads the head and the first frame of a video. Raises DataError when there is none."""
+    from PIL import Image
+
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    if examine_video(source, where, _shown(source), 1, 2 * Image.MAX_IMAGE_PIXELS).num_frames == 0:
+        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
+
+
+def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
+    """``count`` frames of a video at even distances, the first and the last among them, as ``read_image`` gives them.
+
+    Args:
+        source: a file of a video, an animated image, a folder of images in the order of their names, or images.
+        count: of frames.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is broken or has fewer frames.
+        MissingDependencyError: when OpenCV is needed and missing.
+    """
+    if isinstance(source, Path) and source.is_dir():
+        source = frames_of(source)
+    if isinstance(source, list):
+        return [read_image(source[index], where) for index in _spread(len(source), count, where)]
+    is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
+    return (_read_animation if is_picture else _read_video)(source, count, where)
+
+
+def frames_of(folder: Path) -> list[File]:
+    """The images of a folder that is a video, in the order of their names; hidden ones are none."""
+    visible = (path for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(path for path in visible if path.suffix.lower() in IMAGE_ENDINGS)
+
+
+def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
+    """An image of another size: uint8 ``[height, width, 3]``.
+
+    Args:
+        image: red green blue.
+        height, width: in pixels.
+        crop: "center" scales the shorter side and cuts the rest; "none" stretches.
+    """
+    from PIL import Image, ImageOps
+
+    if crop == "center":
+        image = ImageOps.fit(image, (width, height), method=Image.Resampling.LANCZOS)
+    else:
+        image = image.resize((width, height), Image.Resampling.LANCZOS)
+    return np.array(image)
+
+
+def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "center") -> tuple[int, int, int, int]:
+    """Which part of a picture ``fitted`` shows, as SDXL is conditioned on it.
+
+    Args:
+        size: height and width of the picture, upright, before it is scaled.
+        height, width, crop: see ``fitted``.
+
+    Returns:
+        Original height and width, and the rows and columns of the scaled picture that are cut off at the top and left.
+    """
+    if crop != "center":
+        return (*size, 0, 0)
+    scale = max(height / size[0], width / size[1])
+    top, left = (round((side * scale - kept) / 2) for side, kept in zip(size, (height, width), strict=True))
+    return (*size, top, left)
+
+
+def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: str) -> None:
+    """Raises DataError for a picture of which little would be seen at another size; arguments as of ``framing_of``."""
+    scales = height / size[0], width / size[1]
+    shown = min(scales) / max(scales)
+    if max(scales) > MOST_ENLARGED or shown < LEAST_SHOWN:
+        what = "shown" if crop == "center" else "left of its longer side against the shorter one"
+        problem = f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {what}"
+        raise DataError(
+            f"{where}: a picture of {size[0]} x {size[1]} pixels (height x width) for {height} x {width}: {problem}; "
+            f"at most {MOST_ENLARGED} times, and at least {LEAST_SHOWN:.0%}, make sense: leave it out"
+        )
+
+
+def is_enlarged(framing: Tensor, size: Sequence[int]) -> Tensor:
+    """Which pictures are smaller than what they are brought to, by ``framing_of``, int ``[..., 4]``: bool ``[...]``."""
+    return (framing[..., 0] < size[0]) | (framing[..., 1] < size[1])
+
+
+def as_png(image: Image.Image) -> bytes:
+    """What a file of an image holds."""
+    image.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+@contextmanager
+def _opened(source: File, where: str) -> Iterator[Image.Image]:
+    """The image as Pillow opens it; what goes wrong inside becomes a DataError."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats()) as opened:
+            yield opened
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(f"{where}: broken image ({_shown(source)}): {_describe_unknown(source)}") from error
+    except MemoryError as error:
+        raise DataError(f"{where}: broken image ({_shown(source)}): it does not fit into memory") from error
+    except BROKEN as error:
+        raise DataError(f"{where}: broken image ({_shown(source)}): {error}") from error
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"{where}: image ({_shown(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
+        ) from error
+
+
+@functools.cache
+def _formats() -> tuple[str, ...]:
+    """Those of ``FORMATS`` that this Pillow has."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@functools.cache
+def _transposes() -> dict[int, Any]:
+    """What turns an image by EXIF's number."""
+    from PIL.Image import Transpose
+
+    return {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+
+
+def _orientation(opened: Any, head_of: File | None = None) -> int:
+    """EXIF's number of how an image is turned.
+
+    ``head_of`` is its file where its pixels are not to be read for that: a PNG file may say it after them.
+    """
+    from PIL import Image
+
+    if opened.format == "PNG" and head_of is not None and not _says_more_after_pixels(head_of):
+        return Image.Image.getexif(opened).get(ORIENTATION, 1)
+    return opened.getexif().get(ORIENTATION, 1)
+
+
+def _says_more_after_pixels(source: File) -> bool:
+    """Whether a PNG file has chunks of text or EXIF behind its pixels."""
+    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        file.seek(8)
+        are_read = False
+        while len(head := file.read(8)) == 8:
+            length, kind = struct.unpack(">I4s", head)
+            are_read |= kind == b"IDAT"
+            if are_read and kind in {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}:
+                return True
+            file.seek(length + 4, 1)
+    return False
+
+
+def _check_still(opened: Any) -> None:
+    """Raises ValueError for a file that holds more or less than a picture."""
+    frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)  # of a phone: then depth, or the other eye
+    if opened.format == "TIFF":
+        kinds = []
+        for number in range(frames):
+            opened.seek(number)
+            kinds.append(opened.tag_v2.get(SUBFILE_TYPE, 0))
+        opened.seek(0)
+        if kinds[0] & NO_PICTURE:
+            raise ValueError("its first picture is a thumbnail, as in raw photographs: develop it, as PNG or JPEG")
+        frames = sum(not kind & NO_PICTURE for kind in kinds)
+    if frames > 1:
+        what = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
+        raise ValueError(f"{what}: give one of them")
+
+
+def _describe_unknown(source: File) -> str:
+    """What a file is that no reader knows, and the remedy where there is one."""
+    head = _head_of(source)
+    if not head:
+        return "it is empty, of 0 bytes: fetch it again"
+    for pattern, what in OTHER_KINDS.items():
+        if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
+            return f"it is {what}"
+    return f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+
+
+def _head_of(source: File) -> bytes:
+    if isinstance(source, bytes):
+        return source[:HEAD]
+    with source.open("rb") as file:
+        return file.read(HEAD)
+
+
+def _shown(source: File) -> str:
+    return str(source) if isinstance(source, Path) else "its bytes"
+
+
+def _spread(total: int, count: int, where: str) -> list[int]:
+    """``count`` of ``total`` positions at even distances."""
+    if total < count:
+        raise DataError(f"{where}: the video has {total} frames, {count} are wanted (data.num_frames)")
+    return np.linspace(0, total - 1, count).round().astype(int).tolist()
+
+
+def _is_picture(content: bytes) -> bool:
+    """Whether Pillow knows the format of a file."""
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(content), formats=_formats()).close()
+    except Image.DecompressionBombError:
+        return True
+    except BROKEN:
+        return False
+    return True
+
+
+def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
+    with _opened(source, where) as opened:
+        frames = []
+        for index in _spread(getattr(opened, "n_frames", 1), count, where):
+            opened.seek(index)
+            frames.append(to_srgb(opened))
+        return frames
+
+
+@dataclass(frozen=True)
+class Video:
+    """Some frames of a video."""
+
+    total: int
+    """Frames of the file that can be read."""
+    stated: float
+    """Frames that the file says it has; 0 or less where it does not."""
+    fps: float
+    """Frames per second of the file, not a number where it says none."""
+    indices: Sequence[int]
+    """Which frames were chosen, in order."""
+    frames: Iterator[Image.Image]
+    """These, read one after the other. Raises DataError when one cannot be read."""
+
+
+def read_video(source: File, where: str, choose: Callable[[int, float], Sequence[int]]) -> Video:
+    """Frames of a video that OpenCV reads.
+
+    Two passes: the number of frames that a file states is often not that which can be read. The first is made in
+    another process (``video_files.py``).
+
+    Args:
+        source: the file.
+        where: file and row, for messages.
+        choose: from the number of frames, and of frames per second, to the positions that are wanted, in order.
+
+    Raises:
+        DataError: when it is broken, or far too large.
+        MissingDependencyError: when OpenCV is missing.
+    """
+    from PIL import Image
+
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS
+    total, width, height, fps, stated = examine_video(source, where, _shown(source), MAX_FRAMES + 1, most_pixels)
+    if width * height > most_pixels or stated > MAX_FRAMES:
+        raise DataError(
+            f"{where}: video ({_shown(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
+            f"scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
+        )
+    if total == 0 or total > MAX_FRAMES:
+        problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
+        raise DataError(f"{where}: broken video ({_shown(source)}): {problem}")
+    indices = choose(total, fps if fps > 0 else float("nan"))
+    return Video(
+        total, stated, fps, indices, _chosen(open_video(source), indices, total, f"{where}: broken video", source)
+    )
+
+
+def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
+    from PIL import Image
+
+    for index in range(indices[-1] + 1):
+        is_read = video.grab()
+        if is_read and index in indices:
+            is_read, frame = video.retrieve()
+        if not is_read:
+            raise DataError(f"{problem} ({_shown(source)}): frame {index + 1} of {total} cannot be read")
+        if index in indices:  # OpenCV's order is blue green red
+            yield Image.fromarray(np.ascontiguousarray(frame[:, :, ::-1]))
+
+
+def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
+    return list(read_video(source, where, lambda total, _: _spread(total, count, where)).frames)

@@ -1,0 +1,89 @@
+"""Audio that stands in text: files of any rate and number of channels as one channel of the model's rate."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sfumato.config.file_checks import file_problem
+from sfumato.data.media.pictures import File
+from sfumato.errors import DataError, MissingDependencyError
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What is heard."""
+
+    samples: np.ndarray
+    """float32 ``[N]``, one channel, of the model's rate."""
+
+
+@contextmanager
+def _opened(source: File, where: str) -> Iterator[Any]:
+    """soundfile's view of a file of audio. Raises DataError for it, and for what is not read within."""
+    try:
+        import soundfile
+        import soxr  # noqa: F401  (what is read is brought to another rate)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{where}: audio is read by soundfile and soxr, one of which is not installed: pip install 'sfumato[audio]'"
+        ) from error
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+    try:
+        with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
+            yield file
+    except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
+        raise DataError(f"{where}: broken audio ({_shown(source)}): {error}") from error
+
+
+def _shown(source: File) -> str:
+    return str(source) if isinstance(source, Path) else "its bytes"
+
+
+def check_sound(source: File, where: str) -> None:
+    """Reads the head of a file of audio. Raises DataError when it is none, MissingDependencyError as ``read_sound``."""
+    with _opened(source, where):
+        pass
+
+
+def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
+    """A file of audio: .wav, .flac, .mp3, .ogg and what else libsndfile reads.
+
+    Args:
+        source: the file, or what it holds.
+        rate: samples per second that are wanted.
+        max_seconds: of the longest audio that the model takes.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is broken, empty, truncated, or too long.
+        MissingDependencyError: when soundfile or soxr is missing.
+    """
+    shown = _shown(source)
+    with _opened(source, where) as file:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        stated, own = file.frames, file.samplerate
+        if stated > max_seconds * own:
+            raise DataError(
+                f"{where}: audio ({shown}) of {stated / own:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
+            )
+        samples = file.read(dtype="float32", always_2d=True)
+    if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
+        raise DataError(
+            f"{where}: broken audio ({shown}): {len(content)} of {size + 8} bytes are there; it is truncated"
+        )
+    if len(samples) == 0 or len(samples) < stated:
+        raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {stated} samples can be read")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
+    mono = samples.mean(axis=1)
+    import soxr
+
+    return Sound(np.ascontiguousarray(mono if own == rate else soxr.resample(mono, own, rate), np.float32))

@@ -1,0 +1,44 @@
+"""Media of several documents opened, decoded and scaled at a time; what they become does not depend on it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from sfumato.data.media.vision import Images, Tensors
+from sfumato.data.text.format import Document, TextSample
+
+MOST_THREADS = 8
+"""Threads of a process that open media: Pillow, OpenCV and numpy work beside each other, what is Python does not."""
+
+
+def open_ahead(samples: Sequence[TextSample], tensors: Callable[[Images], Tensors]) -> list[TextSample]:
+    """The same samples, whose media are being opened by threads; who wants the tensors waits for them.
+
+    Args:
+        samples: whose documents may have media. Their rows are read here, since a table need not know of threads.
+        tensors: what makes a document's; called in threads. What it raises is raised where the tensors are wanted.
+    """
+
+    def opening(document: Document) -> Document:
+        if document.images is None or not len(document.images.shapes):
+            return document
+        media = document.images.find()
+        found = replace(document.images, find=lambda: media)
+        return replace(document, images=replace(found, opened=_pool().submit(tensors, found)))
+
+    return [replace(sample, documents=tuple(map(opening, sample.documents))) for sample in samples]
+
+
+def num_threads() -> int:
+    """Threads that open media: this process's share of the CPUs, at most ``MOST_THREADS``."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(min(len(os.sched_getaffinity(0)) // ranks, MOST_THREADS), 1)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads(), "media")

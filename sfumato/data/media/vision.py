@@ -1,0 +1,495 @@
+"""Images, videos and audio in text: placeholders among its tokens, tensors beside them, and positions of any rank.
+
+transformers' own processor of the model makes all of these. Images are named by a document and opened when a batch is
+made; what is known before, from the preprocessing of the data, is how many tokens each takes and how it is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sfumato.data.media.clips import Clip, VideoProcessor
+from sfumato.data.media.kinds import KIND_OF, NAMES, AudioFile, Medium, VideoFile
+from sfumato.data.media.pictures import read_image
+from sfumato.data.media.processor_files import save_processor
+from sfumato.data.media.sounds import Sound, read_sound
+from sfumato.errors import ConfigError, DataError, UserError
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+KINDS = ("token_type_ids", "mm_token_type_ids")
+"""What transformers' models call the kinds of tokens."""
+
+SHOWN_PIXELS = 512
+"""Width and height of the images of prompts in reports, at most."""
+
+Span = tuple[int, int]
+Tensors = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images and videos of a document, in its order, which are opened when a batch is made."""
+
+    shapes: np.ndarray
+    """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part. Of
+    audio: frames of its spectrogram, 0 and 0."""
+    find: Callable[[], Sequence[Medium | Clip | Sound]]
+    """The files, or what they hold, or what has been opened."""
+    where: str
+    """File and row, for messages."""
+    opened: Future[Tensors] | None = None
+    """What ``ImageReader.tensors`` makes of them, where threads are at it."""
+
+    def side_by_side(self) -> np.ndarray | None:
+        """The images, each made at most ``SHOWN_PIXELS`` wide and high, from left to right: uint8 ``[H, W, 3]``.
+
+        None without images, among videos or audio. Raises DataError when one is broken.
+        """
+        from PIL import Image
+
+        files = [file for file in self.find() if isinstance(file, Path | bytes)]
+        pictures = [read_image(file, self.where).convert("RGB") for file in files]
+        if not pictures:
+            return None
+        for picture in pictures:
+            picture.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
+        size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
+        whole, left = Image.new("RGB", size, "white"), 0
+        for picture in pictures:
+            whole.paste(picture, (left, 0))
+            left += picture.width
+        return np.asarray(whole)
+
+
+@dataclass(frozen=True)
+class MultimodalInputs:
+    """What a model is given beside the L tokens of one document."""
+
+    tensors: Tensors = field(default_factory=dict)
+    """Arguments of its ``forward`` that images give; empty without images. Documents follow each other in dim 0."""
+    rope_positions: Tensor | None = None
+    """``[L, 3]``: frame, row and column of each token, of models whose rotary positions have these: int64, or float32
+    where frames lie between whole positions, as those of Qwen3-Omni do."""
+    modality_ids: Tensor | None = None
+    """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
+
+    def arguments(self, position_ids: Tensor, names: Iterable[str]) -> Tensors:
+        """What ``forward`` is given beside tokens whose positions within documents are ``position_ids``.
+
+        Where the model has rotary positions of three axes, those within documents come first, as transformers has it
+        for packed rows. ``names`` are the arguments of ``forward``.
+        """
+        found = self.tensors | {"position_ids": position_ids}
+        if self.rope_positions is not None:
+            found["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
+        return found | {name: self.modality_ids for name in KINDS if name in names}
+
+
+class ImageReader:
+    """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
+
+    def __init__(
+        self,
+        processor: Any,
+        arguments: Sequence[str],
+        patches: tuple[int, float],
+        filled_to: int | None = None,
+        least_samples: int = 0,
+        begins: Iterable[int] = (),
+    ) -> None:
+        """Use ``build_vision``.
+
+        Args:
+            processor: transformers' processor with its tokenizer.
+            arguments: what the model's ``forward`` takes.
+            patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
+                language model that a patch becomes.
+            filled_to: patches that every image is filled up to, where the model is given images so.
+            least_samples: of audio; a shorter one transformers computes in another way.
+            begins: tokens before media, of models that find these by them.
+        """
+        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
+        """What ``forward`` may be given of images."""
+        self._patch = patches[0]
+        self.tokens_per_patch = patches[1]
+        """Tokens of the language model for each patch of the encoder."""
+        self.filled_to = filled_to
+        """Patches that every image is filled up to; None: images are as large as they are."""
+        self._least_samples, self._begins = least_samples, {*begins}
+        self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
+        """What documents may have: image, and video or audio or both, or audio alone."""
+        self.is_likely = True
+        """Whether the model gives tokens of images any probability; else they can be in no loss."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies how images become tokens and pixels."""
+        settings = f"{type(self.processor).__name__} {self.placeholders()[self.media[0]]}"
+        if self.sees:
+            settings = f"{settings} {self.processor.image_processor.to_json_string()}"
+        own = {
+            name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
+        }
+        if self.sees and hasattr(self.processor.image_processor, "image_grid_pinpoints"):
+            settings += " tiles that are not filled up"  # counted with them once
+        if "video" in self.media:
+            settings = f"{settings} {self.processor.video_processor}"
+        if "audio" in self.media:
+            settings = f"{settings} {self.processor.feature_extractor.to_json_string()}"
+        return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images; one that does not takes audio."""
+        return hasattr(self.processor, "image_processor")
+
+    def check_sees(self) -> None:
+        """Raises ConfigError for a model that takes no images."""
+        if not self.sees:
+            raise ConfigError(
+                f"data.data_type: the model of {type(self.processor).__name__} hears, and sees no images: take "
+                "media_conversation, or media_prompts of RL"
+            )
+
+    def placeholders(self) -> dict[str, str]:
+        """What the chat template writes for each kind of medium that documents may have."""
+        return {kind: getattr(self.processor, f"{kind}_token") for kind in self.media}
+
+    def with_media(self, **limits: Any) -> ImageReader:
+        """A reader that takes videos and audio, too, as far as the model does.
+
+        Args:
+            limits: arguments of ``VideoProcessor.limited``.
+
+        Raises:
+            ConfigError: when the model takes neither in a way that is known, or limits contradict each other.
+        """
+        videos = getattr(self.processor, "video_processor", None)
+        takes_videos = isinstance(videos, VideoProcessor)
+        takes_audio = getattr(self.processor, "feature_extractor", None) is not None
+        given = [name for name, limit in limits.items() if limit is not None]
+        if not takes_videos and takes_audio and given:
+            raise ConfigError(
+                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({given[0]})"
+            )
+        if not takes_videos and not takes_audio:
+            raise ConfigError(
+                f"data.data_type: the videos of {type(self.processor).__name__} need torchvision in transformers, and "
+                "are not supported: take a model of the Qwen2-VL, Qwen2.5-VL or Qwen3-VL family, or data_type "
+                "image_conversation"
+            )
+        reader = copy.copy(self)
+        reader.processor = copy.copy(self.processor)
+        if takes_videos:
+            reader.processor.video_processor = videos.limited(**limits)
+        reader.media = (*["image"] * self.sees, *["video"] * takes_videos, *["audio"] * takes_audio)
+        return reader
+
+    def open(self, medium: Medium | Clip | Sound, where: str) -> Image.Image | Clip | Sound:
+        """What a file holds. Raises DataError when it is broken, or of a kind that the model does not take, ValueError
+        when the processor refuses a video."""
+        if isinstance(medium, Clip | Sound):
+            return medium
+        if (kind := KIND_OF.get(type(medium), "image")) not in self.media:
+            raise DataError(
+                f"{where}: {NAMES[kind]}: {type(self.processor).__name__} takes {' and '.join(self.media)} alone"
+            )
+        if isinstance(medium, VideoFile):
+            return self.processor.video_processor.read(medium.file, where)
+        if isinstance(medium, AudioFile):
+            audio = self.processor.feature_extractor
+            sound = read_sound(medium.file, audio.sampling_rate, audio.chunk_length, where)
+            if len(sound.samples) < self._least_samples:
+                rate = audio.sampling_rate
+                raise DataError(
+                    f"{where}: audio of {len(sound.samples) / rate:.2f} s: this model is trained on "
+                    f"{self._least_samples / rate:g} s or more; transformers computes a shorter one otherwise beside "
+                    "a longer: fill it up with silence"
+                )
+            return sound
+        return read_image(medium, where)
+
+    def noise(self, seconds: float, generator: np.random.Generator) -> Sound:
+        """Random audio of so many seconds, or of the shortest that the model takes."""
+        count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
+        return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
+        """A reader that scales images to areas within these limits; None keeps the processor's own.
+
+        Raises:
+            ConfigError: when the processor scales all images to a size of its own.
+        """
+        if min_pixels is None and max_pixels is None:
+            return self
+        if not self.sees:
+            raise ConfigError(
+                f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} takes no images: remove "
+                "them"
+            )
+        size = dict(self.processor.image_processor.size or {})
+        if not {"shortest_edge", "longest_edge"} <= size.keys() or not self.has_grid:
+            raise ConfigError(
+                f"data.data_type.min_pixels and max_pixels: {type(self.processor).__name__} scales images to a size of "
+                f"its own ({size}): remove them"
+            )
+        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        size |= {name: value for name, value in limits.items() if value is not None}
+        if size["shortest_edge"] > size["longest_edge"]:
+            raise ConfigError(
+                f"data.data_type: images of at least {size['shortest_edge']} pixels and at most "
+                f"{size['longest_edge']}: min_pixels must not be above max_pixels (one that is null is the "
+                "processor's)"
+            )
+        reader = copy.copy(self)
+        reader.processor = copy.copy(self.processor)
+        reader.processor.image_processor = copy.deepcopy(self.processor.image_processor)
+        reader.processor.image_processor.size = type(self.processor.image_processor.size)(**size)
+        return reader
+
+    def place(self, images: Sequence[Image.Image | Clip | Sound]) -> tuple[list[str], np.ndarray]:
+        """The text that stands for each image or video, and the shapes of ``Images``.
+
+        Raises:
+            ValueError: when the processor refuses one.
+        """
+        if not images:
+            return [], np.zeros((0, 3), np.int32)
+        found = self._process(images)
+        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(found, images)
+
+    def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
+        """As ``place``, of files. Raises DataError when one is broken, or refused."""
+        try:
+            return self.place([self.open(file, where) for file in files])
+        except UserError:  # of a file, which says where
+            raise
+        except ValueError as error:
+            kinds = " or a ".join(self.media)
+            raise DataError(f"{where}: {type(self.processor).__name__} refuses an {kinds}: {error}") from error
+
+    def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
+        """A rendered conversation with the texts of its images and videos, and its spans where they are then.
+
+        Raises:
+            DataError: when there are more or fewer placeholders.
+        """
+        placeholders = self.placeholders().values()
+        places = [found.span() for found in re.finditer("|".join(map(re.escape, placeholders)), text)]
+        if len(places) != len(replacements):
+            raise DataError(
+                f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
+                f"{len(replacements)} {'s and '.join(self.media)}s"
+            )
+        parts, moved, last = [], [list(span) for span in spans], 0
+        for (start, stop), replacement in zip(places, replacements, strict=True):
+            parts += [text[last:start], replacement]
+            longer = len(replacement) - (stop - start)
+            for span, before in zip(moved, spans, strict=True):
+                span[0] += longer if before[0] >= stop else 0
+                span[1] += longer if before[1] >= stop else 0
+            last = stop
+        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in moved]
+
+    def tensors(self, images: Images) -> Tensors:
+        """What the model's ``forward`` takes for the images and videos of a document.
+
+        Raises:
+            DataError: when one is broken, or has changed since its tokens were made.
+        """
+        opened = [self.open(medium, images.where) for medium in images.find()]
+        found = self._process(opened)
+        self.check_shapes(self._shapes(found, opened) if opened else np.zeros((0, 3)), images)
+        return self._given(found)
+
+    def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
+        """Raises DataError when media have others than when their tokens were made."""
+        if not np.array_equal(shapes, images.shapes):
+            kinds = " or a ".join(self.media)
+            raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
+
+    def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
+        """As ``tensors``, of what has been opened."""
+        return self._given(self._process(media))
+
+    def _given(self, found: Any) -> Tensors:
+        names = [name for name in self.arguments if name in found and name not in KINDS]
+        return {name: torch.as_tensor(np.asarray(found[name])) for name in names}
+
+    def kinds(self, input_ids: np.ndarray) -> np.ndarray:
+        """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
+        return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
+
+    def media_tokens(self) -> set[int]:
+        """Tokens that stand for a part of an image, or of another medium, or by which the model finds one."""
+        return self._begins | {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
+
+    def save(self, folder: Path, source: Path | None) -> None:
+        """Writes what transformers loads the processor from: the files of the folder that the model came from."""
+        save_processor(self.processor, self.media, folder, source)
+
+    def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> Any:
+        kinds = [KIND_OF.get(type(medium), "image") for medium in media]
+        clips = [medium for medium in media if isinstance(medium, Clip)]
+        images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
+        tokens = self.placeholders()
+        given: dict[str, Any] = {"images": images} if images else {}
+        if clips:
+            given |= {
+                "videos": [clip.frames for clip in clips],
+                "video_metadata": [copy.copy(clip.metadata) for clip in clips],
+            }
+        if "audio" in kinds:
+            given["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
+            given["sampling_rate"] = self.processor.feature_extractor.sampling_rate
+        text = "".join(tokens[kind] for kind in kinds)
+        found = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
+        if "video_second_per_grid" in found:  # for which omni models take each video to have two frames per second
+            unit = self.processor.video_processor.temporal_patch_size
+            found["video_second_per_grid"] = np.array([unit / clip.metadata.sampled_fps for clip in clips], np.float32)
+        return found
+
+    @property
+    def has_grid(self) -> bool:
+        """Whether images are grids of patches of their own size, as those of the Qwen models."""
+        return "image_grid_thw" in self.arguments
+
+    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+        if self.has_grid or not self.sees:
+            shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+            frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
+            shapes["audio"] = iter([(number, 0, 0) for number in frames])
+            kinds = (KIND_OF.get(type(medium), "image") for medium in media)
+            return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
+        count = len(media)
+        if "image_position_ids" in found:  # rows of patches, filled up; column and row of each, or -1
+            columns, rows = np.asarray(found["image_position_ids"]).max(axis=1).T + 1
+            return np.stack([np.ones_like(rows), rows, columns], axis=1).astype(np.int32)
+        pixels = np.asarray(found["pixel_values"])
+        if pixels.ndim == 5 and len(pixels) == count:  # filled up to as many tiles of each image, with zeros
+            tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
+        else:  # tiles of all images, one after the other; each is as many tokens
+            placeholder = self.placeholders()["image"]
+            counts = [entry["replacement"].count(placeholder) for entry in found["text_replacement_offsets"][0]]
+            tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
+        rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
+        return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
+
+
+class Vision:
+    """What makes batches for a model that sees: the reader of its images, and its own rule for positions."""
+
+    def __init__(self, reader: ImageReader, positions: Callable[[Tensor, Tensor, Tensors], Tensor] | None) -> None:
+        """Use ``build_vision``.
+
+        Args:
+            reader: of the images.
+            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to ``[3, 1, L]``; None
+                where the model counts tokens.
+        """
+        self.reader, self._positions = reader, positions
+        self.idle_ids, self._idle = self._make_idle()
+
+    def with_reader(self, reader: ImageReader) -> Vision:
+        """The same with other limits of images."""
+        return Vision(reader, self._positions)
+
+    @property
+    def idle_length(self) -> int:
+        """Tokens of the small image and video that a batch that lacks one gets."""
+        return len(self.idle_ids)
+
+    def beside(self, input_ids: np.ndarray, images: Images | None) -> MultimodalInputs:
+        """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
+        if images is None or not len(images.shapes):
+            return self._beside(input_ids, {})
+        return self._beside(input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result())
+
+    def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> MultimodalInputs:
+        """What the model is given beside documents in rows of their own, each of ``width`` tokens with its padding.
+
+        Args:
+            rows: token ids of n documents.
+            media: of each what ``ImageReader.tensors`` made of its images; empty without.
+            width: tokens of the longest, or more.
+
+        Returns:
+            Tensors of all, positions ``[n, width, 3]`` where the model has such, and kinds ``[n, width]``.
+        """
+        found = [self._beside(np.array(row, np.int32), own) for row, own in zip(rows, media, strict=True)]
+        kinds = torch.zeros(len(rows), width, dtype=torch.int64)
+        positions = None
+        if self._positions is not None:
+            dtype = self._idle.rope_positions.dtype
+            positions = torch.arange(width, dtype=dtype)[None, :, None].repeat(len(rows), 1, 3)
+        for index, one in enumerate(found):
+            kinds[index, : len(one.modality_ids)] = one.modality_ids
+            if positions is not None:
+                positions[index, : len(one.modality_ids)] = one.rope_positions
+        return MultimodalInputs(join_media(media), positions, kinds)
+
+    def idle(self) -> MultimodalInputs:
+        """Of the small image, and video and audio where documents may have some, the tokens of which are ``idle_ids``.
+
+        It lets ranks whose documents have none take part in what the encoder does on the others, and gives the encoder
+        gradients that are zero instead of none. An encoder runs once for images and once for videos, so a batch that
+        lacks either gets both.
+        """
+        return self._idle
+
+    def is_complete(self, media: Sequence[Tensors]) -> bool:
+        """Whether documents together have each kind of media that the model is trained with."""
+        return self._idle.tensors.keys() <= {name for tensors in media for name in tensors}
+
+    def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> MultimodalInputs:
+        kinds = torch.from_numpy(self.reader.kinds(input_ids))
+        if self._positions is None:
+            return MultimodalInputs(tensors, None, kinds)
+        if not tensors:
+            dtype = self._idle.rope_positions.dtype
+            return MultimodalInputs({}, torch.arange(len(input_ids), dtype=dtype)[:, None].expand(-1, 3), kinds)
+        ids = torch.from_numpy(input_ids.astype(np.int64))
+        return MultimodalInputs(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
+
+    def _make_idle(self) -> tuple[np.ndarray, MultimodalInputs]:
+        from PIL import Image
+
+        media: list[Image.Image | Clip | Sound] = [Image.new("RGB", (32, 32), "white")] * self.reader.sees
+        if "video" in self.reader.media:
+            media.append(self.reader.processor.video_processor.blank())
+        if "audio" in self.reader.media:
+            media.append(Sound(np.zeros(self.reader.processor.feature_extractor.sampling_rate // 10, np.float32)))
+        texts, _ = self.reader.place(media)
+        input_ids = np.array(self.reader.tokenizer("".join(texts), add_special_tokens=False)["input_ids"], np.int32)
+        return input_ids, self._beside(input_ids, self.reader.of_opened(media))
+
+
+def join_media(media: Sequence[Tensors]) -> Tensors:
+    """The images' tensors of documents, one after the other; what has fewer tiles is filled up with zeros."""
+    given = [tensors for tensors in media if tensors]
+    names = dict.fromkeys(name for tensors in given for name in tensors)
+    return {name: _cat([tensors[name] for tensors in given if name in tensors]) for name in names}
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    widest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    filled = []
+    for tensor in tensors:
+        room = tensor.new_zeros(len(tensor), *widest)
+        room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        filled.append(room)
+    return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)

@@ -1,0 +1,187 @@
+"""From a row to token sequences: what a format of data is, and what formats read rows with."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.media.vision import ImageReader, Images
+from sfumato.data.text.answer_end import facts_of
+from sfumato.data.text.chat import Encoded, check_fast
+from sfumato.data.text.tokenise import stay_in_one_thread
+from sfumato.errors import ConfigError, DataError, OverlongError
+
+VERSION = 2
+"""Raise it when the same rows become other tokens, so that stored tokens are not used any more."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that see each other, L of them."""
+
+    input_ids: np.ndarray
+    """int32 ``[L]``, L is at least 2."""
+    loss_mask: np.ndarray
+    """bool ``[L]``: whether the token is a target; the first never is, since nothing predicts it."""
+    numbers: np.ndarray | None = None
+    """float32 ``[L]``: what a format says of a token, such as the label of the step that it ends; NaN elsewhere. All
+    documents of a format have them, or none."""
+    images: Images | None = None
+    """The images that stand in it, of formats with images."""
+    first_position: int = 0
+    """Of its first token. Above 0 it goes on after so many tokens of the last document before it that begins at 0, for
+    models that see it so (``PackedModel.shares_prompts``)."""
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """What is never taken apart: one document, or a better and a worse one."""
+
+    documents: tuple[Document, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return sum(len(document.input_ids) for document in self.documents)
+
+    @property
+    def image_shapes(self) -> list[np.ndarray]:
+        """``Images.shapes`` of the documents that have images."""
+        return [document.images.shapes for document in self.documents if document.images is not None]
+
+
+class TextTransform(Protocol):
+    """Turns rows into samples. It can be pickled, since it runs in worker processes.
+
+    One whose documents say numbers of tokens has ``has_numbers = True``. One whose documents have images has
+    ``has_images = True``, is given rows that know their ``folder`` (``FiledRow``), and has a method
+    ``files(row, where)`` that returns all images of a row.
+
+    Two methods more, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)`` is a
+    generator that yields lists of texts, is sent the tokens of each, and returns what a call returns; ``encode(texts)``
+    makes these tokens (see ``sfumato.data.text.row_samples``).
+    """
+
+    documents_per_sample: int
+    fingerprint: str
+    """Identifies everything that changes the samples of a row."""
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+        """The samples of a row, at least one. Raises DataError that names ``where``."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextFormat(ABC):
+    """What the rows of ``data`` hold: base of every format, whose fields are its parameters.
+
+    A subclass states ``type: ClassVar[str]`` and makes the transform. One from elsewhere is named by import path,
+    ``data_type: my_module:MyFormat``.
+    """
+
+    type: ClassVar[str]
+    documents_per_sample: ClassVar[int] = 1
+    """2 for a better and a worse answer, which tasks/train_text_dpo.py compares."""
+    numbers: ClassVar[str] = ""
+    """What the numbers are that documents say of tokens: margins (at the last token of the better answer), labels (at
+    the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
+    has_images: ClassVar[bool] = False
+    """Whether documents may have images; then ``transform`` is given an ``ImageReader`` instead of a tokenizer."""
+    draws: ClassVar[bool] = False
+    """Whether images in messages of the assistant are drawn."""
+    has_answers: ClassVar[bool] = True
+    """Whether the loss mask holds answers, the last token of which ends them."""
+    ignores: ClassVar[tuple[str, ...]] = ()
+    """Fields of ``data`` that have no effect."""
+
+    def limited(self, reader: ImageReader) -> ImageReader:
+        """The reader of a model's images with the limits of this format."""
+        return reader
+
+    @abstractmethod
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        """What makes samples of rows.
+
+        Args:
+            config: the data section.
+            tokenizer: a fast transformers tokenizer.
+
+        Raises:
+            ConfigError: when tokenizer, chat template and format do not fit together.
+        """
+
+
+def build_transform(config: TextDataConfig, tokenizer: Any, reader: ImageReader | None = None) -> TextTransform:
+    """What turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
+
+    ``reader`` is that of a model that sees.
+    """
+    check_fast(tokenizer)
+    stay_in_one_thread()
+    if config.data_type.has_images and reader is None:
+        raise ConfigError(f"data.data_type {config.data_type.type} needs a model that sees images")
+    return config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
+
+
+def fingerprint_of(config: TextDataConfig, tokenizer: Any, templates: list[str]) -> str:
+    """A hash of what the tokens of a row depend on: settings, tokenizer, chat templates, the source of the format."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}  # states of use
+    settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
+    parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings, *source_of(config.data_type)]
+    if templates and (ends := facts_of(tokenizer).fingerprint):
+        parts.append(ends)
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def source_of(text_format: TextFormat) -> list[str]:
+    """The file of a format that is not sfumato's own, whose changes may make other tokens; else nothing."""
+    module = sys.modules[type(text_format).__module__]
+    return [] if module.__name__.startswith("sfumato.") else [inspect.getsource(module)]
+
+
+def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
+    """The first of the columns that the row has. Raises DataError that lists the row's columns."""
+    for key in keys:
+        if row.get(key) is not None:
+            return key
+    raise DataError(f"{where}: no column {' or '.join(map(repr, keys))}; its columns are {', '.join(map(str, row))}")
+
+
+def refuse_equal(documents: Sequence[Document], names: Sequence[str], where: str) -> None:
+    """Raises DataError for a better and a worse answer that have the same tokens, which teach nothing."""
+    better, worse = documents
+    if np.array_equal(better.input_ids, worse.input_ids):
+        raise DataError(
+            f"{where}: {' and '.join(names)} are the same {len(better.input_ids)} tokens, cut to data.max_seq_len "
+            "where they were longer"
+        )
+
+
+def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:
+    """A document of at most ``max_seq_len`` tokens.
+
+    Raises:
+        OverlongError: when it is longer and ``overlong`` is ``stop``.
+        DataError: when it is longer and ``overlong`` is ``skip``, or nothing of its loss mask remains.
+    """
+    input_ids, loss_mask = encoded
+    if len(input_ids) > max_seq_len:
+        too_long = f"{where}: has {len(input_ids)} tokens, more than data.max_seq_len {max_seq_len}"
+        if overlong == "stop":
+            raise OverlongError(f"{too_long}; raise it, or set data.overlong to skip or truncate")
+        if overlong == "skip":
+            raise DataError(too_long)
+        input_ids, loss_mask = input_ids[:max_seq_len], loss_mask[:max_seq_len]
+        if not loss_mask.any():
+            raise DataError(f"{too_long}, and the first {max_seq_len} hold nothing to learn")
+    return Document(input_ids, loss_mask)

@@ -1,0 +1,327 @@
+"""The formats of text data: plain text, conversations, pairs of a better and a worse answer, answers that are good or
+bad, and answers whose steps are right or wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.rows import text_field
+from sfumato.data.media.image_answers import OmniConversation
+from sfumato.data.media.image_conversation import ImageConversation, MediaConversation
+from sfumato.data.media.image_preference import ImagePreference, MediaPreference
+from sfumato.data.text.chat import ChatTemplate, build_chat_template
+from sfumato.data.text.format import (
+    Document,
+    TextFormat,
+    TextSample,
+    TextTransform,
+    find_key,
+    fingerprint_of,
+    fit,
+    refuse_equal,
+)
+from sfumato.data.text.messages import Messages, read_messages, read_tools
+from sfumato.data.text.pairs import as_messages, read_pair
+from sfumato.data.text.step_labels import (
+    SEPARATORS,
+    place_steps,
+    read_label,
+    read_list,
+    read_number,
+    step_ends,
+    with_last,
+)
+from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, with_bos
+from sfumato.errors import ConfigError, DataError
+
+__all__ = [
+    "ImageConversation",
+    "ImagePreference",
+    "MediaConversation",
+    "MediaPreference",
+    "OmniConversation",
+]  # formats from files of their own
+
+
+@dataclass(frozen=True)
+class PlainText(TextFormat):
+    """Texts, every token of which is in the loss; columns content_split, text or content."""
+
+    type: ClassVar[str] = "plaintext"
+    has_answers: ClassVar[bool] = False
+    ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no end-of-sequence token, with which plain texts end: set eos_token")
+        keys = config.text_keys or ["content_split", "text", "content"]
+        return PlainTextTransform(tokenizer, keys, config.max_seq_len, fingerprint_of(config, tokenizer, []))
+
+
+@dataclass(frozen=True)
+class Conversation(TextFormat):
+    """Conversations, of which the assistant's messages are in the loss; columns messages or conversations."""
+
+    type: ClassVar[str] = "conversation"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        keys = config.text_keys or ["messages", "conversations"]
+        return ConversationTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class Preference(TextFormat):
+    """Pairs of a better and a worse answer; columns prompt, chosen and rejected."""
+
+    type: ClassVar[str] = "preference"
+    documents_per_sample: ClassVar[int] = 2
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "chosen", "rejected"]
+        if len(keys) not in (2, 3):
+            raise ConfigError(
+                "data.text_keys of preference data must be two columns (better and worse conversation) or three "
+                f"(prompt, better and worse answer), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class PreferenceMargin(TextFormat):
+    """Pairs with how much better the one answer is; columns prompt, chosen, rejected and margin, a number."""
+
+    type: ClassVar[str] = "preference_margin"
+    documents_per_sample: ClassVar[int] = 2
+    numbers: ClassVar[str] = "margins"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
+        if len(keys) not in (3, 4):
+            raise ConfigError(
+                "data.text_keys of preference_margin data must be three columns (better and worse conversation, margin)"
+                f" or four (prompt, better and worse answer, margin), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, made_of, keys[-1])
+
+
+@dataclass(frozen=True)
+class Unpaired(TextFormat):
+    """Answers that are good or bad; columns prompt, completion and label (true or false), or pairs, which are taken
+    apart."""
+
+    type: ClassVar[str] = "unpaired"
+    numbers: ClassVar[str] = "labels"
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "completion", "label"]
+        if len(keys) != 3:
+            raise ConfigError(
+                f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+
+
+@dataclass(frozen=True)
+class Process(TextFormat):
+    """Answers in steps that are right or wrong; columns prompt, steps or completions, and labels, one for each step."""
+
+    type: ClassVar[str] = "process"
+    numbers: ClassVar[str] = "steps"
+
+    steps_by: Literal["paragraph", "line"] = "paragraph"
+    """What stands between two steps of an answer: an empty line, or a line break."""
+
+    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+        keys = config.text_keys or ["prompt", "steps", "completions", "labels"]
+        if len(keys) < 3:
+            raise ConfigError(
+                f"data.text_keys of process data must be the columns of prompt, steps and labels, not {keys}"
+            )
+        template = build_chat_template(config.chat_template, tokenizer)
+        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        settings = (config.max_seq_len, config.overlong, made_of)
+        return ProcessTransform(template, keys, *settings, separator=SEPARATORS[self.steps_by])
+
+
+@dataclass(frozen=True)
+class PlainTextTransform:
+    """A text, with the token that begins one where the tokenizer puts it there, and the end-of-sequence token, cut into
+    pieces of at most ``max_seq_len`` tokens."""
+
+    documents_per_sample: ClassVar[int] = 1
+    tokenizer: Any
+    keys: list[str]
+    max_seq_len: int
+    fingerprint: str
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+        """The pieces of a row's text, which follow each other and leave nothing out."""
+        return ask_alone(self.asks(row, where), self.encode)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of texts, without their places."""
+        return Encoder(self.tokenizer, with_offsets=False)(texts)
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """As a call."""
+        text = text_field(row, find_key(row, self.keys, where), where)
+        (tokens,) = yield [text]
+        if len(tokens.input_ids) == 0:
+            raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
+        input_ids = with_bos(tokens.input_ids, self.tokenizer)
+        input_ids = np.append(input_ids, np.int32(self.tokenizer.eos_token_id))
+        cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
+        if cuts and cuts[-1] == len(input_ids) - 1:
+            cuts[-1] -= 1  # a piece of one token would have nothing to learn
+        return [TextSample((Document(piece, np.arange(len(piece)) > 0),)) for piece in np.split(input_ids, cuts)]
+
+
+@dataclass(frozen=True)
+class ConversationTransform:
+    """A conversation, of which the loss mask holds the assistant's tokens."""
+
+    documents_per_sample: ClassVar[int] = 1
+    template: ChatTemplate
+    keys: list[str]
+    max_seq_len: int
+    overlong: str
+    fingerprint: str
+
+    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+        """One sample, or one for each answer when the template renders the history of each in another way."""
+        return ask_alone(self.asks(row, where), self.encode)
+
+    def encode(self, texts: list[str]) -> list[Tokens]:
+        """The tokens of texts, with their places."""
+        return self.template.encoder(texts)
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """As a call."""
+        messages = read_messages(row[find_key(row, self.keys, where)], where, row.get("system"))
+        encoded = yield from self.template.asks(messages, where, read_tools(row, where))
+        return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
+
+
+@dataclass(frozen=True)
+class PreferenceTransform(ConversationTransform):
+    """A better and a worse answer to the same prompt; the loss masks hold the assistant's tokens.
+
+    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
+    whole.
+    """
+
+    documents_per_sample: ClassVar[int] = 2
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample: the better document, then the worse one."""
+        pair, tools = read_pair(row, self.keys, where), read_tools(row, where)
+        documents = []
+        for name, messages in zip(self.keys[-2:], pair, strict=True):
+            encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
+            if len(encoded) > 1:
+                raise DataError(
+                    f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
+                    "answer of several assistant messages is no single text"
+                )
+            documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
+        refuse_equal(documents, self.keys[-2:], where)
+        return [TextSample(tuple(documents))]
+
+
+@dataclass(frozen=True)
+class MarginTransform(PreferenceTransform):
+    """As ``PreferenceTransform``; the last token of the better document has the margin."""
+
+    has_numbers: ClassVar[bool] = True
+    margin_key: str = "margin"
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample."""
+        margin = read_number(row, self.margin_key, where)
+        (sample,) = yield from super().asks(row, where)
+        chosen, rejected = sample.documents
+        return [TextSample((with_last(chosen, margin), with_last(rejected, nan)))]
+
+
+@dataclass(frozen=True)
+class UnpairedTransform(ConversationTransform):
+    """An answer that is good or bad; its last token has the label, 1 or 0. ``keys`` are the columns of the prompt, the
+    answer and the label."""
+
+    has_numbers: ClassVar[bool] = True
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample; of a pair two, the better one first."""
+        tools, found = read_tools(row, where), []
+        for messages, label in self._answers(row, where):
+            encoded = yield from self.template.asks(messages, where, tools)
+            if len(encoded) > 1:
+                raise DataError(
+                    f"{where}: the chat template renders earlier answers anew after each message, so an answer of "
+                    "several assistant messages is no single text"
+                )
+            document = fit(encoded[0], self.max_seq_len, self.overlong, where)
+            found.append(TextSample((with_last(document, label),)))
+        if len(found) == 2:
+            refuse_equal([sample.documents[0] for sample in found], ["chosen", "rejected"], where)
+        return found
+
+    def _answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
+        prompt_key, answer_key, label_key = self.keys
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
+        prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
+        pairs = [(answer_key, None)]
+        if row.get(answer_key) is None and row.get("chosen") is not None:
+            pairs = [("chosen", 1.0), ("rejected", 0.0)]
+        found = []
+        for key, known in pairs:
+            answer = as_messages(row[find_key(row, [key], where)], "assistant", where)
+            if answer[0].get("role") != "assistant":
+                raise DataError(f"{where}: column {key!r} must begin with the assistant: the prompt has its own column")
+            found.append(
+                (prompt + answer, read_label(row.get(label_key), label_key, where) if known is None else known)
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class ProcessTransform(ConversationTransform):
+    """An answer in steps; the token that ends a step has its label. ``keys`` are the columns of the prompt, the steps
+    (the first that a row has) and the labels."""
+
+    has_numbers: ClassVar[bool] = True
+    separator: str = "\n\n"
+
+    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+        """One sample."""
+        prompt_key, *step_keys, label_key = self.keys
+        prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
+        steps = read_list(row[find_key(row, step_keys, where)], "the steps", where)
+        labels = read_list(row[find_key(row, [label_key], where)], "the labels", where)
+        if len(steps) != len(labels):
+            raise DataError(f"{where}: {len(steps)} steps have {len(labels)} labels: each step needs one")
+        text, places = place_steps(self.template, prompt, steps, self.separator, where)
+        (tokens,) = yield [text]
+        ends = step_ends(tokens, places)
+        mask = np.zeros(len(tokens.input_ids), bool)
+        mask[ends] = True
+        if len(set(ends.tolist())) < len(ends):
+            raise DataError(f"{where}: two steps end in one token of this tokenizer: join them, or part them further")
+        numbers = np.full(len(mask), nan, np.float32)
+        numbers[ends] = [read_label(label, label_key, where) for label in labels]
+        document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
+        numbers = numbers[: len(document.input_ids)]
+        return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]

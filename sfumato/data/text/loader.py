@@ -1,0 +1,397 @@
+"""Micro-batches of text for each step of a run, the same samples on any number of processes, and its validation set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.data.background import STEPS_AHEAD, in_background
+from sfumato.data.epoch_order import refuse_repetition
+from sfumato.data.files.bad_rows import BadRows, bad_row_limit
+from sfumato.data.files.mixing import Order
+from sfumato.data.files.row_blocks import RowFile
+from sfumato.data.files.sources import Sources, open_sources, open_validation
+from sfumato.data.files.stored import digest_of
+from sfumato.data.media.cache import MediaCache, build_media_cache
+from sfumato.data.media.threads import open_ahead
+from sfumato.data.media.vision import Images, Vision
+from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of
+from sfumato.data.text.chat import ChatTemplate
+from sfumato.data.text.document_cost import SightedCost, default_cost
+from sfumato.data.text.format import TextSample, TextTransform, build_transform
+from sfumato.data.text.identity import identify_text
+from sfumato.data.text.notes import describe_text_data
+from sfumato.data.text.packing import make_batch, placeholder_tokens
+from sfumato.data.text.row_samples import samples_of
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_source import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
+from sfumato.data.text.token_store import Watch, build_token_store
+from sfumato.errors import ConfigError, DataError
+from sfumato.parallel.bin_packing import Bins, micro_batch_rule, pack
+from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.folder import run_date
+from sfumato.tracking.identity import Identity
+
+
+class TextLoader:
+    """This rank's micro-batches, step by step, from any step on.
+
+    The samples of a step are those that follow each other in the order of the data, from the position that the steps
+    before it have come to. Ranks and micro-batches only divide them.
+    """
+
+    def __init__(
+        self,
+        steps: StoreSteps | StreamSteps,
+        source_names: list[str],
+        data: TextDataConfig,
+        train: TextTrainConfig,
+        pad_token_id: int,
+        mesh: Mesh,
+        cost: Callable[[int], float],
+        sight: SightedCost | None = None,
+        media: MediaCache | None = None,
+    ) -> None:
+        """Use ``build_text_loader``."""
+        self._sight, self._media = sight, media
+        self.source_names = source_names
+        """Names of the sources, which ``TokenBatch.source_ids`` numbers."""
+        self.epoch_ended = False
+        """Whether an epoch ended within the step that was yielded last."""
+        self._steps, self._data, self._train = steps, data, train
+        self._pad, self._mesh, self._cost = pad_token_id, mesh, cache(cost)
+        self.fingerprint = steps.fingerprint
+        """Identifies the samples and their order."""
+        self.num_samples = steps.num_samples
+        """Samples of the data; None for streams."""
+        self.tokens_per_epoch = steps.tokens_per_epoch
+        """Tokens of the first epoch; None for streams."""
+        self._state = steps.begin()
+        self._total_steps: int | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run: those before ``restore`` and those that are left after it."""
+        if self._total_steps is None:
+            self._total_steps = self._state["step"] + self._steps.num_steps(self._state)
+        return self._total_steps
+
+    def state(self) -> State:
+        """Where the run is after the step that was yielded last, as JSON, whatever the ranks and batch sizes.
+
+        ``samples`` is the position: the samples that were used so far. ``step`` and ``tokens`` count with it. A stream
+        adds its place in the rows of each source.
+        """
+        return {"fingerprint": self.fingerprint, **self._state}
+
+    def restore(self, state: State) -> None:
+        """Goes on from a state; call it before ``steps``. Afterwards ``total_steps`` counts what is left from there.
+
+        Raises:
+            DataError: when it is the state of other data, or of another order.
+        """
+        if "rows" in state:
+            raise DataError(
+                "the checkpoint counts the rows of data.datasets_type iterable, as versions did that read all files "
+                "before the first step: where it is in the files cannot be told. Go on with that version, or start a "
+                "new run from the exported weights (model.model_path)"
+            )
+        if state["fingerprint"] != self.fingerprint:
+            raise DataError(
+                f"the data is not what the checkpoint was trained on: position {state['samples']} would mean other "
+                "samples, so that some would be lost or seen twice. Restore data.train_path, data.max_seq_len, the "
+                "tokenizer, train.seed and the like; or start a new run from the exported weights (model.model_path)"
+            )
+        self._state = {name: value for name, value in state.items() if name != "fingerprint"}
+        self._total_steps = None
+
+    def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[TokenBatch]]]:
+        """Steps, counted from 0, with this rank's micro-batches: as many on each rank, some may be placeholders.
+
+        Args:
+            from_step: the step of the state that was restored; 0 without one.
+        """
+        if from_step != self._state["step"]:
+            raise ValueError(f"the data is at step {self._state['step']}, not {from_step}: restore the loader's state")
+        prepared = ((step, self._micro_batches(step)) for step in self._steps.steps(self._state))
+        for number, (step, batches) in enumerate(in_background(prepared, STEPS_AHEAD), start=from_step):
+            self._state, self.epoch_ended = step.after, step.epoch_ended
+            yield number, batches
+
+    def is_epoch_due(self, every: int) -> bool:
+        """Whether the step that was yielded last ended an epoch, of which each ``every``-th counts; 0 is none."""
+        return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
+
+    def _micro_batches(self, step: Step) -> list[TokenBatch]:
+        """This data-parallel rank's micro-batches of a step."""
+        train, count = self._train, step.document_lengths.shape[1]
+        lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
+        capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
+        costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
+        if self._sight is not None:
+            costs = [
+                cost + sum(map(self._sight.of_images, step.image_shapes(position)))
+                for position, cost in enumerate(costs)
+            ]
+        by_rank = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
+        first = step.after["samples"] - len(step.sources)
+        own = by_rank[self._mesh.data_rank]
+        settings = (step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
+        if self._sight is None:
+            return _batches(own, step.read, first, *settings, None)
+        places = [position for positions in own for position in positions]
+        tensors = (self._media or self._sight.vision.reader).tensors
+        samples = dict(zip(places, open_ahead([step.read(position) for position in places], tensors), strict=True))
+        return _batches(own, samples.__getitem__, first, *settings, self._sight.vision)
+
+
+def build_text_loader(
+    data: TextDataConfig,
+    train: TextTrainConfig,
+    tokenizer_pad_id: int,
+    transform: TextTransform,
+    sources: Sources,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+    cost: Callable[[int], float] = default_cost,
+    sight: SightedCost | None = None,
+) -> TextLoader:
+    """The loader that a configuration asks for. Every rank must call it.
+
+    Data of the kind ``mapping`` is tokenised here, by rank 0, unless that was done before. Data of the kind
+    ``iterable`` is read and tokenised while steps are taken, by every rank, of which each trains its part.
+
+    Args:
+        data, train: the task's sections.
+        tokenizer_pad_id: token that fills rows up.
+        transform, sources: what makes samples of which rows.
+        mesh: the ranks.
+        say, watch: for messages and a progress bar, see ``build_token_store``.
+        cost: work that a document of some tokens makes, by which ranks are balanced.
+        sight: of a model that sees.
+
+    Raises:
+        ConfigError: when the end of the run cannot be known.
+        DataError: when rows cannot be used.
+    """
+    global_batch = train.global_batch_size or train.micro_batch_size * mesh.data_size
+    num_tokens = data.max_seq_len * transform.documents_per_sample
+    rule = StepRule(global_batch * (num_tokens if train.dyn_bsz else 1), by_tokens=train.dyn_bsz)
+    length = RunLength(train.max_steps, data.train_size, train.num_train_epochs)
+    media: MediaCache | None = None
+    order_key = [train.seed if data.shuffle else None, sources.mixing]  # what the order depends on besides the samples
+    if data.datasets_type == "mapping":
+        folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
+        with mesh.first_rank_first():
+            limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
+            store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
+            if data.cache_media:
+                media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
+        taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
+        refuse_repetition("train.global_batch_size", taken, len(store))
+        mixing = (sources.weights, sources.level, sources.stopping)
+        order = Order(store.lengths, store.source_of, store.names, *mixing, train.seed, data.shuffle)
+        steps: StoreSteps | StreamSteps = StoreSteps(
+            store, order, digest_of([store.fingerprint, *order_key]), rule, length
+        )
+    else:
+        if train.max_steps is None and not train.dyn_bsz:
+            raise ConfigError(
+                "data.train_size counts tokens, but how many the samples of data.datasets_type iterable have is not "
+                "known before: set train.max_steps, or train.dyn_bsz true"
+            )
+        assert isinstance(data.max_bad_rows, int)  # a share is refused by the configuration
+        bad_rows = BadRows(data.max_bad_rows, say)
+        stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
+        sizes = [
+            [item.path.stat().st_size if isinstance(item, RowFile) else len(item) for item in tables]
+            for tables in sources.tables
+        ]
+        content = [transform.fingerprint, sources.names, sizes]
+        order_key = [data.shuffle_buffer if data.shuffle else None, *order_key]
+        steps = StreamSteps(stream, digest_of(["stream", content, order_key]), rule, length)
+    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight, media)
+
+
+@dataclass(frozen=True)
+class AnsweredPrompt:
+    """The beginning of a validation sample, and how it goes on."""
+
+    input_ids: list[int]
+    """Tokens of the prompt."""
+    answer: list[int]
+    """Tokens of the expected answer."""
+    images: Images | None = None
+    """The images that stand in the prompt."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation set of a task that trains on text."""
+
+    batches: list[TokenBatch]
+    """This rank's micro-batches, as many as on the other ranks."""
+    prompts: list[AnsweredPrompt]
+    """Prompts to answer, the same on every rank."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
+
+
+class TextData(NamedTuple):
+    """The data of a task that trains on text."""
+
+    loader: TextLoader
+    """This rank's micro-batches, step by step."""
+    validation: Validation | None
+    """The validation set; None where there is none."""
+    identity: Identity
+    """Digests of what the data holds, for checkpoints."""
+
+
+def open_text_data(
+    config: Any,
+    tokenizer: Any,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+    cost: Callable[[int], float] = default_cost,
+    sight: SightedCost | None = None,
+) -> TextData:
+    """Everything that a task reads; every rank must call it.
+
+    Args:
+        config: the task's configuration, with the sections data, train and eval.
+        tokenizer: a fast tokenizer with a token for padding.
+        mesh, say, watch, cost, sight: see ``build_text_loader``.
+
+    Raises:
+        UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
+    """
+    data, train, pad = config.data, config.train, tokenizer.pad_token_id
+    facts_of(tokenizer).date = run_date(train)
+    transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
+    ends = adopt_answer_end(transform, tokenizer).describe()
+    for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
+        say(line)
+    sources, held_out = open_sources(data), open_validation(data)
+    if mesh.is_first:  # which alone writes the log: all rows may be read for it
+        for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
+            say(line)
+    identity = identify_text(config, sources, held_out, transform)
+    loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
+    vision = None if sight is None else sight.vision
+    validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say, vision)
+    return TextData(loader, _with_stops(validation, data, transform, tokenizer), identity)
+
+
+def adopt_answer_end(transform: TextTransform, tokenizer: Any) -> AnswerEnd:
+    """Makes a format's chat template the tokenizer's own, which exports carry. Returns how answers end."""
+    template = getattr(transform, "template", None)
+    if isinstance(template, ChatTemplate):
+        template.adopt()
+    return answer_end_of(tokenizer)
+
+
+def _with_stops(
+    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: Any
+) -> Validation | None:
+    """With the tokens that end an answer, up to the first of which answers are expected. A format of one's own without
+    a chat template ends its answers as it likes: by the last token of each."""
+    if validation is None:
+        return None
+    stops = {*answer_end_of(tokenizer).stop_token_ids}
+    if data.data_type.has_answers and not isinstance(getattr(transform, "template", None), ChatTemplate):
+        stops |= {prompt.answer[-1] for prompt in validation.prompts}
+    prompts = [replace(prompt, answer=_up_to(prompt.answer, stops)) for prompt in validation.prompts]
+    return replace(validation, prompts=prompts, stop_token_ids=tuple(sorted(stops)))
+
+
+def _up_to(tokens: list[int], stops: set[int]) -> list[int]:
+    """Tokens up to the first of those that end an answer, with it."""
+    ends = [place for place, token in enumerate(tokens) if token in stops]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def build_validation(
+    sources: Sources | None,
+    data: TextDataConfig,
+    train: TextTrainConfig,
+    evaluation: TextEvalConfig,
+    transform: TextTransform,
+    pad_token_id: int,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    vision: Vision | None = None,
+) -> Validation | None:
+    """Reads the first rows of each validation source. Broken rows are left out and named; they stop no run.
+
+    Returns:
+        None when there is no validation set.
+
+    Raises:
+        DataError: when no row of it can be used.
+    """
+    if sources is None:
+        return None
+    samples: list[TextSample] = []
+    origins: list[int] = []
+    for number, rows in enumerate(sources.rows):
+        indices = range(min(len(rows), -(-evaluation.num_rows // len(sources.rows))))
+        for _, found in samples_of(transform, rows, indices):
+            if isinstance(found, DataError):
+                say(f"validation row left out: {found}")
+                continue
+            samples += found
+            origins += [number] * len(found)
+    if not samples:
+        raise DataError("data.eval_path: no row of the validation set can be used")
+    lengths = [sample.num_tokens for sample in samples]
+    capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
+    if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
+        lengths, capacity = [1] * len(samples), train.micro_batch_size
+    by_rank = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
+    own = by_rank[mesh.data_rank]
+    batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh, vision)
+    return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
+
+
+def _batches(
+    bins: Bins,
+    read: Callable[[int], TextSample],
+    first_id: int,
+    sources: Sequence[int],
+    packed: bool,
+    pad_token_id: int,
+    mesh: Mesh,
+    vision: Vision | None,
+) -> list[TokenBatch]:
+    """Micro-batches of the samples at these positions, ``read`` one by one; see ``make_batch``."""
+    return [
+        make_batch(
+            [read(position) for position in positions],
+            [first_id + position for position in positions],
+            [sources[position] for position in positions],
+            packed,
+            pad_token_id,
+            placeholder_tokens(mesh),
+            vision,
+        )
+        for positions in bins
+    ]
+
+
+def _prompt(sample: TextSample) -> AnsweredPrompt:
+    """Splits the first document where the last run of its loss mask begins; plain text in its middle."""
+    document = sample.documents[0]
+    ids, loss_mask = document.input_ids.tolist(), document.loss_mask.tolist()
+    start, stop = len(ids) // 2, len(ids)
+    if not all(loss_mask[1:]):
+        start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)
+        while loss_mask[start - 1]:
+            start -= 1
+    return AnsweredPrompt(ids[:start], ids[start:stop], document.images)

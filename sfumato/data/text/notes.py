@@ -1,0 +1,96 @@
+"""What is said of text data before a run: files and keys that nothing reads, evaluation rows that are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import islice
+from typing import Any
+
+from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.folders import describe_left_out, shared_line
+from sfumato.data.files.rows import readable_rows
+from sfumato.data.files.sources import Sources
+from sfumato.data.text.format import TextTransform
+from sfumato.data.text.messages import unread_keys
+from sfumato.errors import DataError
+
+LOOKED_AT = 64
+"""Rows of a source whose keys are looked at."""
+COMPARED = 50_000
+"""Training rows of a source that is streamed which ``sfumato check`` compares evaluation rows with; of others, all."""
+OTHER_COLUMNS = (
+    "tools",
+    "functions",
+    "system",
+    "chosen",
+    "rejected",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+)
+"""Columns that formats of conversations read besides their keys."""
+
+
+def describe_text_data(
+    data: TextDataConfig, sources: Sources, held_out: Sources | None, transform: TextTransform, num_eval_rows: int
+) -> list[str]:
+    """Lines about what is left out in silence otherwise, of data that is not made in code.
+
+    Args:
+        data: the data section.
+        sources, held_out: of training and validation.
+        transform: what reads their rows.
+        num_eval_rows: most rows of the validation that are used.
+    """
+    if data.synthetic is not None:
+        return []
+    lines = describe_left_out(data.train_path, "data.train_path")
+    lines += describe_left_out(data.eval_path, "data.eval_path", held_out=True)
+    keys = getattr(transform, "keys", None)
+    if keys is None or sources.files is not None:
+        return lines
+    columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
+    template = getattr(transform, "template", None)
+    for name, table in zip(sources.names, sources.rows, strict=True):
+        rows = [row for _, row in islice(readable_rows(table), LOOKED_AT)]
+        if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
+            lines.append(f"{name}: not read: {', '.join(names)}")
+    if held_out is not None:
+        most = COMPARED if data.datasets_type == "iterable" else None
+        lines += _shared_rows(sources, held_out, sorted(columns), num_eval_rows, most)
+    return lines
+
+
+def _shared_rows(
+    sources: Sources, held_out: Sources, columns: list[str], num_eval_rows: int, most: int | None
+) -> list[str]:
+    """Evaluation rows that hold in the columns that are read what one of the training rows holds.
+
+    ``most`` is how many rows of each source of training are looked at; None is all.
+    """
+    places: dict[bytes, list[str]] = {}
+    num_rows = 0
+    for table in held_out.rows:
+        for index in range(min(len(table), -(-num_eval_rows // len(held_out.rows)))):
+            num_rows += 1
+            try:
+                places.setdefault(_digest(table[index], columns), []).append(table.describe(index))
+            except DataError:
+                continue  # a broken row is named where it is used
+    trained: dict[bytes, str] = {}
+    for table in sources.rows:
+        for index, row in islice(readable_rows(table), most):
+            digest = _digest(row, columns)
+            if digest in places and digest not in trained:
+                trained[digest] = table.describe(index)
+    shared = [(where, trained[digest]) for digest, wheres in places.items() if digest in trained for where in wheres]
+    return shared_line(shared, num_rows)
+
+
+def _digest(row: dict[str, Any], columns: list[str]) -> bytes:
+    content = {column: row[column] for column in columns if row.get(column) is not None}
+    return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()

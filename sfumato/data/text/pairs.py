@@ -1,0 +1,61 @@
+"""A better and a worse answer to one prompt: the conversations that a row of preference data holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sfumato.data.text.format import find_key
+from sfumato.data.text.messages import Messages, read_messages
+from sfumato.errors import DataError
+
+
+def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Messages, Messages]:
+    """Both conversations from their beginning; what they share is not in the loss.
+
+    Args:
+        row: of the data.
+        keys: columns of the prompt, the better and the worse answer; without the first when conversations are whole.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when they differ in anything but the assistant's answer, or in nothing.
+    """
+    *prompt_key, chosen_key, rejected_key = keys
+    prompt_value = row.get(prompt_key[0]) if prompt_key else None
+    answers = [row[find_key(row, [key], where)] for key in (chosen_key, rejected_key)]
+    if prompt_value is None:
+        chosen, rejected = (read_messages(answer, where, row.get("system")) for answer in answers)
+    else:
+        prompt = as_messages(prompt_value, "user", where, row.get("system"))
+        chosen, rejected = (_after_prompt(prompt, as_messages(answer, "assistant", where), where) for answer in answers)
+    if chosen == rejected:
+        raise DataError(f"{where}: {chosen_key} and {rejected_key} are the same")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    for name, messages in ((chosen_key, chosen), (rejected_key, rejected)):
+        if shared == len(messages) or messages[shared].get("role") != "assistant":
+            raise DataError(
+                f"{where}: {chosen_key} and {rejected_key} must differ in the assistant's answer only, but "
+                f"message {shared + 1} of {name} is {_role_at(messages, shared)}"
+            )
+    history = [{**message, "loss_mask": 0} for message in chosen[:shared]]
+    return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
+
+
+def as_messages(value: Any, role: str, where: str, system: Any = None) -> Messages:
+    """A conversation as it is, a text as a message of that role; ``system`` as ``read_messages`` has it."""
+    return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)
+
+
+def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:
+    """The whole conversation, whether or not the column of the answer repeats the prompt."""
+    if answer[0].get("role") == "assistant":
+        return prompt + answer
+    if not all(message in answer for message in prompt):
+        raise DataError(f"{where}: an answer that does not begin with the assistant must repeat the prompt")
+    return answer
+
+
+def _role_at(messages: Messages, index: int) -> str:
+    return "missing" if index == len(messages) else f"of role {messages[index].get('role')!r}"

@@ -1,0 +1,96 @@
+"""Formats of prompts that lie in files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.files.rows import RowTable, open_rows, text_field
+from sfumato.data.text.format import find_key
+from sfumato.data.text.messages import read_messages, read_tools, without_absent
+from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages
+from sfumato.errors import DataError
+
+
+@dataclass(frozen=True)
+class Prompts(PromptFormat):
+    """A column of texts or of messages; all other columns are metadata."""
+
+    type: ClassVar[str] = "prompts"
+
+    prompt_key: str = "prompt"
+    """Column of the prompt."""
+
+    def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
+        del seed
+        option = f"{split}_path"
+        return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}", split == "eval")
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, [self.prompt_key], where)
+        content = text_or_messages(row[key], where, key)
+        return PromptRow(content, other_columns(row, key, "tools"), read_tools(row, where))
+
+
+@dataclass(frozen=True)
+class QuestionAnswer(PromptFormat):
+    """Questions with answers that end in the solution, as in GSM8K: ``... #### 1,234``."""
+
+    type: ClassVar[str] = "gsm8k"
+    text_column: ClassVar[str] = "question"
+
+    marker: str = "####"
+    """The correct answer is what stands after the last of it in column answer, without the commas within numbers; empty
+    takes the whole column."""
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        solution = text_field(row, "answer", where)
+        if self.marker and self.marker not in solution:
+            raise DataError(
+                f"{where}: column 'answer' holds no {self.marker!r}, after which the answer stands: mend the row, or "
+                "set data.data_type.marker, which is empty where the whole column is the answer"
+            )
+        answer = solution.rpartition(self.marker)[2].strip() if self.marker else solution.strip()
+        if not answer:
+            raise DataError(f"{where}: nothing stands after {self.marker!r} in column 'answer'")
+        bare = answer.replace(",", "")
+        answer = bare if bare.lstrip("-$").replace(".", "", 1).isdigit() else answer
+        metadata = other_columns(row, "question") | {"answer": answer, "solution": solution}
+        return PromptRow(text_field(row, "question", where), metadata)
+
+
+@dataclass(frozen=True)
+class Verl(PromptFormat):
+    """verl's parquet files, which DAPO's are too: messages in ``prompt``, the answer in
+    ``reward_model.ground_truth``, beside ``data_source``, ``ability`` and ``extra_info``."""
+
+    type: ClassVar[str] = "verl"
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, ["prompt"], where)
+        reward_model = row.get("reward_model")
+        if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+            raise DataError(f"{where}: column 'reward_model' must hold ground_truth, not {reward_model!r}")
+        others = without_absent(other_columns(row, key, "tools"))
+        metadata = others | {"answer": reward_model["ground_truth"]}
+        return PromptRow(text_or_messages(row[key], where, key), metadata, read_tools(row, where))
+
+
+@dataclass(frozen=True)
+class ShareGPT(PromptFormat):
+    """Conversations in ``conversations`` or ``messages``; the assistant's last message is the answer, what stands
+    before it the prompt."""
+
+    type: ClassVar[str] = "sharegpt"
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        key = find_key(row, ["conversations", "messages"], where)
+        messages = read_messages(row[key], where, row.get("system"))
+        metadata = other_columns(row, key, "tools", "system")
+        if messages[-1].get("role") == "assistant":
+            *messages, answer = messages
+            metadata["answer"] = answer.get("content")
+        if all(message["role"] in ("system", "developer") for message in messages):
+            raise DataError(f"{where}: the conversation is an answer without a prompt")
+        return PromptRow(messages, metadata, read_tools(row, where))

@@ -1,0 +1,117 @@
+"""Tasks of environments of the package verifiers (0.4 and newer), which keeps them as installed packages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.config.trust import refuse_code
+from sfumato.data.files.rows import RowTable
+from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow
+from sfumato.errors import ConfigError, DataError, MissingDependencyError
+
+KEY = "verifiers"
+"""Column of the metadata that says which task of which environment a prompt is."""
+
+
+@dataclass(frozen=True)
+class VerifiersTasks(PromptFormat):
+    """Tasks of an environment of verifiers, for rollout.kind verifiers; some are held out for evaluation."""
+
+    type: ClassVar[str] = "verifiers"
+    makes_rows: ClassVar[bool] = True
+
+    environment: str
+    """Name of the installed package that holds the tasks (its taskset id)."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the environment, as its `env` section has them, such as `{taskset: {num_tasks: 100}}`.
+    Without others the agent is verifiers' own chat program (`null`) in a process of this machine."""
+    num_eval: int = 64
+    """Tasks that are held out for evaluation: the first."""
+
+    def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
+        del config, seed
+        made = json.dumps(self.config, sort_keys=True)
+        tasks = load_tasks(self.environment, made)
+        numbers = range(self.num_eval) if split == "eval" else range(self.num_eval, len(tasks))
+        if not 0 < self.num_eval < len(tasks):
+            raise DataError(
+                f"data.data_type.num_eval is {self.num_eval}, but environment {self.environment} has {len(tasks)} "
+                "tasks: some must be left for training and for evaluation"
+            )
+        return _TaskRows(self.environment, self.config, tasks, numbers)
+
+    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+        del where
+        return PromptRow(row["prompt"], {KEY: row[KEY]})
+
+
+@dataclass(frozen=True)
+class _TaskRows:
+    environment: str
+    config: dict[str, Any]
+    tasks: list[Any]
+    numbers: range
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = self.numbers[index]
+        about = {"environment": self.environment, "config": self.config, "task": number}
+        return {"prompt": self.tasks[number].data.prompt_text.strip() or f"task {number}", KEY: about}
+
+    def describe(self, index: int) -> str:
+        return f"environment {self.environment}, task {self.numbers[index]}"
+
+    def fingerprint(self) -> str:
+        return f"{self.environment} {json.dumps(self.config, sort_keys=True)} {self.numbers}"
+
+
+@cache
+def load_tasks(environment: str, config: str) -> list[Any]:
+    """The tasks of an environment. Arguments and errors as ``load_environment``."""
+    return list(load_environment(environment, config).taskset)
+
+
+def load_environment(environment: str, config: str) -> Any:
+    """An environment of verifiers.
+
+    Args:
+        environment: id of its taskset.
+        config: further settings as JSON.
+
+    Raises:
+        MissingDependencyError: when verifiers is not installed.
+        ConfigError: when there is no such environment, its tasks have no end, or settings are wrong.
+    """
+    refuse_code(f"environment {environment} of verifiers")
+    return _load_environment(environment, config)
+
+
+@cache
+def _load_environment(environment: str, config: str) -> Any:
+    try:
+        import verifiers.v1 as verifiers
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"environments of verifiers need the package verifiers, 0.4 or newer ({error}): pip install "
+            "'verifiers>=0.4'"
+        ) from error
+    values = json.loads(config)
+    values = {**values, "taskset": {**values.get("taskset", {}), "id": environment}}
+    try:
+        cls = verifiers.environment_class(environment, values.get("id", ""))
+        if cls is verifiers.SingleAgentEnv:
+            values["agent"] = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}} | values.get("agent", {})
+        env = verifiers.load_environment(verifiers.resolve_env_config(values))
+    except Exception as error:  # whatever the package of an environment raises
+        raise ConfigError(
+            f"cannot load environment {environment!r} of verifiers: {type(error).__name__}: {error}"
+        ) from error
+    if not env.taskset.bounded:
+        raise ConfigError(f"environment {environment!r} of verifiers has tasks without end, which cannot be held out")
+    return env

@@ -1,0 +1,160 @@
+"""How a conversation becomes the tokens that a language model goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from sfumato.config.characters import whole_characters
+from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
+from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
+from sfumato.data.text.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast, has_content
+from sfumato.data.text.stop_strings import before_stop, completes_stop
+from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
+from sfumato.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.media.vision import ImageReader
+
+Tools = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """Renders prompts with the chat template of a tokenizer, or leaves them as they are."""
+
+    tokenizer: Any
+    """A fast transformers tokenizer."""
+    chat: ChatTemplate | None = None
+    """None leaves prompts as they are."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    system_prompt: str | None = None
+    """First message of conversations that do not begin with one of role system."""
+    reader: ImageReader | None = None
+    """Of a model that sees: then contents may be lists of parts."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; it says nothing from there on."""
+    without_text: frozenset[int] = frozenset()
+    """Numbers of tokens that a model may draw, but this tokenizer has not."""
+
+    @cached_property
+    def answer_end(self) -> AnswerEnd:
+        """How answers end. Prompts that are left as they are may have been rendered before, so that then the end of the
+        tokenizer's own chat template counts, too."""
+        if self.chat is not None:
+            return self.chat.answer_end
+        plain = plain_answer_end(self.tokenizer)
+        if not self.tokenizer.chat_template:
+            return plain
+        try:
+            own = build_chat_template(None, self.tokenizer).answer_end
+        except ConfigError:  # of a template that is not used
+            return plain
+        return replace(own, taught=None, taught_after_call=None, declared=own.tokens)
+
+    @property
+    def media_tokens(self) -> set[int]:
+        """Tokens that stand for images. One that is drawn ends an answer, since there is no image of which it says
+        something."""
+        return set() if self.reader is None else self.reader.media_tokens()
+
+    def messages_of(self, content: str | list[Message], where: str) -> list[Message] | None:
+        """The conversation that a prompt begins, checked; None where the prompt is a text and remains one.
+
+        Raises DataError that names ``where`` and the message.
+        """
+        if self.chat is None:
+            if isinstance(content, str):
+                return None
+            raise DataError(
+                f"{where}: the prompt is a list of messages, which data.chat_template none cannot render: give a chat "
+                "template"
+            )
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        check_prompt(messages, where, has_parts=self.reader is not None)
+        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self.system_prompt}, *messages]
+        return messages
+
+    def render(self, messages: list[Message], where: str, tools: Tools | None = None, prompt: bool = True) -> str:
+        """The text of a conversation, with the beginning of an answer; raises as ``ChatTemplate.render``."""
+        assert self.chat is not None, "there is no chat template"
+        return self.chat.render(messages, where, tools, prompt=prompt, options=self.options)
+
+    def encode(self, texts: Sequence[str], is_beginning: bool = True) -> list[list[int]]:
+        """The tokens of texts that were rendered, or that are to remain as they are.
+
+        Args:
+            texts: special tokens in them become what they stand for.
+            is_beginning: nothing stands before; then a plain prompt gets the token that begins a text, where the
+                tokenizer puts one there by itself. Chat templates write it themselves.
+        """
+        known = [whole_characters(text) for text in texts]  # what tools and agents say may hold halves of characters
+        found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(known)]
+        begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
+        bos = self.tokenizer.bos_token_id
+        return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in found]
+
+    def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
+        """The text of drawn tokens.
+
+        Args:
+            token_ids: the tokens.
+            stop: without it, special tokens are left out; with it, only one of these at the end is, so that special
+                tokens which mark a call of a tool are seen.
+            is_cut: whether it ends before a text that ends an answer; calls of tools may end with such a text.
+        """
+        ids = list(token_ids)
+        if ids and ids[-1] in (self.answer_end.stop_token_ids if stop is None else stop):
+            ids = ids[:-1]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
+        return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)
+
+    def completes_stop(self, token_ids: Sequence[int]) -> bool:
+        """Whether the last of the tokens of an answer completes a text that ends it."""
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return completes_stop(token_ids, self.stop, decode)
+
+    def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
+        """The tokens of a single prompt. Raises DataError as ``messages_of`` and ``render``."""
+        messages = self.messages_of(content, where)
+        text = content if messages is None else self.render(messages, where, tools)
+        return self.encode([str(text)])[0]
+
+
+def build_prompt_template(
+    config: TextPromptDataConfig, tokenizer: Any, reader: ImageReader | None = None
+) -> PromptTemplate:
+    """The template of a configuration; ``reader`` is that of a model that sees.
+
+    Raises ConfigError when it does not fit the tokenizer.
+    """
+    stay_in_one_thread()
+    if config.chat_template == PLAIN:
+        check_fast(tokenizer)
+        return PromptTemplate(tokenizer)
+    if config.chat_template is None and not tokenizer.chat_template:
+        raise ConfigError(
+            "the tokenizer has no chat template: set data.chat_template to chatml or to a Jinja file, or to none, "
+            "which leaves prompts as they are"
+        )
+    chat = build_chat_template(config.chat_template, tokenizer)
+    return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt, reader)
+
+
+def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -> None:
+    """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends. Contents that
+    are lists of parts, where there may be some, were checked when they were read."""
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        place = f"{where}: message {index + 1}"
+        if role not in ROLES:
+            raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
+        if not has_content(message) and not (has_parts and isinstance(content, list)):
+            raise DataError(f"{place} ({role}): content must be a non-empty text, not {content!r}")
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        last = repr(messages[-1]["role"]) if messages else "nothing"
+        raise DataError(f"{where}: a prompt must end with a message of role user or tool, not with {last}")

@@ -1,0 +1,313 @@
+"""Prompts for reinforcement learning of language models: their tokens, and which of them an iteration samples."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from sfumato.algorithms.noise import keyed_generator
+from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.config.user_functions import import_function
+from sfumato.data.files.folders import describe_left_out, shared_line
+from sfumato.data.files.rows import RowTable
+from sfumato.data.media.image_conversation import as_text, images_of
+from sfumato.data.media.vision import Images
+from sfumato.data.prompt_loader import PromptLoader
+from sfumato.data.synthetic.text import SyntheticRows
+from sfumato.data.text.messages import Messages
+from sfumato.data.text.prompt_formats.base import PromptRow
+from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.row_samples import FiledRow, filed_row
+from sfumato.errors import ConfigError, DataError
+
+Curriculum = Callable[[int, list[dict[str, Any]], int], Any]
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt with what its reward needs to know."""
+
+    token_ids: tuple[int, ...]
+    """What the policy goes on with: chat template, tools and the beginning of an answer included."""
+    text: str
+    """The prompt as people read it: a plain text, or the user's last message."""
+    messages: Messages | None
+    """The whole conversation; None for a plain text that no chat template was laid around."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What rewards need, such as ``answer``."""
+    where: str = ""
+    """File and row, for messages."""
+    tools: Tools | None = None
+    """JSON schemas of the tools that the chat template has shown."""
+    images: Images | None = None
+    """Those that stand in it."""
+
+
+def load_text_prompts(
+    config: TextPromptDataConfig,
+    template: PromptTemplate,
+    split: str,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+    tools: Tools | None = None,
+    log: Callable[[str], None] = print,
+) -> list[TextPrompt]:
+    """All prompts of a split, with their tokens.
+
+    Args:
+        config: the data section.
+        template: of ``build_prompt_template``.
+        split: "train" or "eval".
+        seed: of problems that are made in code.
+        limit: only the first so many; of the evaluation, eval.num_prompts.
+        tools: JSON schemas of the rollout's tools, shown with each prompt whose row brings none.
+        log: is told how many prompts were too long.
+
+    Raises:
+        DataError: when a file or row is missing or broken, a prompt is longer than ``max_prompt_tokens`` and that is
+            to be an error, or fewer than ``limit`` prompts are left.
+    """
+    rows, read = _open(config, split, seed)
+    if config.synthetic is None and not config.data_type.makes_rows:
+        for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
+            log(line)
+    prompts, too_long, index = [], [], 0
+    while index < len(rows) and (limit is None or len(prompts) < limit):
+        size = min(512, len(rows) - index) if limit is None else min(limit - len(prompts), len(rows) - index)
+        for prompt in _encode(range(index, index + size), rows, read, template, tools):
+            if len(prompt.token_ids) > config.max_prompt_tokens:
+                too_long.append(f"{prompt.where} ({len(prompt.token_ids)} tokens)")
+                prompt = _fitted(prompt, config)
+            if prompt is not None:
+                prompts.append(prompt)
+        index += size
+    if too_long:
+        what = "left out" if config.overlong == "drop" else f"cut to their last {config.max_prompt_tokens} tokens"
+        log(
+            f"data.{split}_path: {len(too_long)} of {index} prompts are longer than data.max_prompt_tokens "
+            f"{config.max_prompt_tokens} and were {what}; the first is {too_long[0]}"
+        )
+    if not prompts or (limit is not None and len(prompts) < limit):
+        asked = "" if limit is None else f", but {limit} are asked for (eval.num_prompts)"
+        dropped = f" and {len(too_long)} too long" if too_long and config.overlong == "drop" else ""
+        raise DataError(f"{_origin(config, split)}: has {len(prompts)} usable prompts{dropped}{asked}")
+    return prompts
+
+
+def _open(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable, Callable[..., PromptRow]]:
+    """The rows, and what reads them."""
+    if config.synthetic is None:
+        return config.data_type.open(config, split, seed), config.data_type.read
+    rows, about = SyntheticRows(config.synthetic, seed, held_out=split == "eval"), {"problem": config.synthetic.problem}
+
+    def read(row: FiledRow, where: str) -> PromptRow:
+        own = {name: row[name] for name in ("prompt", "answer", "images", "audios") if name in row}
+        return config.data_type.read(FiledRow(own | about), where)
+
+    return rows, read
+
+
+def _origin(config: TextPromptDataConfig, split: str) -> str:
+    if config.synthetic is not None:
+        return "data.synthetic"
+    return f"data.data_type {config.data_type.type}" if config.data_type.makes_rows else f"data.{split}_path"
+
+
+def _encode(
+    indices: range, rows: RowTable, read: Callable[..., PromptRow], template: PromptTemplate, tools: Tools | None
+) -> list[TextPrompt]:
+    """Some prompts, encoded in one call of the tokenizer."""
+    found, texts = [], []
+    for index in indices:
+        where = rows.describe(index)
+        row = read(filed_row(rows, index), where)
+        shown = row.tools or tools
+        messages, images = template.messages_of(row.content, where), None
+        text = row.content if messages is None else template.render(messages, where, shown)
+        if template.reader is not None and messages is not None:
+            replacements, shapes = template.reader.place_files(row.images, where)
+            text, _ = template.reader.expand(text, [], replacements, where)
+            images = images_of(row.images, shapes, where)
+            messages = [message | {"content": as_text(message.get("content"))} for message in messages]
+        texts.append(text)
+        found.append((row, messages, shown, where, images))
+    prompts, media = [], template.media_tokens
+    for (row, messages, shown, where, images), ids in zip(found, template.encode(texts), strict=True):
+        if not ids:
+            raise DataError(f"{where}: the tokenizer makes no token of the prompt")
+        if ids[-1] in media:
+            raise DataError(
+                f"{where}: the prompt ends with an image, a video or audio: let the chat template end it with a text"
+            )
+        last = next((each["content"] for each in reversed(messages or []) if each["role"] == "user"), None)
+        text = row.content if isinstance(row.content, str) else last or messages[-1]["content"]
+        tools_shown = shown if messages else None
+        prompts.append(TextPrompt(tuple(ids), text, messages, row.metadata, where, tools_shown, images))
+    return prompts
+
+
+def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | None:
+    """What becomes of a prompt that is too long; None leaves it out."""
+    if config.overlong == "drop":
+        return None
+    if config.overlong == "truncate_left" and prompt.images is not None:
+        raise DataError(
+            f"{prompt.where}: cut to data.max_prompt_tokens {config.max_prompt_tokens} the prompt could lose an image "
+            "or another medium: raise it, or set data.overlong to drop"
+        )
+    if config.overlong == "truncate_left":
+        return replace(prompt, token_ids=prompt.token_ids[-config.max_prompt_tokens :])
+    raise DataError(
+        f"{prompt.where}: the prompt has {len(prompt.token_ids)} tokens, more than data.max_prompt_tokens "
+        f"{config.max_prompt_tokens}: raise it, or set data.overlong to drop or truncate_left"
+    )
+
+
+def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequence[TextPrompt]) -> list[str]:
+    """A line about evaluation prompts whose tokens are those of training prompts; none where there are none."""
+    trained: dict[tuple[int, ...], str] = {}
+    for prompt in prompts:
+        if prompt.images is None:
+            trained.setdefault(prompt.token_ids, prompt.where)
+    shared = [
+        (prompt.where, trained[prompt.token_ids])
+        for prompt in eval_prompts
+        if prompt.images is None and prompt.token_ids in trained
+    ]
+    return shared_line(shared, len(eval_prompts))
+
+
+def check_text_prompts(prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, dict[str, Any]], Any]]) -> None:
+    """Runs what rewards demand of a row on every prompt, before anything is sampled.
+
+    Raises DataError that names file and row.
+    """
+    for prompt in prompts:
+        for check in checks:
+            try:
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # what a reward does to it is its own matter
+            except DataError as error:
+                raise DataError(f"{prompt.where}: {error}") from error
+
+
+def _imported(path: str) -> Curriculum:
+    try:
+        return import_function(path)
+    except ConfigError as error:
+        raise ConfigError(f"data.curriculum: {error}") from error
+
+
+class TextPromptLoader(PromptLoader):
+    """Groups of an iteration, shuffled anew in each epoch or as a curriculum says, and prompts to replace some of them.
+
+    Everything is a function of (seed, iteration), so that a run that is resumed goes on as if it had not been ended.
+    """
+
+    def __init__(
+        self, prompts: Sequence[TextPrompt], num_prompts: int, group_size: int, seed: int, curriculum: str | None = None
+    ) -> None:
+        """Plans the groups.
+
+        Args:
+            prompts: those of training.
+            num_prompts: groups of one iteration.
+            group_size: samples of a group.
+            seed: of the order.
+            curriculum: import path of a function ``(iteration, metadata, seed)``. ``metadata`` is a list with the
+                metadata of each prompt. It returns row numbers in the order in which they are to be taken (integers),
+                or a weight for each row (floats, at least 0), by which rows are drawn without repetition.
+
+        Raises:
+            ConfigError: when there is no such function.
+            DataError: when an iteration takes each prompt absurdly often.
+        """
+        super().__init__(len(prompts), num_prompts, group_size, seed)
+        self.count, self.seed, self.path = len(prompts), seed, curriculum
+        self._curriculum: Curriculum | None = None if curriculum is None else _imported(curriculum)
+        self._metadata = [prompt.metadata for prompt in prompts]
+        self._known: tuple[int, list[int]] = (-1, [])
+
+    @classmethod
+    def from_config(cls, prompts: Sequence[TextPrompt], config: Any) -> TextPromptLoader:
+        """Of a run of RL. Raises as the class itself."""
+        rollout = config.rollout
+        return cls(prompts, rollout.num_prompts, rollout.n, config.train.seed, config.data.curriculum)
+
+    def groups(self, iteration: int) -> list[int]:
+        """The prompts of one iteration by number; the i-th is group i. Raises ConfigError as the curriculum errs."""
+        if self._curriculum is None:
+            return super().groups(iteration)
+        order = self._order_of(iteration)
+        if len(order) < self.num_prompts:
+            raise ConfigError(
+                f"data.curriculum {self.path}: gave {len(order)} rows for iteration {iteration}, fewer than "
+                f"rollout.num_prompts {self.num_prompts}"
+            )
+        return order[: self.num_prompts]
+
+    def replacements(self, iteration: int, count: int) -> list[int]:
+        """Prompts that may stand in for others of the iteration: at most ``count``, each once, none of its own.
+
+        With a curriculum those that follow in its order; else drawn from all, so that the next iteration is the same
+        whether or not they are used.
+        """
+        own = set(self.groups(iteration))
+        if self._curriculum is not None:
+            order = self._order_of(iteration)
+        else:
+            generator = keyed_generator(self.seed, "replacement prompts", iteration)
+            order = torch.randperm(self.count, generator=generator).tolist()
+        return [row for row in dict.fromkeys(order) if row not in own][:count]
+
+    def _order_of(self, iteration: int) -> list[int]:
+        """What the curriculum says, asked once for an iteration."""
+        if self._known[0] != iteration:
+            assert self._curriculum is not None
+            try:
+                given = self._curriculum(iteration, copy.deepcopy(self._metadata), self.seed)
+            except Exception as error:  # whatever a function of one's own raises
+                raise ConfigError(
+                    f"data.curriculum {self.path}: raised {type(error).__name__}: {error} for iteration {iteration}"
+                ) from error
+            self._known = (iteration, self._checked(given, iteration))
+        return self._known[1]
+
+    def _checked(self, given: Any, iteration: int) -> list[int]:
+        """Row numbers in order, drawn where the function gave weights."""
+        name = f"data.curriculum {self.path}: for iteration {iteration}"
+        values = given.tolist() if hasattr(given, "tolist") else list(given) if isinstance(given, Sequence) else None
+        if values is None or not all(
+            isinstance(value, numbers.Real) and not isinstance(value, bool) for value in values
+        ):
+            raise ConfigError(f"{name} it must return a list of row numbers or of weights, not {type(given).__name__}")
+        if all(isinstance(value, numbers.Integral) for value in values):
+            wrong = [value for value in values if not 0 <= value < self.count]
+            if wrong:
+                raise ConfigError(f"{name} it gave row {wrong[0]}, but rows are 0 to {self.count - 1}")
+            return [int(value) for value in values]
+        if len(values) != self.count:
+            raise ConfigError(f"{name} it gave {len(values)} weights for {self.count} rows")
+        if not all(math.isfinite(value) and value >= 0 for value in values):
+            raise ConfigError(f"{name} it gave a weight that is negative or not finite")
+        return draw_by_weight(values, keyed_generator(self.seed, "curriculum", iteration))
+
+
+def draw_by_weight(weights: Sequence[float], generator: torch.Generator) -> list[int]:
+    """Rows of positive weight in a random order, each drawn by its share of the weights that are left.
+
+    Sorts exponential variables divided by the weights, which is the same (Efraimidis and Spirakis, 2006).
+    """
+    uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64).numpy()
+    positive = np.asarray(weights, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        keys = np.where(positive > 0, -np.log1p(-uniform) / positive, np.inf)
+    order = np.argsort(keys, kind="stable")
+    return [int(row) for row in order if positive[row] > 0]

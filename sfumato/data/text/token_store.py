@@ -1,0 +1,416 @@
+"""Tokens of whole datasets: made once, kept as plain arrays on disk, read through memory maps."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from sfumato.config.file_checks import read_json
+from sfumato.config.writing import make_new_folder, open_new, write_atomically
+from sfumato.data.files.bad_rows import BadRows, describe_bad_rows
+from sfumato.data.files.file_digests import signature_of
+from sfumato.data.files.rows import RowTable
+from sfumato.data.files.sources import Sources
+from sfumato.data.files.stored import (
+    MANIFEST,
+    check_file,
+    close_on_disk,
+    digest_of,
+    make_cache_folder,
+    open_cache_lock,
+    read_manifest,
+)
+from sfumato.data.media.kinds import DrawnFile, Medium
+from sfumato.data.media.pictures import VERSION as PICTURES
+from sfumato.data.media.vision import Images
+from sfumato.data.text.format import Document, TextSample, TextTransform
+from sfumato.data.text.row_samples import filed_row, samples_of
+from sfumato.errors import DataError
+
+MEDIA = "media.json"
+"""Of a store whose documents may have images: how pictures are read, and which files of which sizes and times."""
+
+CHUNK_ROWS = 256
+"""Rows that a process tokenises at a time."""
+
+COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2"}
+"""Files of a store and what they hold: per token, per token (the loss mask), per document, per sample."""
+
+NUMBERS = {"numbers": "<f4"}
+"""Likewise, per token, where the format says numbers of tokens."""
+
+IMAGES = {"row_of": "<i8", "image_counts": "<i4", "image_shapes": "<i4"}
+"""Likewise, per sample, per document and per image (three each), where documents may have images. The images stay where
+they are."""
+
+Watch = Callable[[Iterable[Any], int], Iterable[Any]]
+
+
+class TokenStore:
+    """The samples of a dataset, in the order of sources and rows."""
+
+    def __init__(self, folder: Path, sources: Sources, transform: TextTransform) -> None:
+        """Opens a finished store of these sources, made by this transform.
+
+        Raises:
+            DataError: when a file is missing, damaged or of the wrong size.
+        """
+        manifest = read_manifest(folder, "token store")
+        kinds = COLUMNS | (NUMBERS if "numbers" in manifest else {}) | (IMAGES if "row_of" in manifest else {})
+        columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in kinds.items()}
+        self.folder = folder
+        self.names = list(sources.names)
+        """Names of the sources."""
+        self.documents_per_sample: int = manifest["documents_per_sample"]
+        """1, or 2 for pairs."""
+        self.fingerprint: str = manifest["fingerprint"]
+        """Identifies the samples and their order, wherever the files lie."""
+        self.bad_rows: list[str] = manifest["bad_rows"]
+        """Why rows were left out, one message for each."""
+        self.source_of: np.ndarray = columns["source_of"]
+        """Number of the source of each sample: int16 ``[N]``."""
+        self.document_lengths = columns["document_lengths"].reshape(-1, self.documents_per_sample)
+        """Tokens of each document: int64 ``[N, documents_per_sample]``."""
+        self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
+        """Tokens of each sample: int64 ``[N]``."""
+        self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
+        self._numbers = columns.get("numbers")
+        self._ends = np.cumsum(columns["document_lengths"])
+        self._rows, self._transform = sources.rows, transform
+        self._row_of: np.ndarray | None = columns.get("row_of")
+        if self._row_of is not None:
+            self._image_ends = np.cumsum(columns["image_counts"], dtype=np.int64)
+            self._image_shapes = columns["image_shapes"].reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, index: int) -> TextSample:
+        """The tokens of a sample, as views of the files."""
+        first = index * self.documents_per_sample
+        documents = []
+        for number in range(first, first + self.documents_per_sample):
+            stop = int(self._ends[number])
+            start = int(self._ends[number - 1]) if number else 0
+            numbers = None if self._numbers is None else self._numbers[start:stop]
+            parts = (self._tokens[start:stop], self._loss_mask[start:stop].view(bool), numbers)
+            documents.append(Document(*parts, self._images(index, number)))
+        return TextSample(tuple(documents))
+
+    def image_shapes(self, index: int) -> list[np.ndarray]:
+        """``Images.shapes`` of the documents of a sample that have images; nothing is opened."""
+        first = index * self.documents_per_sample
+        found = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
+        return [shapes for shapes in found if len(shapes)]
+
+    def _shapes(self, number: int) -> np.ndarray:
+        if self._row_of is None:
+            return np.zeros((0, 3), np.int32)
+        return self._image_shapes[int(self._image_ends[number - 1]) if number else 0 : int(self._image_ends[number])]
+
+    def media(self, index: int) -> list[MediaPlace]:
+        """Where the media of the documents of a sample are that have some; nothing is opened."""
+        place = (int(self.source_of[index]), int(self._row_of[index])) if self._row_of is not None else (0, 0)
+        return [MediaPlace(*place, shapes) for shapes in self.image_shapes(index)]
+
+    def _images(self, index: int, number: int) -> Images | None:
+        shapes = self._shapes(number)
+        if not len(shapes):
+            return None
+        place = MediaPlace(int(self.source_of[index]), int(self._row_of[index]), shapes)
+        return find_images(self._rows, self._transform, place)
+
+
+class MediaPlace(NamedTuple):
+    """Where the media of a document are: source, row, and their ``Images.shapes``."""
+
+    source: int
+    row: int
+    shapes: np.ndarray
+
+
+def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Images:
+    """The media of a document; ``rows`` are those of each source, from which ``transform`` made it."""
+    table, row, shapes = rows[place.source], place.row, place.shapes
+    return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
+
+
+def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray) -> Sequence[Medium]:
+    """The first images of a row, and the first that are drawn, as many as there are shapes of each kind."""
+    media = transform.files(filed_row(rows, index), rows.describe(index))
+    drawn = [medium for medium in media if isinstance(medium, DrawnFile)]
+    seen, count = [medium for medium in media if not isinstance(medium, DrawnFile)], int((shapes.sum(1) == 0).sum())
+    return [*seen[: len(shapes) - count], *drawn[:count]]
+
+
+def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
+    """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
+    place = folder / _key(sources, transform)
+    return TokenStore(place, sources, transform) if _is_whole(place, transform) else None
+
+
+def _is_whole(place: Path, transform: TextTransform) -> bool:
+    """Whether a store has been made, and the files of the media in it are still those of which it was made."""
+    if not (place / MANIFEST).is_file():
+        return False
+    if not getattr(transform, "has_images", False):
+        return True
+    try:
+        version, signature, paths = read_json(place / MEDIA)
+    except (OSError, ValueError, TypeError):
+        return False
+    return version == PICTURES and signature == signature_of(paths)[0]
+
+
+def build_token_store(
+    sources: Sources,
+    transform: TextTransform,
+    folder: Path,
+    num_workers: int,
+    max_bad_rows: int,
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+) -> TokenStore:
+    """Opens the store of some data and a transform, making it first if it is not there.
+
+    A process that finds another one making it waits. A store is complete or absent.
+
+    Args:
+        sources: the data.
+        transform: what makes samples of rows; runs in other processes when ``num_workers`` is above 1.
+        folder: of all stores; each (data, transform) has its own inside, so that a stale one is never used.
+        num_workers: processes that tokenise.
+        max_bad_rows: rows that are left out, each named, before it stops.
+        say: takes messages.
+        watch: wraps the loop over parts (given the parts and their number), for a progress bar.
+
+    Raises:
+        DataError: for a row that cannot be used, beyond the limit, also one that was left out when the store was made;
+            and when a source has no row that can.
+    """
+    place = folder / _key(sources, transform)
+    make_cache_folder(folder)
+    with open_cache_lock(place.with_suffix(".lock")) as lock:  # the system opens the lock when a process is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(place, transform):
+            for leftover in folder.glob(f"{place.name}.*tmp"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            building = make_new_folder(place.with_suffix(f".{secrets.token_hex(8)}.tmp"))
+            try:
+                _build(building, sources, transform, num_workers, BadRows(max_bad_rows, say), watch)
+            except BaseException:
+                shutil.rmtree(building)
+                raise
+            shutil.rmtree(place, ignore_errors=True)
+            building.rename(place)
+            store = TokenStore(place, sources, transform)
+            if len(store.bad_rows) > 1:
+                say(describe_bad_rows(store.bad_rows))
+            return store
+    store = TokenStore(place, sources, transform)
+    bad = store.bad_rows
+    if len(bad) > max_bad_rows:
+        raise DataError(
+            f"{bad[max_bad_rows]} ({len(bad)} rows were left out when {place} was made, but data.max_bad_rows is "
+            f"{max_bad_rows})"
+        )
+    if bad:
+        say(f"{describe_bad_rows(bad)} (the last: {bad[-1]})")
+    return store
+
+
+@dataclass
+class _TokenisedRows:
+    """The samples of some rows that follow each other, and why others of these rows are missing."""
+
+    documents: list[Document] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """The row of each sample, each of as many documents."""
+    shapes: list[np.ndarray] = field(default_factory=list)
+    """``Images.shapes`` of each document; the documents themselves have no images here."""
+    bad: list[tuple[int, DataError]] = field(default_factory=list)
+    """Row and reason."""
+    media: list[str] = field(default_factory=list)
+    """Files of the images, videos and audio in them."""
+
+
+def _build(
+    folder: Path,
+    sources: Sources,
+    transform: TextTransform,
+    num_workers: int,
+    bad_rows: BadRows,
+    watch: Watch | None,
+) -> None:
+    chunks = [
+        (source, range(start, min(start + CHUNK_ROWS, len(rows))))
+        for source, rows in enumerate(sources.rows)
+        for start in range(0, len(rows), CHUNK_ROWS)
+    ]
+    first, started = np.cumsum([0, *map(len, sources.rows)]), time.time_ns()
+    kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
+    kinds |= IMAGES if getattr(transform, "has_images", False) else {}
+    columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
+    broken: list[str] = []
+    num_samples, media = [0] * len(sources.rows), list[str]()
+    with closing(in_workers(sources.rows, transform, _tokenise, chunks, num_workers)) as parts:
+        watched = watch(parts, len(chunks)) if watch else parts
+        for (source, _), part in zip(chunks, watched, strict=True):
+            for row, error in part.bad:
+                bad_rows.add(int(first[source]) + row, error)
+                broken.append(str(error))
+            num_samples[source] += len(part.rows)
+            media += part.media
+            if part.documents:
+                columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
+                columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
+                if "numbers" in columns:
+                    columns["numbers"].add(np.concatenate([document.numbers for document in part.documents]))
+            columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
+            columns["source_of"].add([source] * len(part.rows))
+            if "row_of" in columns and part.documents:
+                columns["row_of"].add(part.rows)
+                columns["image_counts"].add([len(shapes) for shapes in part.shapes])
+                columns["image_shapes"].add(np.concatenate(part.shapes).reshape(-1))
+    if 0 in num_samples:
+        name = sources.names[num_samples.index(0)]
+        raise DataError(f"source {name!r} has no row that can be used; the last reason: {broken[-1]}")
+    digests = {name: column.close() for name, column in columns.items()}
+    manifest = {
+        "fingerprint": digest_of([list(sources.names), transform.documents_per_sample, digests]),
+        "documents_per_sample": transform.documents_per_sample,
+        "bad_rows": broken,
+        **{name: column.size for name, column in columns.items()},
+    }
+    if "row_of" in columns:
+        signature, is_settled = signature_of(media, started)
+        said = json.dumps([PICTURES, signature if is_settled else "", media])
+        write_atomically(folder / MEDIA, said.encode())
+    write_atomically(folder / MANIFEST, json.dumps(manifest).encode())
+
+
+class _Column:
+    """Appends numbers of one type to a file."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.size = 0
+        self._dtype, self._file, self._hash = dtype, open_new(path), hashlib.blake2b(digest_size=20)
+
+    def add(self, values: np.ndarray | list[int]) -> None:
+        data = np.ascontiguousarray(values, self._dtype)
+        self.size += len(data)
+        self._file.write(data)
+        self._hash.update(data)
+
+    def close(self) -> str:
+        """Flushes everything to disk. Returns a digest of the content."""
+        close_on_disk(self._file)
+        return self._hash.hexdigest()
+
+
+def _map(path: Path, dtype: str, size: int) -> np.ndarray:
+    expected = size * np.dtype(dtype).itemsize
+    check_file(path, expected, "token store")
+    return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
+
+
+def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, range]) -> _TokenisedRows:
+    """The samples of a chunk: a source, and rows of it."""
+    part, (source, indices) = _TokenisedRows(), chunk
+    for index, found in samples_of(transform, rows[source], indices):
+        if isinstance(found, DataError):
+            part.bad.append((index, found))
+            continue
+        for sample in found:
+            part.media += _media_of(sample)
+            part.documents += [replace(document, images=None) for document in sample.documents]
+            part.shapes += [_shapes_of(document) for document in sample.documents]
+            part.rows.append(index)
+    return part
+
+
+def _media_of(sample: TextSample) -> list[str]:
+    """Paths of the files of the media of a sample."""
+    media = [medium for document in sample.documents if document.images for medium in document.images.find()]
+    files = [getattr(medium, "file", medium) for medium in media]
+    return list(dict.fromkeys(str(file) for file in files if isinstance(file, Path)))
+
+
+def _shapes_of(document: Document) -> np.ndarray:
+    return np.zeros((0, 3), np.int32) if document.images is None else document.images.shapes
+
+
+Job = TypeVar("Job")
+Done = TypeVar("Done")
+
+
+def in_workers(
+    rows: list[RowTable],
+    transform: TextTransform,
+    work: Callable[[list[RowTable], TextTransform, Job], Done],
+    jobs: Sequence[Job],
+    num_workers: int,
+) -> Iterator[Done]:
+    """``work`` of rows, transform and each job, in order, in other processes when ``num_workers`` is above 1."""
+    num_workers = min(num_workers, len(jobs))
+    if num_workers <= 1:
+        yield from (work(rows, transform, job) for job in jobs)
+        return
+    # Processes are spawned: a fork of one with threads, a process group or a GPU may hang.
+    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
+    waiting: deque[Future[Done]] = deque()
+    try:
+        for job in jobs:
+            waiting.append(pool.submit(_work_in_worker, work, job))
+            if len(waiting) > 2 * num_workers:  # what has been made and not yet written stays small
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_in_worker: tuple[list[RowTable], TextTransform] | None = None
+"""What a process of the pool works on."""
+
+
+def _begin_worker(rows: list[RowTable], transform: TextTransform) -> None:
+    global _in_worker
+    _in_worker = rows, transform
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Any], Any], job: Any) -> Any:
+    return work(*_in_worker, job)
+
+
+def _key(sources: Sources, transform: TextTransform) -> str:
+    parts = [transform.fingerprint, str(transform.documents_per_sample)]
+    for name, rows in zip(sources.names, sources.rows, strict=True):
+        parts += [name, str(len(rows)), rows.fingerprint()]
+    return digest_of(parts)

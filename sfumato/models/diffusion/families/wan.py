@@ -1,0 +1,358 @@
+"""Wan 2.1 and 2.2 (arXiv 2503.20314): videos from text, or from text and a first frame.
+
+Latents are ``[B, C, F, H, W]``: the first frame makes one latent frame, four further ones each another. One frame is an
+image. Wan 2.2 A14B has two transformers, one for high noise levels and one for low ones, which are trained as one
+module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``): a first frame is then at noise level 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from sfumato.config.sections import TrainConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.families.wan_pair import WanPair
+from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_size
+from sfumato.models.diffusion.scratch import (
+    build_clip_vision_encoder,
+    build_t5_tokenizer,
+    build_umt5_encoder,
+    build_wan_autoencoder,
+    section_of,
+    start_at_zero,
+    unknown_keys,
+)
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import ParallelPlan
+
+SETTINGS = ("boundary_ratio", "expand_timesteps")
+"""What a description may hold besides sections, as the pipelines have it."""
+
+PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+"""UniPCMultistepScheduler as Wan 2.1 is published with; 3 is for 480p, 5 for 720p."""
+
+TEXT_TOKENS = 512
+"""Where image embeddings stand in front of the text, diffusers takes the last so many tokens for the text."""
+
+COMFYUI_NAMES = {
+    ".attn1.": ".self_attn.",
+    ".attn2.": ".cross_attn.",
+    ".add_k_proj": ".k_img",
+    ".add_v_proj": ".v_img",
+    ".to_q": ".q",
+    ".to_k": ".k",
+    ".to_v": ".v",
+    ".to_out.0": ".o",
+    ".ffn.net.0.proj": ".ffn.0",
+    ".ffn.net.2": ".ffn.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "proj_out": "head.head",
+}
+"""Parts of layers' names in diffusers, and those that the model was published with, which ComfyUI has."""
+
+ALMOST_ONE = 2e-6
+"""UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
+
+
+class Wan(VideoLatents, FlowSchedule):
+    """Text to video."""
+
+    pipeline_class: ClassVar[str] = "WanPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.WAN
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
+    further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
+    caches_steps: ClassVar[bool] = True
+    knows_size: ClassVar[bool] = False
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    sections: ClassVar[tuple[str, ...]] = (
+        "transformer",
+        "transformer_2",
+        "vae",
+        "scheduler",
+        "text_encoder",
+        "tokenizer",
+    )
+    """The sections of a description."""
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs."""
+        self.guidance_scale_2: float | None = None
+        """Guidance at the low noise levels of two transformers; None is that of the high ones, as in the pipeline."""
+        first, second = pipeline.transformer, pipeline.transformer_2
+        if second is not None:
+            ratio = pipeline.config.boundary_ratio
+            if first is None or ratio is None:
+                raise ConfigError(
+                    f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
+                )
+            boundary = ratio * pipeline.scheduler.config.num_train_timesteps
+            pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
+            self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
+            self.caches_steps = False  # type: ignore[misc]
+        super().__init__(pipeline, *args, **kwargs)
+
+    @classmethod
+    def build(cls, description: dict[str, Any], seed: int) -> Any:
+        """Of sections ``transformer`` (of WanTransformer3DModel), which is needed, optionally ``transformer_2``
+        (settings that differ; then ``boundary_ratio``), ``vae`` (of ``build_wan_autoencoder``), ``scheduler`` (of
+        UniPCMultistepScheduler), ``text_encoder``, ``tokenizer`` (words), optionally ``image_encoder``, and
+        ``expand_timesteps``. Channels and text widths of the transformer follow from the other sections.
+        """
+        import diffusers
+
+        unknown_keys(description, {"pipeline", *SETTINGS, *cls.sections}, needed="transformer")
+        first = section_of(description, "transformer", diffusers.WanTransformer3DModel)
+        second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
+        vae_settings = section_of(description, "vae", build_wan_autoencoder)
+        scheduler = section_of(description, "scheduler", diffusers.UniPCMultistepScheduler)
+        text = section_of(description, "text_encoder", build_umt5_encoder, given=["tokenizer"])
+        vision = section_of(description, "image_encoder", build_clip_vision_encoder)
+        tokenizer = build_t5_tokenizer(**section_of(description, "tokenizer", build_t5_tokenizer))
+        settings = {name: description[name] for name in SETTINGS if name in description}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            parts: dict[str, Any] = {
+                "tokenizer": tokenizer,
+                "text_encoder": build_umt5_encoder(tokenizer, **text),
+                "vae": build_wan_autoencoder(**vae_settings),
+            }
+            if "image_encoder" in description:
+                parts["image_encoder"], parts["image_processor"] = build_clip_vision_encoder(**vision)
+            widths = cls._inferred(parts, bool(settings.get("expand_timesteps")), first)
+            parts["transformer"] = _build_transformer({**widths, **first})
+            if "transformer_2" in description:
+                parts["transformer_2"] = _build_transformer({**widths, **first, **second})
+        scheduler = diffusers.UniPCMultistepScheduler(**{**PUBLISHED_SCHEDULE, **scheduler})
+        return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
+
+    @classmethod
+    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the transformers that follow from the other parts."""
+        channels = parts["vae"].config.z_dim
+        return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
+
+    def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
+        return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
+
+    def comfyui_name(self, layer: str) -> str:
+        for name, published in COMFYUI_NAMES.items():
+            layer = layer.replace(name, published)
+        return f"diffusion_model.{layer}"
+
+    @property
+    def _network(self) -> nn.Module:
+        """A transformer, for its configuration."""
+        return getattr(self.denoiser, "transformer", self.denoiser)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Not that of the first parameter: diffusers keeps some in float32."""
+        return self._network.patch_embedding.weight.dtype
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]``, zero behind the prompt's end, as the pipeline itself computes them."""
+        from diffusers import WanPipeline
+
+        # that of text to video for both, since the copy in WanImageToVideoPipeline fails without ftfy
+        embeds = WanPipeline._get_t5_prompt_embeds(
+            self.pipeline, prompts, max_sequence_length=self.max_sequence_length, device=self.device
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        return {"prompt_embeds": ((self.max_sequence_length, encoder.config.d_model), encoder.dtype)}
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self._network.config.patch_size[1]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor, unit = self.pipeline.vae_scale_factor_spatial, self.probe_size
+        check_size(height, width, unit, longest=unit * self._network.config.rope_max_seq_len)
+        step = self.pipeline.vae_scale_factor_temporal
+        if frames < 1 or (frames - 1) % step:
+            near = max(frames - 1, 0) // step * step + 1
+            raise ValueError(
+                f"frames {frames} must be 1 more than a multiple of {step}, such as {near} or {near + step}"
+            )
+        return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
+        """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
+        sigmas = super().sigmas(num_steps, latent_shape)
+        return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
+
+    def set_second_guidance(self, scale: float) -> None:
+        if not isinstance(self.denoiser, WanPair):
+            super().set_second_guidance(scale)
+        self.guidance_scale_2 = scale
+
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        pair = self.denoiser
+        if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
+            return scale
+        scales = torch.where(self.timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
+        return scales.reshape(-1, 1, 1, 1, 1)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        return self.denoiser(
+            hidden_states=latents,
+            timestep=self.timestep(sigma.to(latents.device)),
+            encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
+            return_dict=False,
+        )[0]
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        is_pair = isinstance(self.denoiser, WanPair)
+        if is_pair:
+            if config.enable_forward_prefetch:
+                raise ConfigError(
+                    "train.enable_forward_prefetch: of Wan's two transformers often only one runs, so the next block "
+                    "is not known: set it to false"
+                )
+            if config.data_parallel_mode == "fsdp1":
+                raise ConfigError(
+                    "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
+                )
+            self.denoiser.mesh = mesh
+        super().parallelize(mesh, config)
+        if is_pair and self._dropout is not None:
+            raise ConfigError(
+                "model.lora.dropout: the two transformers take rows of a batch apart, so what is dropped cannot follow "
+                "the sample: set it to 0"
+            )
+
+
+class WanImageToVideo(Wan):
+    """A video from a first frame and a text. ``frames`` must be set before prompts and images are embedded."""
+
+    pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
+    takes_image: ClassVar[bool] = True
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
+    optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
+    sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
+
+    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``Wan``. Raises ConfigError also when the transformer needs an image encoder and there is none."""
+        super().__init__(pipeline, *args, **kwargs)
+        if self._network.config.image_dim is not None and pipeline.image_encoder is None:
+            raise ConfigError(
+                f"{self.pipeline_class}: the transformer takes what an image encoder sees (image_dim), and there is no "
+                "image_encoder: take a whole pipeline"
+            )
+
+    @classmethod
+    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
+        inferred = super()._inferred(parts, expands, given)
+        vae, vision = parts["vae"].config, parts.get("image_encoder")
+        if not expands:
+            inferred["in_channels"] = 2 * vae.z_dim + vae.scale_factor_temporal
+        if vision is not None:
+            inferred["image_dim"] = vision.config.hidden_size
+            heads, width = given.get("num_attention_heads"), given.get("attention_head_dim")
+            if heads and width:
+                inferred["added_kv_proj_dim"] = heads * width
+        return inferred
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and what CLIP sees in it.
+
+        The frame is followed by ``frames - 1`` grey ones before it is encoded, except with ``expand_timesteps``.
+        """
+        pipeline, network = self.pipeline, self._network
+        self.latent_shape(*image.shape[:2], self.frames)
+        found = self.embed_prompts([prompt])
+        video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+        if not pipeline.config.expand_timesteps:
+            video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
+        found["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
+        if network.config.image_dim is None:
+            return found
+        if self.max_sequence_length != TEXT_TOKENS:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: this model reads image and text by their place "
+                f"in {TEXT_TOKENS} tokens of text; set it to {TEXT_TOKENS}"
+            )
+        found["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
+        return found
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
+        condition = embeddings["image_latents"].to(latents.dtype)
+        timestep = self.timestep(sigma.to(latents.device))
+        expands = self.pipeline.config.expand_timesteps
+        if not expands and condition.shape[2:] != latents.shape[2:]:
+            raise ValueError(
+                f"latents have frames and sizes {tuple(latents.shape[2:])}, the images were embedded for "
+                f"{tuple(condition.shape[2:])}: set model.frames, and sizes, before"
+            )
+        if expands:
+            inputs = torch.cat([condition, latents[:, :, 1:]], dim=2)
+            timestep = self._token_timesteps(latents, timestep)
+        else:
+            mask = torch.zeros_like(latents[:, :1]).repeat(1, self.pipeline.vae_scale_factor_temporal, 1, 1, 1)
+            mask[:, :, 0] = 1
+            inputs = torch.cat([latents, mask, condition], dim=1)
+        more = {}
+        if "image_embeds" in embeddings:
+            more["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
+        velocity = self.denoiser(
+            hidden_states=inputs,
+            timestep=timestep,
+            encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
+            **more,
+            return_dict=False,
+        )[0]
+        if not expands:
+            return velocity
+        away = (latents[:, :, :1] - condition) / sigma.to(latents.device, latents.dtype).reshape(-1, 1, 1, 1, 1)
+        return torch.cat([away.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        found = super().embedding_shapes(height, width)
+        frames = 1 if self.pipeline.config.expand_timesteps else self.frames
+        found["image_latents"] = self.latent_shape(height, width, frames), torch.float32
+        if self._network.config.image_dim is not None:
+            encoder = self.pipeline.image_encoder
+            num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2 + 1
+            found["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
+        return found
+
+    def _token_timesteps(self, latents: Tensor, timestep: Tensor) -> Tensor:
+        """The timestep of each token ``[B, S]``: 0 in the first frame."""
+        _, patch_height, patch_width = self._network.config.patch_size
+        in_frame = (latents.shape[3] // patch_height) * (latents.shape[4] // patch_width)
+        noisy = torch.ones(latents.shape[2], device=latents.device)
+        noisy[0] = 0
+        return timestep[:, None] * noisy.repeat_interleave(in_frame)
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:
+            raise ConfigError(
+                "train.context_parallel_size and train.ulysses_parallel_size: timesteps of each token "
+                "(expand_timesteps) are not cut with the sequence: set both to 1"
+            )
+        super().parallelize(mesh, config)
+
+
+def _build_transformer(settings: dict[str, Any]) -> nn.Module:
+    """A WanTransformer3DModel whose output starts at zero."""
+    from diffusers import WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(**settings)
+    start_at_zero(transformer.proj_out)
+    return transformer

@@ -1,0 +1,263 @@
+"""Prediction of the memory of each rank before a run, without any weights.
+
+Weights, gradients and optimiser state are those of the real engine: the model is put, on meta, on a mesh whose other
+ranks do not exist, and its shards are measured. Activations are counted by a forward pass on tensors without memory
+(``saved_bytes``). What is left out: the CUDA context (about 0.5 to 1 GiB), fragmentation, buffers of kernels and NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from sfumato.config.sections import TrainConfig
+from sfumato.data.media.vision import Vision
+from sfumato.models.estimate.activation_memory import SavedBytes, count_saved, make_fake
+from sfumato.optim.optimizer import build_optimizer
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh, pretended_mesh
+from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.pipeline import build_pipeline
+from sfumato.parallel.plan import ParallelPlan, find_blocks
+from sfumato.parallel.precision import compute_in
+from sfumato.parallel.shards import local
+from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
+
+FULL_PRECISION = 4
+"""Bytes of a trained weight, a gradient, an element of optimiser state."""
+
+QUANTISED_FROM = 4096
+"""Elements from which torchao keeps optimiser state in 8 bits."""
+
+
+@dataclass
+class Planned:
+    """A model that is to be trained, as far as its memory goes."""
+
+    build: Callable[[], nn.Module]
+    """Makes it, with adapters, on meta."""
+    plan: ParallelPlan
+    dtype: torch.dtype | None
+    """Autocast's; None is none."""
+    run: Callable[[nn.Module], Any]
+    """Forward pass with the loss of one rank's micro-batch, on fake tensors."""
+    loss_bytes: int
+    """Bytes that the loss takes on top of what it saves."""
+    num_micro_batches: int = 1
+    """Micro-batches in a step of one data-parallel rank; more than one adds gradients up."""
+    reference: torch.dtype | None = None
+    """Precision of a frozen copy; None when there is none."""
+    frozen_bytes: dict[str, int] = field(default_factory=dict)
+    """What else lies whole in each rank, by name."""
+    frozen_idle: bool = False
+    """Whether that lies in CPU memory except while it works, when there are no activations."""
+    shares_samples: int = 1
+    """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
+    encoder_bytes: int = 0
+    """Bytes that encoders keep for the backward pass; each rank that shares a sample has them all."""
+    vision: Vision | None = None
+    """What makes batches of a model that sees."""
+    num_policies: int = 0
+    """Other sets of the trained weights that RL keeps; one more is needed while they are looked at."""
+
+
+@dataclass
+class RankMemory:
+    """Bytes of one rank by what they hold."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    """Bytes on the device."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Bytes in CPU memory, when something is offloaded."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device, if all were there at once."""
+        return sum(self.parts.values())
+
+
+def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[RankMemory]:
+    """Predicts the memory of the first rank of each pipeline stage, which has the largest shards of its stage.
+
+    Args:
+        planned: the model.
+        train: how it is trained.
+        num_ranks: processes.
+
+    Raises:
+        ConfigError: when the model cannot be cut as configured.
+    """
+    layout = Layout.of(train, num_ranks)
+    saved = count_activations(planned, train, layout)
+    found = []
+    for stage in range(layout.pp):
+        memory = RankMemory()
+        with pretended_mesh(layout, stage * layout.size // layout.pp) as mesh:
+            _add_weights(memory, planned, train, mesh)
+        _add_activations(memory, saved, planned, train, layout, stage)
+        frozen = memory.host if planned.frozen_idle else memory.parts
+        frozen |= planned.frozen_bytes
+        found.append(memory)
+    return found
+
+
+def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
+    """What one micro-batch of one rank saves, under the layout's tensor parallelism."""
+    module = planned.build()
+    within = ("sequence_parallel", "tensor_parallel_size")
+    config = type(train).model_construct(**dict(train)).model_copy(update=_nothing_else(train, within))
+    gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
+    with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        make_fake(module, planned.dtype if gathers_low else None)
+        decoder = f"{planned.plan.decoder}." if layout.pp > 1 and planned.plan.decoder else ""
+        blocks = {name: block for name, block in find_blocks(module, planned.plan).items() if name.startswith(decoder)}
+        if layout.tp > 1:
+            module = parallelize(module, mesh, config, planned.plan)
+        if planned.dtype is not None and not gathers_low:
+            compute_in(module, planned.dtype)
+        return count_saved(module, blocks, lambda: planned.run(module))
+
+
+def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings that switch parallelism and memory savings off, but those that are kept."""
+    off = {
+        "data_parallel_mode": "ddp",
+        "tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "activation_checkpointing": "none",
+        "enable_activation_offload": False,
+        "compile": False,
+    }
+    return {name: value for name, value in off.items() if name not in kept}
+
+
+def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh: Mesh) -> None:
+    """Weights, what is gathered of them, gradients, optimiser state, averages, and a frozen copy."""
+    module = planned.build()
+    blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
+    fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
+    plain = _nothing_else(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
+    if train.data_parallel_mode == "fsdp1":
+        plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below
+    config = train.model_copy(update=plain)
+    if mesh.layout.pp > 1:
+        module = build_pipeline(module, mesh, config, planned.plan, planned.dtype).module
+    else:
+        module = parallelize(module, mesh, config, planned.plan, planned.dtype)
+    optimizer, _ = build_optimizer(module, train, total_steps=1, mesh=mesh)
+    ranks = mesh.layout.fsdp if fsdp and train.data_parallel_mode == "fsdp1" else 1
+
+    parameters = list(module.parameters())
+    trained = sum(_shard_numel(parameter, ranks) for parameter in parameters if parameter.requires_grad)
+    copied = sum(_shard_numel(parameter, ranks) for parameter in parameters) if planned.reference is not None else 0
+    weights = sum(_shard_numel(parameter, ranks) * parameter.itemsize for parameter in parameters)
+    sizes = {
+        "weights": weights + sum(buffer.nbytes for buffer in module.buffers()),
+        "gradients": trained * FULL_PRECISION,
+        "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
+        "moving average": trained * FULL_PRECISION if train.ema_decay else 0,
+        "other policies": (planned.num_policies + 1) * trained * FULL_PRECISION if planned.num_policies else 0,
+        "frozen reference": copied * planned.reference.itemsize if copied else 0,
+    }
+    target = memory.host if fsdp and train.enable_fsdp_offload else memory.parts
+    target |= {name: size for name, size in sizes.items() if size}
+    if fsdp:
+        memory.parts |= _gathered(module, blocks, planned, train, mesh, ranks)
+
+
+def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
+    """Elements of this rank's shard; ``ranks`` share it once more (fsdp1)."""
+    return math.ceil(local(parameter).numel() / ranks)
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) -> int:
+    total = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            count = _shard_numel(parameter, ranks)
+            if group.get("orthogonal"):
+                total += count * FULL_PRECISION
+            elif kind == "adamw8bit" and count >= QUANTISED_FROM:
+                total += 2 * (count + count // 256 * FULL_PRECISION)
+            else:
+                total += 2 * count * FULL_PRECISION + FULL_PRECISION  # two averages and the number of the step
+    return total
+
+
+def _gathered(
+    module: nn.Module, blocks: list[str], planned: Planned, train: TrainConfig, mesh: Mesh, ranks: int
+) -> dict[str, int]:
+    """What fsdp has out beside the shards: gathered weights, and gradients before they are summed over ranks."""
+    units: dict[str, tuple[int, int]] = {}
+    for name, parameter in module.named_parameters():
+        whole = _whole_numel(parameter, ranks, mesh)
+        itemsize = planned.dtype.itemsize if planned.dtype is not None else parameter.itemsize
+        unit = next((block for block in blocks if name.startswith(block)), "")
+        weights, gradients = units.get(unit, (0, 0))
+        units[unit] = weights + whole * itemsize, gradients + whole * parameter.requires_grad
+    root, *others = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
+    largest = others[0][0] if others else 0
+    keeps_all = mesh.layout.pp > 1 or not train.enable_reshard_after_forward
+    out = sum(weights for weights, _ in others) if keeps_all else 2 * largest  # this block and the next
+    found = {"gathered weights": root[0] + out + largest}  # a gather arrives in a buffer of its own
+    keeps_whole = planned.num_micro_batches > 1 and not train.enable_reduce_every_micro_batch
+    if keeps_whole or mesh.layout.pp > 1:
+        found["whole gradients"] = sum(count for _, count in (root, *others)) * FULL_PRECISION
+    else:
+        found["whole gradients"] = max(count for _, count in (root, *others)) * FULL_PRECISION
+    return found
+
+
+def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
+    """Elements of a parameter when fsdp has gathered it; tensor and expert parallelism still share it."""
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+    shards = math.prod(mesh.size_of(name) for name in names or () if name in ("fsdp", "efsdp"))
+    return _shard_numel(parameter, ranks) * shards * ranks
+
+
+def _add_activations(
+    memory: RankMemory, saved: SavedBytes, planned: Planned, train: TrainConfig, layout: Layout, stage: int
+) -> None:
+    mode, share = train.activation_checkpointing, planned.shares_samples
+    owners = ranks_of_stages(train)
+    ends = [index for index, rank in enumerate(owners) if rank == stage]
+    sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    mine = [block for end in ends for block in range(starts[end], starts[end] + sizes[end])]
+    kept = [saved.kept(mode)[block] for block in mine]
+    waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
+
+    blocks = sum(kept) * waiting // share
+    if train.enable_activation_offload:
+        memory.host["activations"] = blocks
+        blocks = 2 * max(kept) // share  # two blocks' copies are under way
+    memory.parts["activations of blocks"] = blocks
+    if mode != "none":
+        again = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in mine)
+        memory.parts["one block computed again"] = max(again, 0) // share
+    if saved.copies:
+        memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
+    outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
+    memory.parts["activations outside blocks"] = outside // share
+    if planned.encoder_bytes and 0 in ends:
+        memory.parts["activations of encoders"] = planned.encoder_bytes * waiting
+    if len(owners) - 1 in ends:
+        memory.parts["loss"] = planned.loss_bytes // share
+
+
+def _micro_batches_waiting(train: TrainConfig, num_micro_batches: int, stage: int) -> int:
+    """Micro-batches whose activations a pipeline stage holds at most; without a pipeline one."""
+    size, schedule = train.pipeline_parallel_size, train.pipeline_schedule
+    if size == 1:
+        return 1
+    if schedule == "gpipe":
+        return num_micro_batches
+    waiting = size - stage if schedule == "1f1b" else size  # two stages of a rank: about one of each for every rank
+    return min(waiting + (stage < size - 1 and schedule in TWO_STAGES), max(num_micro_batches, 1))

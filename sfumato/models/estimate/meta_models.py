@@ -1,0 +1,460 @@
+"""Language models and diffusion models on meta, for predictions of their memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sfumato.algorithms.flow_matching import flow_matching_loss
+from sfumato.config.sections import ModelConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextDataConfig, TextTrainConfig
+from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLTrainConfig
+from sfumato.config.trust import load_pretrained, make_from_config
+from sfumato.data.text.format import TextFormat
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
+from sfumato.models.diffusion.folder_parts import component_class
+from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
+from sfumato.models.estimate.activation_memory import autocast, register_stand_in
+from sfumato.models.estimate.memory_plan import Planned
+from sfumato.models.estimate.meta_vision import encoder_bytes, vision_on_meta
+from sfumato.models.language.hf_config import attention_by_part, check_length
+from sfumato.models.language.model import check_multimodal, check_settings
+from sfumato.models.language.parts import freeze, read_model_config
+from sfumato.models.language.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
+from sfumato.models.language.scores import TokenScores
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.loss import CHUNK_TOKENS, cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.plan import ParallelPlan, language_plan
+from sfumato.parallel.weights import build_on_meta
+
+
+def language_model_on_meta(
+    config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False, sees: bool = False
+) -> nn.Module:
+    """The model with its adapters on meta. Its attention is a stand-in for ``saved_bytes``.
+
+    Args:
+        config: the model section.
+        on_gpu: whether it will run on a GPU, where attention does not repeat keys and values.
+        has_scalar_head: whether it says one number of each token.
+        sees: whether it sees images.
+
+    Raises:
+        ConfigError: when the folder or description is missing or wrong.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
+
+    attention = register_stand_in(on_gpu, scores=config.attention == "eager")
+    described, auto_class = (
+        read_model_config(config, sees),
+        AutoModelForMultimodalLM if sees else AutoModelForCausalLM,
+    )
+    if has_scalar_head:
+        check_classifier(described, config.trust_remote_code)
+        described.num_labels, auto_class = 1, AutoModelForSequenceClassification
+    described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
+    dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
+    settings = {
+        "attn_implementation": attention_by_part(
+            described, attention, auto_class._model_mapping.get(type(described), None)
+        ),
+        "dtype": dtype,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
+        module = make_from_config(auto_class, described, **settings)
+        if config.lora is not None:
+            module.requires_grad_(False)
+        freeze(module, config.freeze)
+        if config.lora is not None:
+            add_lora(module, config.lora, language_targets(module), seed=0)
+        if has_scalar_head:
+            check_head(module)
+            getattr(module, HEAD).float().requires_grad_(True)
+    return module.train()
+
+
+def plan_language_model(
+    model: LanguageModelConfig,
+    data: TextDataConfig,
+    train: TextTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool = False,
+) -> Planned:
+    """What is to be known of a language model's memory.
+
+    Every token counts as one in the loss mask, which makes the most logits, and of a model that sees as one of an
+    image.
+
+    Args:
+        model, data, train: the task's sections.
+        layout: the mesh.
+        on_gpu: see ``language_model_on_meta``.
+        has_reference: preference training; with adapters the model is its own reference.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
+    num_micro_batches = -int(-per_rank // train.micro_batch_size) + fills
+    seen = data.data_type if data.data_type.has_images else None
+    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference, seen)
+
+
+def plan_text_policy(
+    model: LanguageModelConfig,
+    max_seq_len: int,
+    samples_per_step: int,
+    train: TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool = False,
+    data_type: Any = None,
+    learns_entropy: bool = False,
+) -> Planned:
+    """What is to be known of the memory of an update of RL, whose samples all are as long as they may be.
+
+    Keys and values while tokens are drawn (``planned_drawing.py``) and a critic are not part of it.
+
+    Args:
+        model, train: the task's sections.
+        max_seq_len: tokens of the longest sample, prompt included.
+        samples_per_step: samples of an optimiser step, of all ranks.
+        layout: the mesh.
+        on_gpu: see ``language_model_on_meta``.
+        has_reference: whether a reference policy is kept; with adapters the model is its own.
+        data_type: the format of the prompts; one with images takes a model that sees.
+        learns_entropy: whether entropies are part of the loss.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
+    seen = data_type if data_type is not None and data_type.has_images else None
+    rest = train, layout, on_gpu, has_reference, seen, 2 + learns_entropy
+    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, *rest)
+
+
+def _plan_tokens(
+    model: LanguageModelConfig,
+    rows: int,
+    length: int,
+    num_micro_batches: int,
+    train: TextTrainConfig | TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+    has_reference: bool,
+    seen: TextFormat | None = None,
+    loss_copies: int = 2,
+) -> Planned:
+    sees, mesh = seen is not None, Mesh(layout, torch.device("cpu"))
+    module = language_model_on_meta(model, on_gpu, sees=sees)
+    check_settings(module, mesh, train, train.chunked_loss)
+    what = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
+    check_length(module.config.get_text_config(), length, *what)
+    if train.rmpad_with_pos_ids:
+        rows, length = 1, rows * length
+    dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
+
+    def run(module: nn.Module) -> Tensor:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        positions = torch.arange(length).expand(rows, length)
+        head = module.get_output_embeddings()
+        if chunked:
+            head.forward = lambda hidden: hidden
+        with autocast(dtype):
+            if sees:
+                embedded = {"inputs_embeds": module.get_input_embeddings()(ids), "position_ids": positions}
+                output = head(module.get_decoder()(**embedded, use_cache=False).last_hidden_state)
+            else:
+                output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
+            if isinstance(train, TextRLTrainConfig):
+                scores = TokenScores(output, (rows, length), head=head if chunked else None)
+                return sum(each.sum() for each in scores.log_probs_and_entropy(ids))
+            if chunked:
+                return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
+            return cross_entropy_sum(output, ids)
+
+    vocabulary, width = module.get_output_embeddings().weight.shape
+    loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
+    if chunked:
+        chunk = min(CHUNK_TOKENS, rows * length)
+        loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
+    vision, encoder = None, 0
+    if seen is not None:
+        check_multimodal(module, mesh)
+        vision = vision_on_meta(model, module, seen)
+        encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
+    return Planned(
+        build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
+        encoder_bytes=encoder,
+        vision=vision,
+        plan=language_plan(module),
+        dtype=dtype,
+        run=run,
+        loss_bytes=loss_bytes,
+        num_micro_batches=num_micro_batches,
+        reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
+        shares_samples=layout.cp,
+    )
+
+
+def plan_scalar_model(
+    model: LanguageModelConfig, data: TextDataConfig, train: TextTrainConfig, layout: Layout, on_gpu: bool
+) -> Planned:
+    """What is to be known of the memory of a model with a scalar head; arguments as for ``plan_language_model``.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    num_micro_batches = -int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1)
+    return _plan_values(model, rows, length, num_micro_batches, train, layout, on_gpu)
+
+
+def plan_critic(
+    model: LanguageModelConfig,
+    max_seq_len: int,
+    samples_per_step: int,
+    train: TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+) -> Planned:
+    """What is to be known of a critic's memory, which learns from the micro-batches of ``plan_text_policy``.
+
+    Args:
+        model: the model section as the critic has it.
+        max_seq_len, samples_per_step, train, layout, on_gpu: as for ``plan_text_policy``.
+
+    Raises:
+        ConfigError: as ``language_model_on_meta``.
+    """
+    rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
+    return _plan_values(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu)
+
+
+def _micro_batches(
+    max_seq_len: int, samples_per_step: int, train: TextRLTrainConfig, layout: Layout
+) -> tuple[int, int]:
+    """Samples of a micro-batch of RL, and micro-batches of an optimiser step of a data-parallel rank."""
+    rows = train.micro_batch_size
+    if train.max_tokens_per_micro_batch is not None:
+        rows = max(1, train.max_tokens_per_micro_batch // max_seq_len)
+    return rows, -(-samples_per_step // (layout.data * rows))
+
+
+def _plan_values(
+    model: LanguageModelConfig,
+    rows: int,
+    length: int,
+    num_micro_batches: int,
+    train: TextTrainConfig | TextRLTrainConfig,
+    layout: Layout,
+    on_gpu: bool,
+) -> Planned:
+    module = language_model_on_meta(model, on_gpu, has_scalar_head=True)
+    check_scalar_settings(Mesh(layout, torch.device("cpu")), train)
+    check_length(module.config, length)
+    if train.rmpad_with_pos_ids:
+        rows, length = 1, rows * length
+
+    def run(module: nn.Module) -> Tensor:
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        positions = torch.arange(length).expand(rows, length)
+        base = getattr(module, module.base_model_prefix)
+        with autocast(DTYPES[train.mixed_precision]):
+            hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+            return (hidden.float() @ getattr(module, HEAD).weight.float().T).sum()
+
+    return Planned(
+        build=lambda: language_model_on_meta(model, on_gpu, has_scalar_head=True),
+        plan=language_plan(module),
+        dtype=DTYPES[train.mixed_precision],
+        run=run,
+        loss_bytes=2 * rows * length * 4,  # values and their gradients
+        num_micro_batches=num_micro_batches,
+        shares_samples=layout.cp,
+    )
+
+
+def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> DiffusionModel:
+    """A pipeline whose networks are all on meta; tokenizers and scheduler are real.
+
+    Raises:
+        ConfigError: when the folder or description is missing or of an unknown family.
+    """
+    dtype, family = DTYPES[config.dtype], family_of(config)
+    if config.config_path is not None:
+        description = read_description(config.config_path)
+        try:
+            pipeline = build_on_meta(lambda: family.build(description, seed=0))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
+    else:
+        pipeline = _pipeline_on_meta(Path(str(config.model_path)), family)
+    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision])
+    model.device = torch.device("meta")
+    for name, component in model.components.items():
+        component.to(torch.float32 if name == family.denoiser_name and config.lora is None else dtype)
+        for module in component.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to("meta")
+    if config.lora is not None:
+        add_lora(model.denoiser, config.lora, model.lora_targets, seed=0)
+    else:
+        model.denoiser.requires_grad_(True)
+    return model
+
+
+def plan_diffusion_model(
+    model: DiffusionModel,
+    layout: Layout,
+    rows: int,
+    size: tuple[int, int],
+    guidance_scale: float = 1.0,
+    num_micro_batches: int = 1,
+    has_reference: bool = False,
+    num_policies: int = 0,
+    keep_encoders: bool = True,
+    offload_idle: bool = False,
+) -> Planned:
+    """What is to be known of a diffusion model's memory.
+
+    Args:
+        model: of ``diffusion_model_on_meta``.
+        layout: the mesh.
+        rows: samples (RL: times trained steps or noise levels of each) in one forward pass.
+        size: height and width in pixels; of a video ``model.frames`` are made.
+        guidance_scale: other than 1 runs two branches.
+        num_micro_batches: in a step, of one data-parallel rank.
+        has_reference: RL with a frozen reference; with adapters the model is its own.
+        num_policies: RL: other sets of the trained weights.
+        keep_encoders: ``model.keep_encoders``.
+        offload_idle: ``model.offload_idle``.
+
+    Raises:
+        ConfigError: when the size does not fit the model.
+    """
+    try:
+        shape = (rows, *model.latent_shape(*size, model.frames))
+    except ValueError as error:
+        raise ConfigError(f"height and width: {error}") from error
+    embeddings = model.embedding_shapes(*size)
+    is_guided = guidance_scale != 1.0 and layout.cfg == 1
+
+    def run(module: nn.Module) -> Tensor:
+        shadow = with_denoiser(model, module)
+        shadow.device, shadow.mesh = torch.device("cpu"), None
+        tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
+        negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
+        scale = guidance_scale if is_guided else 1.0
+        velocity = shadow.predict_velocity(
+            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
+        )
+        return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
+
+    gone = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
+    return Planned(
+        build=lambda: _denoiser_of(model),
+        plan=model.parallel_plan,
+        dtype=model.autocast_dtype,
+        run=run,
+        loss_bytes=0,
+        num_micro_batches=num_micro_batches,
+        reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
+        frozen_bytes=_frozen_bytes(model, gone),
+        frozen_idle=offload_idle,
+        shares_samples=layout.cp,
+        num_policies=num_policies,
+    )
+
+
+def _denoiser_of(model: DiffusionModel) -> nn.Module:
+    """The denoiser on meta, each tensor in the dtype that the model's own has: frozen weights may be bf16."""
+    plain = meta_denoiser(model)
+    dtypes = {name: each.dtype for name, each in _named_tensors(model.denoiser)}
+    for name, each in _named_tensors(plain):
+        each.data = each.data.to(dtypes[name])
+    return plain
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) -> Planned:
+    """What is to be known of the memory of an image autoencoder that is trained, whole in each process.
+
+    Args:
+        model: of ``diffusion_model_on_meta``.
+        rows: images in one forward pass.
+        size: height and width of the images in pixels.
+    """
+    vae = model.pipeline.vae.float().requires_grad_(True)
+
+    def run(module: nn.Module) -> Tensor:
+        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
+        noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
+        return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
+
+    return Planned(
+        build=lambda: copy.deepcopy(vae),
+        plan=ParallelPlan(blocks=(type(vae).__name__,)),
+        dtype=None,
+        run=run,
+        loss_bytes=0,
+        frozen_bytes=_frozen_bytes(model, {"vae"}),
+    )
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights and buffers."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _frozen_bytes(model: DiffusionModel, without: set[str]) -> dict[str, int]:
+    """Bytes of the pipeline's networks but some, by name."""
+    components = model.components.items()
+    return {f"frozen {name}": num_bytes(component) for name, component in components if name not in without}
+
+
+def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
+    pipeline_type = family.pipeline_type()
+    index = read_index(folder)
+    given: dict[str, Any] = {}
+    for name, value in index.items():
+        if value == [None, None]:
+            given[name] = None
+        elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
+            given[name] = build_on_meta(make)
+    try:
+        return load_pretrained(pipeline_type, folder, use_safetensors=True, **given)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
+
+
+def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Module] | None:
+    """What makes a component from its configuration; None for tokenizers and schedulers."""
+    import transformers
+
+    cls = component_class(library, class_name)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        return None
+    if issubclass(cls, transformers.PreTrainedModel):
+        return lambda: cls(load_pretrained(cls.config_class, folder))
+    return lambda: make_from_config(cls, cls.load_config(folder))

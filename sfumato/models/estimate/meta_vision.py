@@ -1,0 +1,168 @@
+"""Models that see, for predictions of their memory: the processor without weights, and what the encoder keeps."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.trust import make_from_config
+from sfumato.data.media.sounds import Sound
+from sfumato.data.media.vision import Vision
+from sfumato.data.text.format import TextFormat
+from sfumato.models.estimate.activation_memory import count_saved
+from sfumato.models.language.parts import BYTES, build_tokenizer, freeze, read_model_config, source_of
+from sfumato.models.language.vision_load import add_image_tokens, build_vision
+from sfumato.models.lora import add_lora, language_targets
+from sfumato.parallel.plan import find_blocks, language_plan
+
+DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
+"""Names of the number of an encoder's blocks, in configurations."""
+
+
+def vision_on_meta(config: LanguageModelConfig, module: nn.Module, data_type: TextFormat) -> Vision:
+    """What makes batches of a model that sees.
+
+    Args:
+        config: the model section.
+        module: the model on meta.
+        data_type: the format of the data, which limits images.
+
+    Raises:
+        ConfigError: as ``build_vision``.
+    """
+    described, tokenizer = read_model_config(config, sees=True), build_tokenizer(config)
+    is_made = config.tokenizer_path == BYTES
+    if is_made:
+        add_image_tokens(tokenizer, described)
+    vision = build_vision(described, None if is_made else source_of(config), module, tokenizer)
+    return vision.with_reader(data_type.limited(vision.reader))
+
+
+def encoder_bytes(
+    config: LanguageModelConfig,
+    module: nn.Module,
+    vision: Vision,
+    num_tokens: int,
+    mode: str,
+    dtype: torch.dtype | None,
+) -> int:
+    """Bytes that a model's encoder keeps for the backward pass of so many tokens of images.
+
+    Two blocks of the encoder (as many as later layers of the language model look at, where there are such), of their
+    real width, read one picture and two; the difference is taken times patches and blocks. Of a model that hears they
+    read audio as long as there may be.
+
+    Args:
+        config: the model section.
+        module: the model on meta, without adapters or with them.
+        vision: from ``vision_on_meta``.
+        num_tokens: of images, or of audio, in the language model.
+        mode: ``train.activation_checkpointing``.
+        dtype: in which it computes; None is float32.
+    """
+    from transformers import AutoModelForMultimodalLM
+
+    with torch.device("meta"):
+        small = make_from_config(AutoModelForMultimodalLM, _shallow(read_model_config(config, sees=True)))
+    if config.lora is not None:
+        small.requires_grad_(False)
+    freeze(small, config.freeze)
+    if config.lora is not None:
+        add_lora(small, config.lora, language_targets(small), seed=0)
+    _fill_encoders(small.train(), dtype or torch.float32)
+    blocks, medium = _encoder_blocks(small), _medium(vision)
+    found, patches = [], []
+    for media in ([medium], [medium, medium]):
+        saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(media), dtype))
+        found.append((saved.kept(mode)[-1], saved.before + saved.after))
+        patches.append(_num_patches(vision, media))
+    of_block, outside = (after - before for before, after in zip(*found, strict=True))
+    wanted = num_tokens / vision.reader.tokens_per_patch
+    return round((len(_encoder_blocks(module)) * of_block + outside) * wanted / (patches[1] - patches[0]))
+
+
+def _medium(vision: Vision) -> Any:
+    """What the encoder reads: a picture, or the longest audio."""
+    from PIL import Image
+
+    if vision.reader.sees:
+        return Image.new("RGB", (224, 224), "white")
+    audio = vision.reader.processor.feature_extractor
+    return Sound(np.zeros(audio.chunk_length * audio.sampling_rate, np.float32))
+
+
+def _num_patches(vision: Vision, media: list[Any]) -> int:
+    """Patches of pictures; tokens of audio."""
+    texts, shapes = vision.reader.place(media)
+    if vision.reader.sees:
+        return int(shapes.prod(axis=1).sum())
+    return int((vision.reader.kinds(np.array(vision.reader.tokenizer("".join(texts))["input_ids"])) != 0).sum())
+
+
+def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks beside the language model."""
+    plan = language_plan(module)
+    blocks = find_blocks(module, plan)
+    lists = {name.rpartition(".")[0] for name in blocks if not name.startswith(f"{plan.decoder}.")}
+    return {name: block for name, block in blocks.items() if name.rpartition(".")[0] in lists and name[-1].isdigit()}
+
+
+def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    """The encoder's forward pass on these images, or on audio."""
+    if "input_features" in given:
+        base = module.base_model
+
+        def hear() -> Tensor:
+            hidden = base.audio_tower(given["input_features"].to(dtype or torch.float32)).last_hidden_state
+            return base.multi_modal_projector(hidden).float().sum()
+
+        return hear
+    accepted = inspect.signature(module.get_image_features).parameters
+    images = {name: tensor for name, tensor in given.items() if name in accepted}
+    images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)
+
+    def run() -> Tensor:
+        features = tree_leaves(dict(module.get_image_features(**images)))
+        return torch.stack([leaf.float().sum() for leaf in features if isinstance(leaf, Tensor)]).sum()
+
+    return run
+
+
+def _fill_encoders(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives all weights and buffers but those of the language model memory, filled with zeros."""
+    decoder, head = language_plan(module).decoder, module.get_output_embeddings()
+    for name, owner in module.named_modules():
+        if name == decoder or name.startswith(f"{decoder}.") or owner is head:
+            continue
+        for key, weight in owner._parameters.items():
+            if weight is not None:
+                zeros = torch.zeros(weight.shape, dtype=dtype)
+                owner._parameters[key] = nn.Parameter(zeros, requires_grad=weight.requires_grad)
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+
+def _shallow(described: Any) -> Any:
+    """The model's configuration with few blocks in each encoder."""
+    described = copy.deepcopy(described)
+    text = described.get_text_config()
+    for name in described.sub_configs:
+        part = getattr(described, name)
+        if part is text:
+            continue
+        seen_later = getattr(part, "deepstack_visual_indexes", None)
+        if seen_later is not None:
+            part.deepstack_visual_indexes = list(range(len(seen_later)))
+        for depth in DEPTHS:
+            if isinstance(getattr(part, depth, None), int):
+                setattr(part, depth, max(2, len(seen_later or ())))
+    return described

@@ -1,0 +1,1 @@
+"""Language models: any causal model of transformers, packed documents, the probe, exports."""

@@ -1,0 +1,116 @@
+"""From a transformers folder, or a description, to a language model that can be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from sfumato.config.file_checks import read_json
+from sfumato.config.text import LanguageModelConfig
+from sfumato.data.media.vision import ImageReader
+from sfumato.data.text.format import TextFormat
+from sfumato.data.text.prompt_formats.base import PromptFormat
+from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.parts import (
+    BYTES,
+    DTYPES,
+    build_module,
+    check_vocabulary,
+    freeze,
+    is_unified,
+    where_described,
+)
+from sfumato.models.language.parts import build_byte_tokenizer as build_byte_tokenizer
+from sfumato.models.language.parts import build_tokenizer as build_tokenizer
+from sfumato.models.language.parts import read_model_config as read_model_config
+from sfumato.models.language.parts import source_of as source_of
+from sfumato.models.language.router_loss import (
+    RouterLoss,
+    adds_router_loss,
+    asked_coefficient,
+    describe_router_loss,
+    refuse_router_loss,
+)
+from sfumato.models.language.source_folder import describe_left_out
+from sfumato.models.language.vision_load import add_image_tokens, build_vision
+from sfumato.models.lora import add_lora, language_targets
+
+
+def build_language_model(
+    config: LanguageModelConfig,
+    train: Any,
+    frozen: bool = False,
+    data_type: TextFormat | PromptFormat | None = None,
+    with_router_loss: bool = False,
+) -> LanguageModel:
+    """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
+    ``LanguageModel.parallelize``.
+
+    Trained weights are float32; what is frozen has ``config.dtype``.
+
+    Args:
+        config: the model section.
+        train: the train section: seed of random weights, precision, ``init_device``, ``chunked_loss``.
+        frozen: make a reference: without adapters, nothing trained.
+        data_type: the format of the data; one with images takes a model that sees.
+        with_router_loss: the task adds the auxiliary loss of routers (``LanguageModel.router_loss``) where the
+            configuration asks for it; other tasks refuse to train such a model.
+
+    Raises:
+        ConfigError: when the folder or description is missing, broken or of an unknown kind.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    sees = data_type is not None and data_type.has_images
+    described = read_model_config(config, sees)
+    if is_unified(described, sees):
+        from sfumato.models.omni.unified import build_unified  # with what makes pictures, which others need not load
+
+        return build_unified(config, train, described, data_type, trains=not frozen)
+    train_base = config.lora is None and not frozen
+    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
+    if not frozen and not with_router_loss:
+        refuse_router_loss(auto_class._model_mapping.get(type(described), None), described, where_described(config))
+    module, make = build_module(config, train, described, auto_class, train_base)
+    tokenizer, vision = build_tokenizer(config), None
+    if sees:
+        if config.tokenizer_path == BYTES:
+            add_image_tokens(tokenizer, described)
+        vision = build_vision(
+            described, None if config.tokenizer_path == BYTES else source_of(config), module, tokenizer
+        )
+        vision = vision.with_reader(data_type.limited(vision.reader))
+    check_vocabulary(module, tokenizer)
+    settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
+    model = LanguageModel(module, tokenizer, *settings)
+    if with_router_loss and asked_coefficient(described) and adds_router_loss(type(module)):
+        model.router_loss = RouterLoss(module)
+    if not train_base:
+        module.requires_grad_(False)
+    model.frozen_names = freeze(module, config.freeze)
+    model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
+    if config.lora is not None and not frozen:
+        add_lora(module, config.lora, language_targets(module), train.seed)
+    return model
+
+
+def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tuple[Any, ImageReader | None]:
+    """The tokenizer of a model, and where the data has images what reads these; weights are neither read nor drawn.
+
+    Args and errors as for ``build_language_model``.
+    """
+    if not data_type.has_images and not _holds_unified(config):
+        return build_tokenizer(config), None
+    section, on_meta = config.model_copy(update={"lora": None}), train.model_copy(update={"init_device": "meta"})
+    model = build_language_model(section, on_meta, data_type=data_type)
+    return model.tokenizer, None if model.vision is None else model.vision.reader
+
+
+def _holds_unified(config: LanguageModelConfig) -> bool:
+    """``is_unified`` of the model in ``model_path``, if there is one, for data without images."""
+    try:
+        fields = read_json(Path(str(config.model_path)) / "config.json")
+        return is_unified(SimpleNamespace(**{"model_type": None} | fields), False)
+    except (OSError, ValueError, TypeError):  # it is said where the model is read
+        return False

@@ -1,0 +1,281 @@
+"""A transformers language model as a thing that can be trained on any mesh."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sfumato.algorithms.device import to_device
+from sfumato.config.sections import TrainConfig
+from sfumato.data.media.vision import MultimodalInputs, Vision, join_media
+from sfumato.data.text.token_batch import TokenBatch
+from sfumato.errors import ConfigError
+from sfumato.models.estimate.flops import DRAWS
+from sfumato.models.language.document_rows import forward_per_document
+from sfumato.models.language.hf_config import give_weights
+from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
+from sfumato.models.language.output_layer import OutputLayer
+from sfumato.models.language.packed_model import PackedModel, Tensors
+from sfumato.models.language.packed_model import RowLayout as RowLayout
+from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_router_settings
+from sfumato.models.language.scores import TokenScores
+from sfumato.models.language.source_folder import float32_names
+from sfumato.models.lora import merge_adapters, save_adapter
+from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.parallelize import keep_gathered
+from sfumato.parallel.weights import build_on_meta
+
+WORTH_PICKING = 0.9
+"""Fraction of tokens in the loss mask up to which logits are computed for these alone; picking them costs a copy."""
+
+TokenLoss = Callable[[TokenScores, TokenBatch], Tensor]
+"""A function from the scores of a micro-batch and the placed micro-batch to its part of the loss, a scalar that is
+divided by the count over all ranks and micro-batches already. Under sequence parallelism both are this rank's part of
+the tokens."""
+
+
+class LanguageModel(PackedModel[TokenScores]):
+    """A causal transformers model with its tokenizer. The transformers modules are used as they are."""
+
+    output_name: ClassVar[tuple[str, str]] = ("a log-probability", "log-probabilities")
+    can_be_served: ClassVar[bool] = True
+    """Whether vLLM and SGLang can draw what it draws."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tokenizer: Any,
+        autocast_dtype: torch.dtype | None,
+        build: Callable[[], nn.Module],
+        source: Path | None = None,
+        chunked: bool = False,
+        vision: Vision | None = None,
+    ) -> None:
+        """Use ``build_language_model``. ``chunked`` computes logits for some tokens at a time, ``vision`` makes batches
+        of a model that sees; the rest as for ``PackedModel``."""
+        super().__init__(module, tokenizer, autocast_dtype, build, source)
+        self.vision = vision
+        self.vocabulary_size: int = module.config.get_text_config().vocab_size
+        """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
+        self._output_layer, self._chunked = OutputLayer(module), chunked
+        self.router_loss: RouterLoss | None = None
+        """The auxiliary loss that this model is trained with, too."""
+
+    def __call__(self, batch: TokenBatch) -> TokenScores:
+        """The forward pass: scores of the tokens of a micro-batch that ``place_batch`` has placed.
+
+        With ``chunked_loss`` the module ends with its last hidden states, and the scores make logits of some tokens at
+        a time with the output layer that was taken out of it.
+        """
+        lm_head, make_logits = None, None
+        router_calls: list[tuple[Tensor, ...]] = []
+        places: list[Tensor] = []
+        if self._chunked:
+            lm_head, make_logits = self._output_layer.detach()
+            keep_gathered(self.module, torch.is_grad_enabled())
+
+        def compute_output(
+            input_ids: Tensor,
+            inputs: MultimodalInputs | None = None,
+            position_ids: Tensor | None = None,
+            **more: Any,
+        ) -> Tensor:
+            """Logits, or the last hidden states, of tokens ``[B, T]``."""
+            if self.router_loss is not None:
+                more["output_router_logits"] = torch.is_grad_enabled()
+            output = self._run_module(input_ids, position_ids, inputs, **more)
+            if more.get("output_router_logits"):
+                router_calls.append(tuple(output.router_logits or ()))
+            return self._output_layer.hidden(output.logits) if self._chunked else output.logits
+
+        with self.autocast():
+            if self.row_layout.rows == "documents":
+                layout = self.mesh, self.row_layout.same_length, self._idle_image()
+                output = forward_per_document(compute_output, batch, *layout, after_call=places.append)
+            else:
+                rows, inputs, more = batch.whole_rows or batch, None, {}
+                if rows.modality_ids is not None:
+                    inputs = MultimodalInputs(join_media(batch.media), rows.rope_positions, rows.modality_ids)
+                if batch.output_columns is not None:
+                    more["logits_to_keep"] = batch.output_columns
+                output = compute_output(rows.input_ids, inputs, rows.position_ids, **more)
+        router_logits = RouterLogits.of_calls(router_calls, places)
+        return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits, router_logits)
+
+    def _output_columns(self, batch: TokenBatch) -> Tensor | None:
+        """Those that have a label, where they are few enough and a packed row is on one rank."""
+        if "logits_to_keep" not in self._arguments or batch.shape[0] > 1 or self.mesh.size != self.mesh.data_size:
+            return None
+        if self.row_layout.rows == "documents":
+            return None
+        columns = batch.labels[0].ne(IGNORED).nonzero()[:, 0]
+        if len(columns) >= WORTH_PICKING * batch.shape[1]:
+            return None
+        return to_device(columns if len(columns) else torch.zeros(1, dtype=torch.int64), self.mesh.device)
+
+    @contextmanager
+    def whole_output(self) -> Iterator[None]:
+        """Inside, logits are computed for all tokens at a time, by the model's own output layer."""
+        chunked, self._chunked = self._chunked, False
+        self._output_layer.put_back()
+        try:
+            yield
+        finally:
+            self._chunked = chunked
+
+    def frozen_copy(self) -> LanguageModel:
+        """The same model with weights of its own that need no gradients; call it before ``parallelize``."""
+        module, given = copy.deepcopy(self.module).requires_grad_(False), (self.source, self._chunked, self.vision)
+        return LanguageModel(module, self.tokenizer, self.autocast_dtype, self._build, *given)
+
+    @torch.no_grad()
+    def token_log_probs(
+        self, batches: Sequence[TokenBatch], reference: bool = False, temperature: float = 1.0
+    ) -> list[Tensor]:
+        """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
+
+        Args:
+            batches: as many on each rank.
+            reference: with the adapters switched off.
+            temperature: divides the logits.
+        """
+        with self.without_adapter() if reference else nullcontext():
+            return self.compute_token_values(batches, lambda scores, batch: scores.log_probs(batch.labels, temperature))
+
+    def predictions(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """The likeliest next token after each token of whole micro-batches, int64 ``[B, T]`` on the CPU."""
+        predictions = self.compute_token_values(batches, lambda scores, _: scores.predictions(), every_token=True)
+        return [tokens.cpu() for tokens in predictions]
+
+    @torch.no_grad()
+    def label_logits(self, batch: TokenBatch) -> Tensor:
+        """Logits of the N tokens that have a label, float32 ``[N, V]``, on the CPU of every rank that shares the batch.
+        Not with pipeline parallelism."""
+        with self.whole_output():
+            ((scores, placed),) = self.score([batch])
+            logits = scores.logits(placed.loss_mask).cpu()
+        if self.mesh.layout.cp == 1:
+            return logits
+        parts = self.mesh.gather((placed.columns[placed.loss_mask].cpu(), logits), over="cp")
+        columns, logits = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return logits[columns.argsort()]
+
+    def probe_values(self, output: TokenScores, batch: TokenBatch) -> Tensor:
+        """``log p(label)`` of each token in nats."""
+        return output.log_probs(batch.labels)
+
+    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
+        """``log p`` of each token but the first."""
+        with self.autocast():
+            logits = plain(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
+        return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+
+    def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
+        """Writes model and tokenizer as transformers loads them by itself, or adapters as peft does.
+
+        Trained under bf16, whole weights are written in bf16, as the forward passes saw them, but for those that stay
+        float32 (``float32_names``). Biases that a balancer gave to routers without a place for them go into a file of
+        their own, ``expert_biases.safetensors``.
+
+        Args:
+            folder: where to.
+            weights: whole weights by the names of the plain module, adapters included; emptied.
+            merge: write merged weights instead of adapters.
+        """
+        adapters = self._adapters()
+        if self.vision is not None:
+            self.vision.reader.save(folder, self.source)
+        save_tokenizer(self.tokenizer, folder)
+        plain = build_on_meta(self._build)
+        if adapters:
+            whole = build_on_meta(self._build)  # a stage of a pipeline does not know the others' layers
+            for name, adapter in adapters.items():
+                whole.add_adapter(adapter, name)
+            if not merge:
+                save_adapter(whole, weights, folder, None if self.source is None else str(self.source))
+                save_generation_config(folder, self.source, self.tokenizer)
+                return
+            weights = merge_adapters(whole, weights)
+        known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+        biases = {name: weights.pop(name) for name in [*weights] if name not in known}
+        if biases:
+            save_file(biases, folder / "expert_biases.safetensors")
+        if self.autocast_dtype is not None:
+            stay = float32_names(plain, self.source)
+            for name in weights.keys() - stay:
+                if weights[name].dtype == torch.float32:
+                    weights[name] = weights[name].to(self.autocast_dtype)
+        give_weights(plain, weights)
+        plain.config.dtype = self.autocast_dtype or torch.float32
+        name_ends(plain.config, self.tokenizer, self.source is not None)
+        plain.save_pretrained(folder)
+        save_generation_config(folder, self.source, self.tokenizer)
+
+    def _check(self, mesh: Mesh, config: TrainConfig) -> None:
+        check_settings(self.module, mesh, config, self._chunked)
+        if self.router_loss is not None:
+            check_router_settings(mesh.layout, config.compiles(mesh.device.type))
+        if self.vision is not None:
+            check_multimodal(self.module, mesh)
+
+    def _from_pipeline(self, logits: Tensor) -> TokenScores:
+        return TokenScores(logits, (logits.shape[0], logits.shape[1]))
+
+
+def check_multimodal(module: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigError for meshes that a model that sees cannot be put on."""
+    if mesh.layout.tp > 1 and getattr(module.config.get_text_config(), "hidden_size_per_layer_input", 0):
+        raise ConfigError(
+            f"train.tensor_parallel_size: {type(module).__name__} makes inputs of each layer of its embedding's weight "
+            "itself (hidden_size_per_layer_input), which must then be whole: set it to 1"
+        )
+    if mesh.layout.pp == 1:
+        return
+    if mesh.layout.cp > 1:
+        raise ConfigError(
+            "train.pipeline_parallel_size and train.ulysses_parallel_size or context_parallel_size exclude each other "
+            "for a model that sees images, whose rows are cut in the first stage: set one side to 1"
+        )
+    drawing = [name for name, _ in module.base_model.named_children() if name in DRAWS]
+    if drawing:
+        raise ConfigError(
+            f"train.pipeline_parallel_size: {type(module).__name__} has parts that draw ({', '.join(drawing)}), which "
+            "no token passes, and where a pipeline's stage would wait for gradients: set it to 1"
+        )
+    apart = needs_rows_apart(module)
+    if apart is not None:
+        raise ConfigError(
+            f"train.pipeline_parallel_size: {type(module).__name__} {apart}, so that its documents need rows of their "
+            "own, which a pipeline's stages do not know: set it to 1"
+        )
+
+
+def needs_rows_apart(module: nn.Module) -> str | None:
+    """Why the documents of a model that sees cannot share a row, where its configuration says so."""
+    config = module.config.get_text_config()
+    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"has layers of {', '.join(sorted(kinds))}"
+    both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"
+    if both_ways or "token_type_ids" in inspect.signature(module.forward).parameters:
+        return "lets the tokens of an image see each other"
+    return None
+
+
+def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:
+    """Raises ConfigError for settings that this model cannot be trained with."""
+    if mesh.layout.cfg > 1:
+        raise ConfigError("train.cfg_parallel_size is for diffusion models; a language model has no guidance")
+    if chunked and mesh.layout.pp > 1:
+        raise ConfigError("train.chunked_loss takes no stages: set train.pipeline_parallel_size to 1")
+    if chunked and not isinstance(module.get_output_embeddings(), nn.Linear):
+        raise ConfigError(f"train.chunked_loss needs a linear output layer, which {type(module).__name__} has not")

@@ -1,0 +1,146 @@
+"""What a language model says about the tokens of a batch: log-probabilities and predictions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sfumato.parallel.loss import (
+    IGNORED,
+    Tail,
+    linear_cross_entropy,
+    token_log_probs,
+    token_log_probs_and_entropy,
+    vocabulary_group,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Float32, Int64
+
+    from sfumato.models.language.router_loss import RouterLogits
+
+
+class TokenScores:
+    """The model's output for a batch of ``[B, T]`` tokens, for all of them or for those that ``kept`` names.
+
+    It holds logits, or the last hidden states from which logits are computed for some tokens at a time.
+    """
+
+    def __init__(
+        self,
+        output: Tensor,
+        shape: tuple[int, int],
+        kept: Tensor | None = None,
+        head: nn.Linear | None = None,
+        tail: Tail | None = None,
+        router_logits: RouterLogits | None = None,
+    ) -> None:
+        """Made by ``LanguageModel``.
+
+        Args:
+            output: logits ``[1 or B, K, V]``, or with a head hidden states ``[1 or B, K, H]``.
+            shape: B and T.
+            kept: int64 ``[K]``, the tokens of a single row that the output is for; None for all.
+            head: the layer that makes logits from the output.
+            tail: what the model makes of that layer's result.
+            router_logits: what the routers said, of a model that is trained with their auxiliary loss.
+        """
+        self.router_logits = router_logits
+        self._output, self._shape, self._kept, self._head, self._tail = output, shape, kept, head, tail
+
+    def log_probs(
+        self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
+    ) -> Float32[Tensor, "batch length"]:
+        """``log p(label)`` of each token in nats.
+
+        Args:
+            labels: int64 ``[B, T]``, already shifted; -100 gives 0.
+            temperature: divides the logits.
+
+        Returns:
+            float32 ``[B, T]``.
+        """
+        picked = self._pick(labels)
+        if self._head is not None:
+            weight, bias = self._head.weight, self._head.bias
+            settings = {"group": vocabulary_group(weight), "tail": self._tail}
+            found = token_log_probs(self._output, weight, picked, temperature, bias, **settings)
+        else:
+            logits = self._output.flatten(0, 1).float()
+            logits = logits if temperature == 1.0 else logits / temperature
+            found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
+        return self._spread(found.view(picked.shape))
+
+    def cross_entropy(
+        self, labels: Int64[Tensor, "batch length"]
+    ) -> tuple[Float32[Tensor, ""], Float32[Tensor, "batch length"]]:
+        """The sum of ``-log p(label)`` over tokens, with gradients, and that of each token without.
+
+        With a layer that makes logits for some tokens at a time, it makes them once, where ``log_probs`` and its
+        backward pass make them twice.
+
+        Args:
+            labels: int64 ``[B, T]``, already shifted; -100 gives 0.
+
+        Returns:
+            float32 scalar, and float32 ``[B, T]``.
+        """
+        if self._head is None:
+            losses = -self.log_probs(labels)
+            return losses.sum(), losses.detach()
+        weight, picked = self._head.weight, self._pick(labels)
+        settings = {"group": vocabulary_group(weight), "tail": self._tail}
+        total, losses = linear_cross_entropy(self._output, weight, picked, self._head.bias, **settings)
+        return total, self._spread(losses)
+
+    def log_probs_and_entropy(
+        self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
+    ) -> tuple[Float32[Tensor, "batch length"], Float32[Tensor, "batch length"]]:
+        """``log_probs``, and the entropy in nats of each token's distribution; 0 where the label is -100."""
+        picked = self._pick(labels)
+        if self._head is not None:
+            weight, bias = self._head.weight, self._head.bias
+            settings = {"group": vocabulary_group(weight), "tail": self._tail}
+            found, entropy = token_log_probs_and_entropy(self._output, weight, picked, temperature, bias, **settings)
+        else:
+            log_p = (self._output.float() / temperature).log_softmax(-1)
+            counted = picked != IGNORED
+            found = log_p.gather(-1, picked.masked_fill(~counted, 0)[..., None])[..., 0] * counted
+            entropy = -(log_p.exp() * log_p).sum(-1) * counted
+        return self._spread(found), self._spread(entropy)
+
+    @torch.no_grad()
+    def predictions(self) -> Int64[Tensor, "batch length"]:
+        """The likeliest next token after each token, int64 ``[B, T]``; -100 where there is no output."""
+        logits = self._output
+        if self._head is None:
+            return self._spread(logits.argmax(-1), IGNORED)
+        weight = self._head.weight
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        parts = self._output.flatten(0, 1).split(1024)
+        best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
+        return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
+
+    def logits(self, wanted: Tensor) -> Tensor:
+        """Logits of the tokens for which ``wanted``, bool ``[B, T]``, holds: float32 ``[N, V]``. Not with a layer that
+        makes logits for some tokens at a time (``LanguageModel.whole_output``)."""
+        assert self._head is None, "use whole_output"
+        return self._output[self._pick(wanted)].float()
+
+    def hidden(self, wanted: Tensor) -> Tensor:
+        """Last hidden states of the tokens for which ``wanted``, bool ``[B, T]``, holds, row by row: ``[N, H]``. Only
+        with a layer that makes logits for some tokens at a time."""
+        assert self._head is not None, "build the model with chunked_loss"
+        return self._output[self._pick(wanted)]
+
+    def _pick(self, labels: Tensor) -> Tensor:
+        return labels if self._kept is None else labels[:, self._kept]
+
+    def _spread(self, values: Tensor, fill: int = 0) -> Tensor:
+        """Values of the kept tokens at their places among all."""
+        if self._kept is None:
+            return values
+        return values.new_full(self._shape, fill).index_copy(1, self._kept, values)

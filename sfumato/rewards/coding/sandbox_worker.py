@@ -1,0 +1,300 @@
+"""What runs inside the sandboxes: the answer in one, its tests in another, with pipes between them.
+
+The process of the tests holds nothing that the answer could reach: it sends calls and gets values back as plain data,
+so that an answer can neither see what is expected, nor change ``assert``, nor bring objects that equal everything.
+This file is copied into the sandboxes and imports nothing of the library.
+
+    python sandbox_worker.py answer    descriptors 3 (calls) and 4 (values); runs answer.py
+    python sandbox_worker.py check     descriptors 3 (results), 4 (values) and 5 (calls); runs tests.json
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import importlib
+import json
+import operator
+import os
+import struct
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, BinaryIO
+
+PLAIN = (str, bool, type(None))
+LARGEST = 64 * 2**20
+
+
+class CannotSendError(Exception):
+    """A test gives the answer something that is no plain data, such as a function."""
+
+
+class AnswerError(Exception):
+    """The answer raised something that is no builtin exception, or has ended."""
+
+
+def send(file: BinaryIO, value: Any) -> None:
+    """One message: its length, and JSON."""
+    content = json.dumps(value).encode()
+    file.write(struct.pack("Q", len(content)) + content)
+    file.flush()
+
+
+def receive(file: BinaryIO) -> Any:
+    """The next message. Raises EOFError when there is none."""
+    header = file.read(8)
+    if len(header) < 8:
+        raise EOFError
+    (length,) = struct.unpack("Q", header)
+    if length > LARGEST:
+        raise EOFError
+    content = file.read(length)
+    if len(content) < length:
+        raise EOFError
+    return json.loads(content)
+
+
+_LISTS = {"l": list, "t": tuple, "s": set, "z": frozenset}
+
+
+def encode(value: Any, other: Any) -> Any:
+    """JSON for plain data, of subclasses what they derive from; ``other`` makes it of anything else."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, int):
+        return ["i", int.__format__(value, "x")]
+    if isinstance(value, float):
+        return ["f", float.hex(value)]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, complex):
+        return ["c", float.hex(value.real), float.hex(value.imag)]
+    if isinstance(value, bytes | bytearray):
+        return ["b" if isinstance(value, bytes) else "a", bytes(value).hex()]
+    if isinstance(value, Decimal | Fraction):
+        return ["n" if isinstance(value, Decimal) else "q", str(value)]
+    if isinstance(value, range):
+        return ["r", [encode(each, other) for each in (value.start, value.stop, value.step)]]
+    for tag, kind in _LISTS.items():
+        if isinstance(value, kind):
+            return [tag, [encode(each, other) for each in kind.__iter__(value)]]
+    if isinstance(value, dict):
+        return ["d", [[encode(key, other), encode(each, other)] for key, each in dict.items(value)]]
+    return other(value)
+
+
+def decode(value: Any, other: Any) -> Any:
+    """The value back, of builtin types only. Raises ValueError, TypeError or KeyError for what is no such JSON."""
+    if type(value) in PLAIN:
+        return value
+    tag, content = value[0], value[1]
+    if tag in _LISTS:
+        return _LISTS[tag](decode(each, other) for each in content)
+    if tag == "d":
+        return {decode(key, other): decode(each, other) for key, each in content}
+    if tag == "r":
+        return range(*(decode(each, other) for each in content))
+    if tag == "c":
+        return complex(float.fromhex(content), float.fromhex(value[2]))
+    simple = {"i": lambda text: int(text, 16), "f": float.fromhex, "b": bytes.fromhex, "n": Decimal, "q": Fraction,
+              "a": bytearray.fromhex}  # fmt: skip
+    return simple[tag](content) if tag in simple else other(value)
+
+
+# The answer
+
+
+def answer() -> None:
+    """Runs the answer, then what the tests ask of it."""
+    calls, values = os.fdopen(3, "rb"), os.fdopen(4, "wb")
+    space: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
+    with open("/tmp/answer.py", encoding="utf-8", errors="surrogatepass") as file:
+        source = file.read()
+    handles: list[Any] = []
+
+    def keep(value: Any) -> Any:
+        handles.append(value)
+        return ["h", len(handles) - 1]
+
+    def given(value: Any) -> Any:
+        return handles[value[1]]
+
+    try:
+        exec(compile(source, "answer.py", "exec"), space)
+        problem = None
+    except BaseException as error:
+        problem = _describe(error)
+    while True:
+        verb, target, arguments, named = receive(calls)
+        try:
+            if problem:
+                send(values, {"error": problem})
+                continue
+            positional = [decode(each, given) for each in arguments]
+            keywords = {name: decode(each, given) for name, each in named.items()}
+            held = handles[target] if isinstance(target, int) else space[target]
+            result = _do(verb, held, positional, keywords)
+            reply = {"value": encode(result, keep)}
+            if result is None:
+                reply["arguments"] = [encode(each, keep) for each in positional]
+        except BaseException as error:  # SystemExit and KeyboardInterrupt of the answer are its own, too
+            reply = {"error": _describe(error)}
+        send(values, reply)
+
+
+def _do(verb: str, held: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
+    if verb == "call":
+        return held(*positional, **keywords)
+    if verb == "next":
+        try:
+            return [next(held)]
+        except StopIteration:
+            return []
+    functions = {"getattr": getattr, "getitem": operator.getitem, "setitem": operator.setitem, "len": len, "str": str,
+                 "repr": repr, "iter": iter, "bool": bool}  # fmt: skip
+    return functions[verb](held, *positional)
+
+
+def _describe(error: BaseException) -> list[str]:
+    try:
+        return [type(error).__name__, str(error)[:300]]
+    except BaseException:
+        return ["Exception", ""]
+
+
+# The tests
+
+
+class Remote:
+    """Something of the answer that is no plain data: it can be called and looked into, and is equal to itself alone."""
+
+    def __init__(self, target: Any, pipes: tuple[BinaryIO, BinaryIO]) -> None:
+        self.__dict__["_target"], self.__dict__["_pipes"] = target, pipes
+
+    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+        return self._ask("call", positional, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("getattr", (name,))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", (key,))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", (key, value))
+
+    def __len__(self) -> int:
+        return self._ask("len", ())
+
+    def __bool__(self) -> bool:
+        return self._ask("bool", ()) is True
+
+    def __str__(self) -> str:
+        return self._ask("str", ())
+
+    def __repr__(self) -> str:
+        return self._ask("repr", ())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __iter__(self) -> Any:
+        iterator = self._ask("iter", ())
+        while found := iterator._ask("next", ()):
+            yield found[0]
+
+    def _ask(self, verb: str, positional: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> Any:
+        values, calls = self.__dict__["_pipes"]
+        arguments = [encode(each, _reference) for each in positional]
+        named = {name: encode(each, _reference) for name, each in (keywords or {}).items()}
+
+        def held(value: Any) -> Any:
+            return Remote(int(value[1]), (values, calls))
+
+        try:
+            send(calls, [verb, self.__dict__["_target"], arguments, named])
+            reply = receive(values)
+            if "error" not in reply:
+                result = decode(reply["value"], held)
+                if result is None and verb == "call":
+                    _take_over(positional, [decode(each, held) for each in reply["arguments"]])
+                return result
+            name, text = (str(each) for each in reply["error"])
+        except Exception as error:
+            raise AnswerError(f"the answer has ended, or sent no values: {type(error).__name__}") from None
+        raise _raised(name, text)
+
+
+def _raised(name: str, text: str) -> Exception:
+    """The builtin exception of that name, if there is one that is made of a text."""
+    known = getattr(builtins, name, None)
+    if isinstance(known, type) and issubclass(known, Exception):
+        try:
+            return known(text)
+        except TypeError:  # it is made of more than a text: the line below has its name and text
+            pass
+    return AnswerError(f"{name}: {text}")
+
+
+def _reference(value: Any) -> Any:
+    if isinstance(value, Remote):
+        return ["h", value.__dict__["_target"]]
+    raise CannotSendError(f"a test gives the answer a {type(value).__name__}, which cannot be sent to it")
+
+
+def _take_over(before: tuple[Any, ...], after: list[Any]) -> None:
+    """What a function without result, such as one that sorts in place, has made of its arguments."""
+    for mine, its in zip(before, after, strict=True):
+        if type(mine) is list and type(its) is list:
+            mine[:] = its
+        elif type(mine) in (dict, set) and type(its) is type(mine):
+            mine.clear()
+            mine.update(its)
+
+
+class Space(dict):
+    """Names of the tests. One that they do not define is a module of the standard library, or the answer's."""
+
+    def __init__(self, entry_point: str, pipes: tuple[BinaryIO, BinaryIO]) -> None:
+        super().__init__(__name__="tests", __builtins__=builtins)
+        self.entry_point, self.pipes = entry_point, pipes
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if name in sys.stdlib_module_names:
+            return importlib.import_module(name)
+        if self.entry_point and name != self.entry_point:
+            raise KeyError(name)
+        return Remote(name, self.pipes)
+
+
+def check() -> None:
+    """Runs the tests one after the other, and writes a line for each: true, false, or why it cannot be run."""
+    results = os.fdopen(3, "w")
+    pipes = (os.fdopen(4, "rb"), os.fdopen(5, "wb"))
+    with open("/tmp/tests.json", encoding="utf-8") as file:
+        asked = json.load(file)
+    entry_point = asked["entry_point"]
+    space = Space(entry_point, pipes)
+    exec(compile(asked["setup"], "setup", "exec"), space)
+    if entry_point:
+        space[entry_point] = Remote(entry_point, pipes)
+    for source in asked["tests"]:
+        try:
+            exec(compile(source, "test", "exec"), space)
+            if "check" in space and entry_point and "def check" in source:
+                space["check"](space[entry_point])
+            line: Any = True
+        except CannotSendError as error:
+            line = str(error)
+        except BaseException:  # whatever a test raises, it has not passed; SystemExit too
+            line = False
+        results.write(json.dumps(line) + "\n")
+        results.flush()
+
+
+if __name__ == "__main__":
+    copy.deepcopy(None)  # loads what tests use most before any time counts
+    {"answer": answer, "check": check}[sys.argv[1]]()

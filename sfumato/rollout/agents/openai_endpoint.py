@@ -1,0 +1,313 @@
+"""The policy behind the chat protocol of OpenAI, on a port of this machine, for as long as agents are at work.
+
+    POST /v1/chat/completions   also streamed, in one piece
+    POST /v1/completions
+    GET  /v1/models
+
+Every route wants the key of a sample that is being drawn. How tokens are drawn is the run's business: temperature,
+top_p and seed of a request are not followed. What would change what an answer means, and is not offered (n, stop,
+penalties, formats), is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from sfumato.errors import MissingDependencyError
+from sfumato.rollout.agents.recorded_calls import PolicyReply, RefusedCallError, Session
+from sfumato.serving.bounded_json import load_json
+from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.requests import RefusedRequestError, RequestGuard, check_media_type, read_body
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MODEL = "policy"
+"""Name of the model."""
+
+KEY_HEADER = "x-api-key"
+"""Header that may hold the key in the place of ``Authorization: Bearer``."""
+
+MAX_BODY_BYTES = 16 * 2**20
+MAX_VALUES = 2**20
+"""Values in the JSON of a body, such as token ids; brackets and commas in texts count, too."""
+BODY_S = 60.0
+"""How long a body may take to arrive, however fast."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "stop": ([], ""),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+    "echo": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+}
+"""Fields of a request that are not offered, and the values with which they change nothing."""
+
+
+def check_packages() -> None:
+    """Raises MissingDependencyError when what serves is not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"agents reach the policy over HTTP, for which a package is missing ({error}): pip install starlette "
+            "uvicorn"
+        ) from error
+
+
+class Endpoint:
+    """Serves the sessions of the samples that are being drawn in one event loop."""
+
+    def __init__(self) -> None:
+        self.base_url = ""
+        self._sessions: dict[str, Session] = {}
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self.users = 0
+
+    @contextlib.contextmanager
+    def serving(self, session: Session) -> Iterator[None]:
+        """Takes calls of a sample, by its key."""
+        self._sessions[session.api_key] = session
+        try:
+            yield
+        finally:
+            del self._sessions[session.api_key]
+            session.end()
+
+    async def start(self) -> None:
+        """Listens on a free port, if it does not yet."""
+        import uvicorn
+
+        class QuietServer(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # signals are the run's
+
+        async with self._starting:
+            if self._serving is not None:
+                return
+            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            listening.bind(("127.0.0.1", 0))
+            self.base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+            self._server = QuietServer(uvicorn_config(self.app(), grace_s=1))
+            self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+            while not self._server.started:
+                if self._serving.done():
+                    self._serving.result()
+                await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Closes the port and all connections."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+
+    def app(self) -> RequestGuard:
+        """The ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse}))
+
+    async def _models(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        self._session_of(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sfumato"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=True)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, is_chat=False)
+
+    async def _answer(self, request: Request, is_chat: bool) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        session = self._session_of(request)
+        body = await _body_of(request)
+        reply = await _drawn(session, body, is_chat)
+        content = _chat_answer(reply, body) if is_chat else _text_answer(reply, body)
+        if not body.get("stream"):
+            return JSONResponse(content)
+        return StreamingResponse(_streamed(content, body, is_chat), media_type="text/event-stream")
+
+    def _session_of(self, request: Request) -> Session:
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        key = request.headers.get(KEY_HEADER, bearer)
+        session = self._sessions.get(key)
+        if session is None:
+            raise RefusedCallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
+        trust(request.scope)
+        return session
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """What is answered to a call that is refused."""
+    from starlette.responses import JSONResponse
+
+    del request
+    assert isinstance(error, RefusedCallError)
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    about = {"message": str(error), "type": kind, "param": None, "code": error.code}
+    return JSONResponse({"error": about}, error.status)
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """The request. Raises RefusedCallError for what is no JSON object, or asks for what is not offered."""
+    try:
+        check_media_type(request, "application/json")
+        too_large = f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB"
+        body = load_json(bytes(await read_body(request, MAX_BODY_BYTES, too_large, BODY_S)), max_values=MAX_VALUES)
+    except RefusedRequestError as error:
+        raise RefusedCallError(str(error), status=error.status) from error
+    except ValueError as error:
+        raise RefusedCallError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RefusedCallError("the body must be a JSON object")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RefusedCallError("stream_options must be an object")
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            raise RefusedCallError(f"{name} {value!r:.100} is not offered: leave it out", code="unsupported_value")
+    return body
+
+
+async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
+    """The policy's answer. An error that is not the caller's is kept for the run."""
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    if most is not None and (not isinstance(most, int) or not 1 <= most < 2**31):
+        raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {most!r:.100}")
+    if is_chat:
+        messages, tools = body.get("messages"), body.get("tools")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise RefusedCallError("messages must be a list of objects with role and content")
+        if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
+            raise RefusedCallError("tools must be a list of objects")
+        call = session.chat(messages, (tools or None) if body.get("tool_choice") != "none" else None, most)
+    else:
+        prompt = body.get("prompt")
+        is_ids = isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
+        if not isinstance(prompt, str) and not is_ids:
+            raise RefusedCallError("prompt must be one text, or one list of token ids")
+        call = session.complete(prompt, most)
+    task = asyncio.create_task(call)
+    session.tasks.add(task)
+    try:
+        return await task
+    except asyncio.CancelledError as error:
+        if session.is_over:
+            raise RefusedCallError("the sample is over", status=410) from error
+        raise
+    except RefusedCallError:
+        raise
+    except Exception as error:
+        session.error = session.error or error
+        raise RefusedCallError(f"{type(error).__name__}: {error}", status=500) from error
+    finally:
+        session.tasks.discard(task)
+
+
+def _usage(reply: PolicyReply) -> dict[str, int]:
+    drawn = len(reply.token_ids)
+    total = reply.num_prompt_tokens + drawn
+    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": drawn, "total_tokens": total}
+
+
+def _about(kind: str, reply: PolicyReply) -> dict[str, Any]:
+    number = abs(hash((tuple(reply.token_ids), reply.num_prompt_tokens)))
+    return {
+        "id": f"{kind.split('.', 1)[0]}-{number:x}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": MODEL,
+        "usage": _usage(reply),
+    }
+
+
+def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    message = reply.message
+    finish = "tool_calls" if message.get("tool_calls") else reply.finish_reason
+    logprobs = None
+    if body.get("logprobs"):
+        pairs = zip(reply.token_ids, reply.log_probs, strict=True)
+        content = [
+            {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+            for token, log_prob in pairs
+        ]
+        logprobs = {"content": content, "refusal": None}
+    choice = {"index": 0, "message": {"refusal": None, **message}, "finish_reason": finish, "logprobs": logprobs}
+    return _about("chat.completion", reply) | {"choices": [choice]}
+
+
+def _text_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    logprobs = None
+    if body.get("logprobs"):
+        tokens = [f"token_id:{token}" for token in reply.token_ids]
+        logprobs = {"tokens": tokens, "token_logprobs": reply.log_probs, "top_logprobs": None, "text_offset": None}
+    choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": logprobs}
+    return _about("text_completion", reply) | {"choices": [choice]}
+
+
+async def _streamed(content: dict[str, Any], body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
+    """The answer in one piece, then its end, as events."""
+    about = {name: value for name, value in content.items() if name not in ("choices", "usage")}
+    (choice,) = content["choices"]
+    if is_chat:
+        about["object"] = "chat.completion.chunk"
+        delta = {name: value for name, value in choice["message"].items() if name != "refusal"}
+        if delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+        pieces = [{"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": choice["finish_reason"]}]
+        pieces[0]["logprobs"] = choice["logprobs"]
+    else:
+        pieces = [choice]
+    for piece in pieces:
+        yield f"data: {json.dumps(about | {'choices': [{'index': 0, **piece}]})}\n\n"
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield f"data: {json.dumps(about | {'choices': [], 'usage': content['usage']})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = weakref.WeakKeyDictionary()
+
+
+@contextlib.asynccontextmanager
+async def open_endpoint() -> AsyncIterator[Endpoint]:
+    """The endpoint of this event loop, which listens for as long as somebody is inside."""
+    loop = asyncio.get_running_loop()
+    endpoint = _OPEN.setdefault(loop, Endpoint())
+    endpoint.users += 1
+    try:
+        await endpoint.start()
+        yield endpoint
+    finally:
+        endpoint.users -= 1
+        if endpoint.users == 0:
+            del _OPEN[loop]
+            await endpoint.stop()

@@ -1,0 +1,173 @@
+"""Tools that a policy may call: calculator, Python in the sandbox, and functions of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from sfumato.config.user_functions import import_function
+from sfumato.errors import ConfigError, UserError
+from sfumato.rollout.agents.calculator import CalculationError, calculate
+from sfumato.rollout.agents.user_calls import call_own, describe
+from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call of a tool gave."""
+
+    text: str
+    """For the model; of a call that failed, why."""
+    is_error: bool = False
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool by its name."""
+
+    name: str
+    schema: dict[str, Any]
+    """JSON schema, as chat templates show it."""
+    work: Callable[..., Awaitable[Any]]
+    """Is given the arguments."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of its arguments."""
+        return list(self.schema["function"]["parameters"]["properties"])
+
+    async def call(self, arguments: Any, max_output_chars: int) -> ToolResult:
+        """Calls it. What goes wrong is told to the model, but for what a person has to mend.
+
+        Args:
+            arguments: by name, as the model gave them.
+            max_output_chars: letters of the result that the model sees; how many were cut off is said.
+
+        Raises:
+            UserError: what the tool raised as such.
+        """
+        if not isinstance(arguments, dict):
+            return ToolResult(f"Error: the arguments of {self.name} must be a JSON object", True)
+        if unknown := sorted(set(arguments) - set(self.parameters)):
+            return ToolResult(f"Error: {self.name} has no argument {unknown[0]!r}; it has {self.parameters}", True)
+        try:
+            result = await self.work(**arguments)
+        except (UserError, asyncio.CancelledError):
+            raise
+        except CalculationError as error:
+            return ToolResult(cut(f"Error: {error}", max_output_chars), True)
+        except Exception as error:
+            return ToolResult(cut(f"Error: {describe(error)}", max_output_chars), True)
+        return ToolResult(cut(_as_text(result), max_output_chars))
+
+
+def cut(text: str, most: int) -> str:
+    """The beginning of a text, and how much of it is missing."""
+    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} of {len(text)} characters cut off]"
+
+
+def _as_text(result: Any) -> str:
+    """A result as the model reads it."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def build_tool(name: str, timeout_s: float) -> Tool:
+    """The tool of a configuration.
+
+    Args:
+        name: ``calculator``, ``python``, or the import path of a function.
+        timeout_s: seconds of one call.
+
+    Raises:
+        ConfigError: when there is no such tool, or its function has no annotations or docstring to make a schema of.
+        UserError: when programs cannot be contained here.
+    """
+    if name == "calculator":
+        return _calculator()
+    if name == "python":
+        return _python(timeout_s)
+    if ":" not in name:
+        raise ConfigError(
+            f"rollout.kind.use: unknown tool {name!r}; known are calculator and python, and functions of your own by "
+            "import path, my_module:my_function"
+        )
+    try:
+        return _of_function(import_function(name), name, timeout_s)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.kind.use: {error}") from error
+
+
+def _calculator() -> Tool:
+    async def work(expression: Any) -> str:
+        return calculate(str(expression))
+
+    return Tool("calculator", _schema("calculator", "Works out an arithmetic expression.", "expression"), work)
+
+
+_PROCESSORS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
+
+
+def _python(timeout_s: float) -> Tool:
+    sandbox = _sandbox(timeout_s)
+
+    def run(code: str) -> str:
+        with _PROCESSORS:
+            finished = sandbox.run_python(code)
+        printed = finished.stdout.decode("utf-8", "replace")
+        if finished.is_success:
+            return printed
+        errors = finished.stderr.decode("utf-8", "replace").strip()
+        return "\n".join(part for part in (printed.rstrip("\n"), errors or f"Error: {finished.describe()}") if part)
+
+    async def work(code: Any) -> str:
+        return await call_own(run, str(code), timeout_s=None)  # the sandbox ends it
+
+    description = "Runs a program of Python and returns what it prints."
+    return Tool("python", _schema("python", description, "code"), work)
+
+
+@cache
+def _sandbox(timeout_s: float) -> Sandbox:
+    """A sandbox that was looked at. Raises SandboxError where programs cannot be contained."""
+    sandbox = Sandbox(ProgramLimits(wall_s=timeout_s))
+    sandbox.check()
+    return sandbox
+
+
+def _of_function(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
+    from transformers.utils import get_json_schema
+
+    if inspect.isclass(function):
+        raise ConfigError(f"{path} is a class: a tool is a function")
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # of what is missing in annotations or docstring, several kinds are raised
+        raise ConfigError(
+            f"{path} cannot be described to the model: {describe(error)}; give each argument a type, and the function "
+            "a docstring with a line for each below 'Args:'"
+        ) from error
+
+    async def work(**arguments: Any) -> Any:
+        try:
+            return await call_own(function, timeout_s=timeout_s, **arguments)
+        except TimeoutError as error:
+            raise TimeoutError(describe(error, timeout_s)) from error
+
+    return Tool(schema["function"]["name"], schema, work)
+
+
+def _schema(name: str, description: str, parameter: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -1,0 +1,124 @@
+"""A sample of a language model: what keys its noise, how long it may become, and what came of its prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from sfumato.data.text.messages import Messages
+from sfumato.data.text.prompts import TextPrompt
+from sfumato.rewards.base import Sample
+from sfumato.rollout.text.tokens import TokenSequence
+
+
+def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: int = 0) -> int:
+    """Key of the noise of one completion, from 0 to 2^63 - 1: a function of its arguments alone.
+
+    Args:
+        seed: of the run.
+        purpose: what the sample is for, such as ``rollout`` or ``evaluation``.
+        iteration: that the sample is drawn in.
+        sample_id: number that no other sample of the iteration has.
+        turn: number of the completion within the sample, from 0.
+    """
+    text = "/".join(["completion", str(int(seed)), purpose, *(str(int(key)) for key in (iteration, sample_id, turn))])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """What the noise of a sample is keyed by."""
+
+    seed: int
+    """Of the run."""
+    iteration: int
+    """That the sample is drawn in."""
+    sample_id: int
+    """Number that no other sample of the iteration has."""
+    purpose: str = "rollout"
+    """``rollout`` for training; ``evaluation``."""
+
+    def request_seed(self, turn: int = 0) -> int:
+        """Key of the noise of the sample's completion number ``turn``."""
+        return request_seed(self.seed, self.purpose, self.iteration, self.sample_id, turn)
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """How long a sample may become."""
+
+    max_new_tokens: int
+    """Most tokens after the prompt, of all turns together, given ones included."""
+    max_sequence_tokens: int
+    """Most tokens of a sequence, prompt included."""
+
+    def room(self, prompt_tokens: int, sequence_tokens: int) -> int:
+        """Tokens that may still follow, 0 where there is no room.
+
+        Args:
+            prompt_tokens: of the sequence.
+            sequence_tokens: of the sequence now, prompt included.
+        """
+        new = self.max_new_tokens - (sequence_tokens - prompt_tokens)
+        return max(min(new, self.max_sequence_tokens - sequence_tokens), 0)
+
+
+@dataclass(frozen=True)
+class DrawnText:
+    """What came of a prompt."""
+
+    sequences: list[TokenSequence]
+    """Mostly one; none where the sample was damaged before its first token."""
+    text: str
+    """The answer, as rewards see it."""
+    messages: Messages | None = None
+    """The whole conversation, prompt and tools included; None where the prompt was no conversation."""
+    is_truncated: bool = False
+    """Whether it ended at a limit of its length."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What the rollout found out for rewards, beside the metadata of the prompt."""
+    damage: str = ""
+    """Why it is not to be scored, such as an environment that raised an error."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy drew."""
+        return sum(sequence.num_drawn for sequence in self.sequences)
+
+    def checked(self, without_text: frozenset[int]) -> DrawnText:
+        """The same, damaged where a drawn token is one of these, which the tokenizer has not: it decodes to nothing, so
+        that what is scored would not be what was drawn."""
+        tokens = {int(token) for sequence in self.sequences for token in sequence.token_ids[sequence.drawn]}
+        strange = sorted(tokens & without_text)
+        if not strange or self.damage:
+            return self
+        return replace(self, damage=f"it drew the token {strange[0]}, which the tokenizer has not")
+
+    def sample(self, prompt: TextPrompt, group_id: int) -> Sample:
+        """The sample as rewards see it."""
+        return Sample(
+            prompt=prompt.text,
+            metadata={**prompt.metadata, **self.metadata},
+            group_id=group_id,
+            text=self.text,
+            messages=self.messages,
+            num_tokens=self.num_tokens,
+            is_truncated=self.is_truncated,
+            damage=self.damage or _odd_log_prob(self.sequences),
+            images=prompt.images,
+        )
+
+
+def _odd_log_prob(sequences: Sequence[TokenSequence]) -> str:
+    """What is wrong with the log-probabilities that an engine gave; empty where nothing is."""
+    for sequence in sequences:
+        values = sequence.log_probs[sequence.drawn]
+        if not np.isfinite(values).all() or (values > 1e-3).any():
+            worst = next(float(value) for value in values if not math.isfinite(value) or value > 1e-3)
+            return f"the engine gave a drawn token the log-probability {worst}"
+    return ""

@@ -1,0 +1,1 @@
+"""Rollouts in files, learning from them again, and tokens in colour."""

@@ -1,0 +1,113 @@
+"""Rollouts from the dumps of another run in the place of drawing: a run that trains only.
+
+A step learns from what its number names in that run, however many ranks wrote it: the tokens, their log-probabilities
+and versions, and the rewards, which are not asked for again. Advantages and what follows are computed anew, so another
+algorithm can be tried on the same samples; with the same one each update has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sfumato.data.text.prompt_template import PromptTemplate
+from sfumato.errors import ConfigError, DataError
+from sfumato.rewards.base import Sample
+from sfumato.rollout.batch import SampleRequest
+from sfumato.rollout.debug.dumps import FOLDER, dump_path, read_dump
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
+
+
+class DumpedRollouts:
+    """What a run folder keeps of its rollouts, step by step."""
+
+    def __init__(self, run_folder: Path, template: PromptTemplate, temperature: float) -> None:
+        """
+        Args:
+            run_folder: that holds ``rollouts/``.
+            template: has the tokenizer.
+            temperature: of this run, which must be that of the dumps.
+
+        Raises:
+            ConfigError: when it has no rollouts.
+        """
+        self._folder, self._template, self._temperature = Path(run_folder), template, temperature
+        if not (self._folder / FOLDER).is_dir():
+            raise ConfigError(
+                f"rollout.load_dump: {self._folder} has no folder {FOLDER}, which a run with rollout.dump or "
+                "rollout.rollout_only writes: name a run folder that has one"
+            )
+        self._step = -1
+        self._rollout: TextRollout | None = None
+        self._scores: list[dict[str, float]] = []
+        self.metrics: dict[str, float] = {}
+        """Of the iteration that was given last, over all ranks' samples."""
+
+    def draw(self, requests: Sequence[SampleRequest], iteration: int) -> tuple[TextRollout, list[Sample]]:
+        """The samples of an iteration that are asked for, by their ids; as ``TextEngine.draw_requests``.
+
+        Raises:
+            ConfigError: when they were drawn with another temperature.
+            DataError: when a file is missing or damaged, lacks a sample, or holds tokens that the tokenizer has not.
+        """
+        if self._step != iteration:
+            self._read(iteration)
+        assert self._rollout is not None
+        row_of = {sample_id: row for row, sample_id in enumerate(self._rollout.sample_ids)}
+        missing = [request.sample_id for request in requests if request.sample_id not in row_of]
+        if missing:
+            raise DataError(
+                f"the rollouts of step {iteration + 1} in {self._folder} have no sample {missing[0]}: "
+                "rollout.num_prompts and rollout.n must be those of the run that wrote them"
+            )
+        rows = [row_of[request.sample_id] for request in requests]
+        chosen = self._rollout.rows(torch.tensor(rows, dtype=torch.int64))
+        samples = [
+            self._sample(request, own, self._scores[row])
+            for request, own, row in zip(chosen.requests, chosen.sequences, rows, strict=True)
+        ]
+        return chosen, samples
+
+    def _read(self, iteration: int) -> None:
+        first = dump_path(self._folder, iteration + 1)
+        paths = sorted(first.parent.glob(first.name.replace("rank0", "rank*"))) or [first]
+        dumps = [read_dump(path) for path in paths]
+        for path, dump in zip(paths, dumps, strict=True):
+            if dump.temperature not in (None, self._temperature):
+                raise ConfigError(
+                    f"rollout.temperature {self._temperature:g}: {path} was drawn with {dump.temperature:g}, and its "
+                    "log-probabilities are of that: set it to the same"
+                )
+            if not dump.advantages.components and len(dump.rollout):
+                raise DataError(f"{path} holds no rewards: it was written by an earlier version; draw it again")
+        self._rollout = TextRollout.cat([dump.rollout for dump in dumps])
+        self._scores = [
+            {name: float(values[row]) for name, values in dump.advantages.components.items()}
+            for dump in dumps
+            for row in range(len(dump.rollout))
+        ]
+        sequences = [one for own in self._rollout.sequences for one in own]
+        largest = max((int(one.token_ids.max(initial=0)) for one in sequences), default=0)
+        if largest >= len(self._template.tokenizer):
+            raise DataError(f"{paths[0]} holds the token {largest}, which the tokenizer of model.model_path has not")
+        versions = np.concatenate([one.versions[one.drawn] for one in sequences] or [np.zeros(0)])
+        ages = iteration - versions if len(versions) else np.zeros(1)
+        self.metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+        self._step = iteration
+
+    def _sample(self, request: SampleRequest, own: Sequence[TokenSequence], scores: dict[str, float]) -> Sample:
+        """As reports show it; its rewards are known."""
+        tokens = [one.token_ids[one.drawn].tolist() for one in own]
+        given = own[0].token_ids[: int(own[0].drawn.argmax())].tolist() if own else []
+        return Sample(
+            prompt=self._template.decode(given),
+            group_id=request.group_id,
+            text="".join(map(self._template.decode, tokens)),
+            num_tokens=sum(map(len, tokens)),
+            is_truncated=bool(own) and own[-1].finish_reason == "length",
+            scores=scores,
+            images=own[0].images if own else None,
+        )

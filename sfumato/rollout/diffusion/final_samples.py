@@ -1,0 +1,156 @@
+"""Final samples for objectives that noise them anew: drawing them, and what the policies predict at noise levels.
+
+Shapes: B samples, L noise levels of each, ... latent dimensions, T denoising steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sfumato.algorithms.device import on_host, to_device
+from sfumato.algorithms.flow_matching import add_noise
+from sfumato.algorithms.forward_process.noised import NoisedSamples
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.rows import by_row
+from sfumato.algorithms.solvers import Solver
+from sfumato.algorithms.timesteps import Timesteps
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.policies import Policies
+from sfumato.rollout.diffusion.trajectory_sampler import Kept, start_latents
+
+
+@dataclass(frozen=True)
+class FinalSamples(Kept):
+    """What an update needs of B samples."""
+
+    latents: torch.Tensor = by_row()
+    """float32 ``[B, ...]``: x0."""
+    sigmas: torch.Tensor = by_row()
+    """float32 ``[B, L]``: the noise levels at which each is trained."""
+    noise_ids: torch.Tensor = by_row()
+    """int64 ``[B]``: keys of the noise; samples that share one share their noise and levels."""
+    group_ids: torch.Tensor = by_row()
+    """int64 ``[B]``: the group of each sample."""
+
+    @property
+    def rows_per_sample(self) -> int:
+        """L."""
+        return self.sigmas.shape[1]
+
+    def to(self, device: torch.device | str) -> FinalSamples:
+        """The same on another device, but for the ids, of which the host makes noise."""
+        return replace(super().to(device), noise_ids=self.noise_ids, group_ids=self.group_ids)
+
+    def blanked(self, is_whole: torch.Tensor) -> FinalSamples:
+        """Zeros in the place of the latents, while the noise levels stay: none may be 0."""
+        return replace(super().blanked(is_whole), sigmas=self.sigmas)
+
+
+@torch.no_grad()
+def sample_final(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    group_ids: Sequence[int],
+    *,
+    solver: Solver,
+    timesteps: Timesteps,
+    shared_noise: bool,
+    size: tuple[int, ...],
+    num_steps: int,
+    guidance_scale: float,
+    seed: int,
+    iteration: int,
+) -> FinalSamples:
+    """Denoises B samples deterministically and draws the noise levels at which they will be trained.
+
+    Args:
+        model: the policy that samples.
+        conditioning: B rows.
+        sample_ids: B integers that key the first latents.
+        group_ids: B integers.
+        solver: the deterministic step.
+        timesteps: where the noise levels come from.
+        shared_noise: samples of a group have the same noise and noise levels in training.
+        size: height and width in pixels, and of videos the number of frames.
+        num_steps: denoising steps T.
+        guidance_scale: classifier-free guidance; 1 is none.
+        seed, iteration: the rest of the noise's key.
+
+    Raises:
+        ValueError: when no noise level is left of the schedule.
+    """
+    latents, sigmas = start_latents(model, size, num_steps, seed, iteration, sample_ids)
+    noise_ids = group_ids if shared_noise else sample_ids
+    levels = to_device(timesteps.draw(on_host(sigmas), seed, iteration, noise_ids), model.device)
+    if not timesteps.of_schedule:
+        levels = model.training_sigma(levels)
+    memory = None
+    for index in range(num_steps):
+        sigma = sigmas[index].expand(len(latents))
+        velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+        latents, memory = solver.step(velocity, latents, sigmas, index, memory)
+    ids = (torch.tensor(list(keys), dtype=torch.long) for keys in (noise_ids, group_ids))
+    return FinalSamples(latents, levels, *ids)
+
+
+def predict_noised(
+    policies: Policies[DiffusionModel],
+    samples: FinalSamples,
+    conditioning: Conditioning,
+    *,
+    compared: Iterable[str],
+    guidance_scale: float,
+    reference_guidance_scale: float | None,
+    seed: int,
+    iteration: int,
+) -> NoisedSamples:
+    """What the policies predict on samples at all their noise levels, in one forward pass of each.
+
+    The prompt's branch alone predicts, as flow matching trains it; a model that embeds guidance is given that of the
+    rollout. A policy with the very weights of the trained one is not computed again.
+
+    Args:
+        policies: the trained policy, through which gradients flow, and the others.
+        samples: B samples.
+        conditioning: B rows.
+        compared: names of the other policies that predict, too.
+        guidance_scale: the rollout's, for a model that embeds it.
+        reference_guidance_scale: guidance of the reference, where it has one of its own.
+        seed, iteration: the key of the noise besides the samples' ids.
+
+    Returns:
+        B x L rows, sample by sample.
+    """
+    model, num_levels = policies.model, samples.rows_per_sample
+    shape, ids = samples.latents.shape[1:], on_host(samples.noise_ids).tolist()
+    noise = [keyed_normal(shape, seed, f"noise {k}", iteration, ids, model.device) for k in range(num_levels)]
+    noise, sigma = torch.stack(noise, dim=1).flatten(0, 1), samples.sigmas.flatten()
+    x0 = samples.latents.repeat_interleave(num_levels, dim=0)
+    conditioning = conditioning.repeat_interleave(num_levels)
+    noisy = add_noise(x0, noise, sigma)
+
+    own = guidance_scale if model.embeds_guidance else 1.0
+    scales = dict.fromkeys(sorted(compared), own)
+    if "reference" in scales and reference_guidance_scale is not None:
+        scales["reference"] = reference_guidance_scale
+    same = {name for name, scale in scales.items() if scale == own and policies.equals_trained(name)}
+    velocities = {}
+    for name in (name for name in scales if name not in same):  # in one order: ranks compute together
+        with torch.no_grad(), policies.active(name) as other:
+            velocities[f"{name}_velocity"] = other.predict_velocity(noisy, sigma, conditioning, scales[name])
+    velocity = model.predict_velocity(noisy, sigma, conditioning, own)  # last: the others have used its weights
+    velocities |= {f"{name}_velocity": velocity.detach() for name in same}
+    return NoisedSamples(
+        x0=x0,
+        noise=noise,
+        sigma=sigma,
+        velocity=velocity,
+        group_ids=to_device(on_host(samples.group_ids).repeat_interleave(num_levels), model.device, remember=True),
+        levels=to_device(torch.arange(num_levels).repeat(len(samples.latents)), model.device, remember=True),
+        error_weight=model.loss_weight(sigma),
+        **velocities,
+    )

@@ -1,0 +1,213 @@
+"""Denoising trajectories: sampling them with what an update needs, and replaying them with gradients.
+
+Shapes: B samples, W trained steps, ... latent dimensions, T denoising steps. The same step function serves both
+sides; latents, sigmas and noise are float32 in it, and the latent that is scored is the latent that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from sfumato.algorithms.device import on_host, to_device
+from sfumato.algorithms.dynamics import Dynamics, EulerODE, GaussianStep
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.objectives import SampledSteps
+from sfumato.algorithms.rows import by_row
+from sfumato.config.diffusion_rl import TrajectoryRLConfig
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.batch import Passes
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, Kept, start_latents
+
+
+@dataclass(frozen=True)
+class Trajectories(Kept):
+    """What an update needs of B sampled trajectories: the trained steps only."""
+
+    steps: list[int]
+    """The W trained denoising steps."""
+    sigmas: torch.Tensor
+    """float32 ``[T + 1]``, the whole schedule."""
+    latents: torch.Tensor = by_row()
+    """float32 ``[B, W, ...]``: the latent before each trained step."""
+    next_latents: torch.Tensor = by_row()
+    """float32 ``[B, W, ...]``: the latent that was drawn."""
+    means: torch.Tensor = by_row()
+    """float32 ``[B, W, ...]``: the mean it was drawn around."""
+    log_probs: torch.Tensor = by_row()
+    """float32 ``[B, W]``: the log-probability of what was drawn."""
+    proximal_means: torch.Tensor | None = by_row(None)
+    """float32 ``[B, W, ...]``: the means of the policy at the start of an update, where it is another."""
+
+    @property
+    def rows_per_sample(self) -> int:
+        """W."""
+        return len(self.steps)
+
+    @property
+    def proximal_rows(self) -> torch.Tensor | None:
+        """``proximal_means`` of the B x W rows, sample by sample."""
+        return None if self.proximal_means is None else self.proximal_means.flatten(0, 1)
+
+    def sampled_steps(self) -> SampledSteps:
+        """The B x W rows, sample by sample, as an objective takes them."""
+        steps = torch.tensor(self.steps)
+        first, last = (to_device(each, self.sigmas.device) for each in (steps, steps + 1))
+        return SampledSteps(
+            next_latents=self.next_latents.flatten(0, 1),
+            log_probs=self.log_probs.flatten(),
+            step_sizes=(self.sigmas[first] - self.sigmas[last]).repeat(len(self.latents)),
+            means=self.means.flatten(0, 1),
+        )
+
+
+@torch.no_grad()
+def sample_trajectories(
+    model: DiffusionModel,
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    *,
+    dynamics: Dynamics,
+    trained_steps: Sequence[int],
+    size: tuple[int, ...],
+    num_steps: int,
+    guidance_scale: float,
+    seed: int,
+    iteration: int,
+    latent_ids: Sequence[int] | None = None,
+    observe: Callable[[torch.Tensor], object] | None = None,
+) -> tuple[torch.Tensor, Trajectories | None]:
+    """Denoises B samples; steps outside ``trained_steps`` are deterministic.
+
+    Args:
+        model: the policy.
+        conditioning: B rows.
+        sample_ids: B integers that key the noise.
+        dynamics: the stochastic step.
+        trained_steps: the steps that are stochastic and kept, ascending; may be empty.
+        size: height and width in pixels, and of videos the number of frames.
+        num_steps: denoising steps T.
+        guidance_scale: classifier-free guidance; 1 is none.
+        seed, iteration: the rest of the noise's key.
+        latent_ids: keys of the initial latents where they differ from ``sample_ids`` (groups that share one).
+        observe: is given the velocity ``[B, ...]`` of each step.
+
+    Returns:
+        The final latents ``[B, ...]`` and the trajectories (None without trained steps).
+    """
+    latents, sigmas = start_latents(model, size, num_steps, seed, iteration, latent_ids or sample_ids)
+    sigma_max = float(on_host(sigmas)[1])
+    ode, kept = EulerODE(), []
+    for index in range(num_steps):
+        sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
+        velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+        if observe is not None:
+            observe(velocity)
+        if index not in trained_steps:
+            latents = ode.step(velocity, latents, sigma, sigma_next, sigma_max).mean
+            continue
+        step = dynamics.step(velocity, latents, sigma, sigma_next, sigma_max)
+        noise = keyed_normal(latents.shape[1:], seed, f"step noise {index}", iteration, sample_ids, model.device)
+        drawn = step.draw(noise)
+        kept.append((latents, drawn, step.mean, step.log_prob(drawn)))
+        latents = drawn
+    if not kept:
+        return latents, None
+    before, after, means, log_probs = (torch.stack(steps, dim=1) for steps in zip(*kept, strict=True))
+    return latents, Trajectories(list(trained_steps), sigmas, before, after, means, log_probs)
+
+
+def replay_trajectories(
+    model: DiffusionModel,
+    trajectories: Trajectories,
+    conditioning: Conditioning,
+    dynamics: Dynamics,
+    guidance_scale: float,
+) -> GaussianStep:
+    """The policy's present distribution of every trained step, all steps and guidance branches in one forward pass.
+
+    Args:
+        model: the policy; gradients flow into it.
+        trajectories: B samples of W steps.
+        conditioning: B rows.
+        dynamics, guidance_scale: as in the rollout.
+
+    Returns:
+        A step of B x W rows, sample by sample.
+    """
+    num_steps = len(trajectories.steps)
+    rows = trajectories.latents.flatten(0, 1)
+    steps = torch.tensor(trajectories.steps).repeat(len(trajectories.latents))
+    sigma, sigma_next = (trajectories.sigmas[to_device(each, rows.device)] for each in (steps, steps + 1))
+    velocity = model.predict_velocity(rows, sigma, conditioning.repeat_interleave(num_steps), guidance_scale)
+    return dynamics.step(velocity, rows, sigma, sigma_next, float(on_host(trajectories.sigmas)[1]))
+
+
+def with_proximal_means(
+    model: DiffusionModel,
+    batch: DiffusionRollout,
+    passes: Sequence[Passes],
+    config: TrajectoryRLConfig,
+    mesh: Mesh,
+    step: int,
+) -> DiffusionRollout:
+    """The batch with ``proximal_means``, where the correction of older samples needs them and some are older.
+
+    Of samples of this very policy, compiled blocks round otherwise with gradients than without, by more than a narrow
+    clip range: their means are computed again, by the graph of the update.
+
+    Args:
+        model: the policy, before any optimiser step of the update.
+        batch: of iteration ``step``.
+        passes: of ``optimizer_passes``: this rank's micro-batches by optimiser step.
+        config, mesh: of the run.
+        step: finished iterations.
+    """
+    is_same = config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
+    if config.train.compiles(model.device.type) and is_same:
+        every = [rows for each in passes for rows in each.parts]
+        dynamics, guidance_scale = config.algorithm.dynamics, config.rollout.guidance_scale
+        means = proximal_means(model, batch, every, dynamics, guidance_scale, with_gradients=True)
+        return replace(batch, kept=replace(batch.kept, means=means))
+    if not config.algorithm.off_policy.uses_proximal or is_same:
+        return batch  # a sampler of its own may be cut otherwise, or compute otherwise
+    later = [rows for each in passes[1:] for rows in each.parts]  # in the first step the policy is the proximal one
+    means = proximal_means(model, batch, later, config.algorithm.dynamics, config.rollout.guidance_scale)
+    return replace(batch, kept=replace(batch.kept, proximal_means=means))
+
+
+def proximal_means(
+    model: DiffusionModel,
+    batch: DiffusionRollout,
+    micro_batches: Sequence[torch.Tensor],
+    dynamics: Dynamics,
+    guidance_scale: float,
+    with_gradients: bool = False,
+) -> torch.Tensor:
+    """Means of the policy as it is now, for the samples that later optimiser steps of an update will look at.
+
+    Those of the first optimiser step need no pass of their own: there the trained policy still is the proximal one.
+    Take the very micro-batches of the update, so that both have one batch shape and hence the same bits.
+
+    Args:
+        model: the policy, before any optimiser step of the update.
+        batch: B samples with trajectories.
+        micro_batches: int64 rows of each pass; all ranks must give equally many, of which some may be empty.
+        dynamics, guidance_scale: as in the rollout.
+        with_gradients: run what an update runs, though nothing is learned from it.
+
+    Returns:
+        float32 ``[B, W, ...]``, without gradients; of samples in no micro-batch those of the policy that made them.
+    """
+    means = batch.kept.means.clone()
+    for rows in micro_batches:
+        index = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a pass that other ranks need
+        part = batch.rows(index)
+        with torch.set_grad_enabled(with_gradients):
+            mean = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, guidance_scale).mean.detach()
+        if len(rows):
+            means[to_device(rows, means.device)] = mean.unflatten(0, (len(rows), -1))
+    return means

@@ -1,0 +1,1 @@
+"""The embedded engine: text drawn by transformers' module in this process or one beside it."""

@@ -1,0 +1,388 @@
+"""The engine that draws with a transformers module in this process: the one that is trained, or a copy.
+
+One thread: requests wait in coroutines of an event loop, and a task of the same loop computes one token for all of
+them at a time and lets the loop run in between. Rows are those of ``rows.py``: a request takes one when there is
+room, and leaves it when its completion ends; what does not fit waits, or is taken out and computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from sfumato.data.media.vision import Vision
+from sfumato.data.text.stop_strings import Decode, completes_stop, num_looked_at
+from sfumato.errors import ConfigError
+from sfumato.models.language.document_rows import group_documents
+from sfumato.models.language.hf_config import changing_positions, known_positions
+from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.embedded.forward import Forward
+from sfumato.rollout.engines.embedded.row_choice import choose_rows
+from sfumato.rollout.engines.embedded.row_state import Drawing, RowState
+from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
+from sfumato.rollout.engines.embedded.token_sampling import draw
+from sfumato.rollout.text.tokens import FinishReason
+
+LOGGER = logging.getLogger(__name__)
+
+SOON = 256
+"""Tokens that new rows have room for at once, where memory allows."""
+
+LONGEST_TRIED = 4096
+"""Tokens of the longest sequence that the ways to compute logits are compared with."""
+
+
+@dataclass(eq=False)
+class _Open(Drawing):
+    """A request that somebody waits for."""
+
+    future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, reason: FinishReason) -> None:
+        """Hands over what was drawn."""
+        if not self.future.done():
+            self.future.set_result(self.completion(reason))
+
+
+class EmbeddedEngine:
+    """``Engine`` of ``base.py`` on a module in this process, on the CPU or one GPU."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_length: int | None = None,
+        max_batch_size: int = 256,
+        cache_bytes: int | None = None,
+        max_prefill_tokens: int = 8192,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        vision: Vision | None = None,
+        decode: Decode | None = None,
+        version: int = 0,
+    ) -> None:
+        """
+        Args:
+            module: a causal model of transformers, whole in this process. Its weights may change in place; ``flush``
+                must follow.
+            max_length: tokens of the longest prompt with its completion; None: as many as the model has positions.
+            max_batch_size: sequences that are drawn at a time.
+            cache_bytes: memory for keys and values; None: half of what is free when the first request comes.
+            max_prefill_tokens: tokens of prompts in one forward pass.
+            around: makes the context of each forward pass, such as ``LanguageModel.autocast``.
+            vision: of a model that sees: opens the images of prompts.
+            decode: makes texts of tokens, for ``Sampling.stop``.
+            version: of the weights.
+
+        Raises:
+            ConfigError: when the model has fewer positions than ``max_length``.
+        """
+        self.version = version
+        self.max_length = _max_length(module, max_length)
+        self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
+        self._cache_bytes, self._max_prefill_tokens, self._decode = cache_bytes, max_prefill_tokens, decode
+        self._rows: Rows | None = None
+        self._size = (0, 0)  # rows and columns that there is memory for
+        self._waiting: deque[_Open] = deque()
+        self._state = RowState()
+        self._driver: asyncio.Task[None] | None = None
+        self._is_paused = self._is_closed = False
+        self._has_texts = (
+            False  # whether a request has named texts that end it: only then rows are looked at one by one
+        )
+
+    # what others call
+
+    async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
+        """See ``Engine``."""
+        self.health()
+        self._check(request, sampling)
+        self._has_texts |= bool(sampling.stop)
+        opened = _Open(request, sampling)
+        self._waiting.append(opened)
+        self._drive()
+        try:
+            return await opened.future
+        except asyncio.CancelledError:
+            self._forget(opened)
+            raise
+
+    def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """See ``Engine``."""
+        self._is_paused = True
+        if mode == "abort":
+            self.flush()
+            for opened in self._waiting:
+                opened.end("abort")
+            self._waiting.clear()
+
+    def resume(self) -> None:
+        """See ``Engine``."""
+        self._is_paused = False
+        self._drive()
+
+    def flush(self) -> None:
+        """See ``Engine``."""
+        self._put_back(0)
+
+    def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
+        """See ``Engine``."""
+        found: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
+        same_length = not isinstance(self._prepared(), CachedRows)
+        number_of = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
+        for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
+            numbers = [number_of.index(start) for start in starts]
+            input_ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
+            for row, number in enumerate(numbers):
+                input_ids[row, : lengths[row]] = torch.tensor(sequences[number])
+            logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
+            log_probs = logits.log_softmax(-1).gather(-1, input_ids.to(logits.device)[:, 1:, None])[..., 0].cpu()
+            for row, number in enumerate(numbers):
+                found[number] = log_probs[row, : lengths[row] - 1].clone()
+        return found
+
+    def release(self) -> None:
+        """See ``Engine``. The module is left where it is."""
+        if self._num_open:
+            raise EngineError(f"{self._num_open} requests are under way: wait for them, or pause with abort")
+        if self._rows is not None:
+            self._rows.clear()
+            self._size = (0, 0)
+
+    def restore(self) -> None:
+        """See ``Engine``. Memory is taken when requests need it."""
+
+    def health(self) -> None:
+        """See ``Engine``."""
+        if self._is_closed:
+            raise EngineError("the engine is closed")
+
+    def close(self) -> None:
+        """See ``Engine``. Requests under way end with EngineError."""
+        if not self._is_closed:
+            self._fail(EngineError("the engine was closed"))
+            self.release()
+            self._is_closed = True
+
+    # the loop
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._waiting) + len(self._state)
+
+    def _drive(self) -> None:
+        """Has a task go on, in the loop of who waits, if none does."""
+        if self._is_paused or not self._num_open:
+            return
+        loop = self._opened()[0].future.get_loop()
+        if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
+            self._driver = loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        self._forward.look()
+        while self._num_open and not self._is_paused:
+            try:
+                self._step()
+            except torch.OutOfMemoryError as error:
+                self._take_less(error)
+            except Exception as error:
+                failure = EngineError(f"drawing failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail(failure)
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        """One token for each request that there is room for."""
+        rows, state, device = self._prepared(), self._state, self._forward.device
+        self._make_room(rows)
+        self._admit(rows)
+        count = len(state)
+        if not count:
+            return
+        logits = rows.step(torch.from_numpy(state.next_token[:count]).to(device), state.length[:count])
+        uniform = torch.from_numpy(state.uniform()).to(device)
+        tokens, log_probs = (found.cpu().numpy() for found in draw(logits, uniform, state.settings(device)))
+        if not np.isfinite(log_probs).all():
+            raise EngineError("the model's logits are not finite: look at its weights")
+        ended = state.take(tokens, log_probs, self.version)
+        stopped = self._stopped_by_text()
+        ended |= stopped
+        if ended.any():
+            for opened, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
+                is_stop = by_text or opened.token_ids[-1] in opened.sampling.stop_token_ids
+                opened.end("stop" if is_stop else "length")
+
+    def _stopped_by_text(self) -> np.ndarray:
+        """Rows whose last token completes a text that ends them, bool ``[n]``."""
+        found = np.zeros(len(self._state), bool)
+        for row, one in enumerate(self._state.progress if self._has_texts else ()):
+            if stop := one.sampling.stop:
+                assert self._decode is not None
+                found[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
+        return found
+
+    def _make_room(self, rows: Rows) -> None:
+        """Makes rows longer where their next token needs it. Without memory for all, the last ones wait."""
+        while count := len(self._state):
+            needed = int(self._state.length[:count].max()) + 1
+            if needed <= self._size[1]:
+                return
+            columns = rounded_up(needed)
+            if self._fits(count, columns):
+                more = min(needed + needed // 4, max(one.longest for one in self._state.progress))
+                columns = rounded_up(more) if self._fits(count, rounded_up(more)) else columns
+                self._resize(rows, count, columns)
+                return
+            self._put_back(count - 1)
+
+    def _admit(self, rows: Rows) -> None:
+        """Gives rows to requests that wait, in the order in which they came."""
+        joining: list[_Open] = []
+        count, columns = len(self._state), self._size[1] if len(self._state) else 0
+        while self._waiting and count + len(joining) < self._max_batch_size:
+            opened = self._waiting[0]
+            if not opened.future.done():
+                wider = max(columns, rounded_up(len(opened.context)))
+                if not self._fits(count + len(joining) + 1, wider):
+                    break
+                joining.append(opened)
+                columns = wider
+            self._waiting.popleft()
+        if not joining:
+            return
+        count += len(joining)
+        more = rounded_up(max(min(one.longest, len(one.context) + SOON) for one in joining))
+        columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
+        if count > self._size[0] or columns > self._size[1]:
+            self._resize(rows, count, columns)
+        first = len(self._state)
+        self._state.add(joining)
+        rows.begin(first, [opened.context for opened in joining], [opened.request.images for opened in joining])
+
+    def _fits(self, num_rows: int, num_columns: int) -> bool:
+        assert self._rows is not None and self._cache_bytes is not None
+        return num_rows * num_columns * self._rows.bytes_per_token <= self._cache_bytes
+
+    def _resize(self, rows: Rows, num_rows: int, num_columns: int) -> None:
+        rows.resize(num_rows, num_columns)
+        self._size = (num_rows, num_columns)
+
+    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_Open]:
+        """Takes rows back. Returns their requests."""
+        longest = int(self._state.length[: len(self._state)].max())
+        gone, sources, targets = self._state.leave(leaving)
+        if len(sources):
+            rows.move(sources, targets, longest)
+        return gone
+
+    def _put_back(self, first: int) -> None:
+        """Has requests of rows from a first one on wait before all others, with what was drawn."""
+        if self._rows is not None and len(self._state) > first:
+            self._waiting.extendleft(reversed(self._leave(self._rows, np.arange(len(self._state)) >= first)))
+
+    def _forget(self, opened: _Open) -> None:
+        """Nobody waits for it any longer."""
+        if opened in self._waiting:
+            self._waiting.remove(opened)
+        elif opened in self._state.progress and self._rows is not None:
+            self._leave(self._rows, np.array([one is opened for one in self._state.progress]))
+
+    def _take_less(self, error: torch.OutOfMemoryError) -> None:
+        """The device has less memory than was thought: half as many at a time from now on."""
+        count = len(self._state)
+        if count <= 1:
+            self._fail(EngineError(f"one sequence does not fit into the device's memory: {error}"))
+            return
+        assert self._rows is not None
+        self._max_batch_size = count // 2
+        self.flush()
+        self._rows.clear()
+        self._size = (0, 0)
+        LOGGER.warning("out of memory with %d sequences at a time: %d from now on", count, count // 2)
+
+    def _opened(self) -> list[_Open]:
+        return [*self._state.progress, *self._waiting]
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all requests."""
+        self.flush()
+        for opened in self._waiting:
+            if not opened.future.done():
+                opened.future.set_exception(error)
+        self._waiting.clear()
+
+    # what it needs to know
+
+    def _prepared(self) -> Rows:
+        """The rows; the first call finds out which kind is right and how much memory there is."""
+        if self._rows is None:
+            self._rows, why_not = choose_rows(
+                self._forward, min(self.max_length, LONGEST_TRIED), self._max_prefill_tokens
+            )
+            if why_not is not None:
+                LOGGER.warning("drawing will be slow, with %s: %s", type(self._rows).__name__, why_not)
+            if self._cache_bytes is None:
+                self._cache_bytes = free_bytes(self._forward.device) // 2
+        return self._rows
+
+    def _check(self, request: GenerationRequest, sampling: Sampling) -> None:
+        length, size = len(request.prompt_ids), self._forward.module.get_input_embeddings().num_embeddings
+        if length + request.max_new_tokens > self.max_length:
+            raise ConfigError(
+                f"a prompt of {length} tokens and max_new_tokens {request.max_new_tokens} are longer than the "
+                f"{self.max_length} tokens that the engine can take"
+            )
+        if length < 1 or request.max_new_tokens < 1 or not 0 <= request.first_position < length:
+            raise ConfigError("a request needs a prompt of at least one token, and max_new_tokens of at least 1")
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < size:
+            raise ConfigError(f"a prompt has token ids outside of 0 to {size - 1}, the model's vocabulary")
+        if request.images is not None and self._forward.vision is None:
+            raise ConfigError("a prompt has images, and the engine was given a model that sees none")
+        if sampling.stop and self._decode is None:
+            raise ConfigError("texts that end a completion (stop) need an engine that was given a tokenizer's decode")
+        if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise ConfigError(f"temperature and top_k must be at least 0, and top_p above 0 and at most 1: {sampling}")
+        rows = self._prepared()
+        needed = rounded_up(length + request.max_new_tokens) * rows.bytes_per_token
+        if not self._fits(1, rounded_up(length + request.max_new_tokens)):
+            raise ConfigError(
+                f"keys and values of one sequence of {length + request.max_new_tokens} tokens take {needed} bytes, and "
+                f"cache_bytes is {self._cache_bytes}"
+            )
+
+
+def _max_length(module: nn.Module, wanted: int | None) -> int:
+    positions = known_positions(module.config.get_text_config())
+    stretched = changing_positions(module.config)
+    if stretched is not None:
+        positions = min(stretched, positions or stretched)
+    if wanted is None:
+        if positions is None:
+            raise ConfigError(f"{type(module).__name__} knows any number of positions: give the engine a max_length")
+        return positions
+    if stretched is not None and wanted > stretched:
+        raise ConfigError(
+            f"max_length {wanted} is above {stretched} tokens: beyond these all rotary positions of this model depend "
+            "on the length of the text, so that training could not say again what was drawn"
+        )
+    if positions is not None and wanted > positions:
+        raise ConfigError(f"max_length {wanted} is above the {positions} positions that the model knows")
+    return wanted
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that nothing uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    found = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(found.split()[1]) * 1024

@@ -1,0 +1,77 @@
+"""An engine that draws by the weights of a policy in the same process, whatever mesh that is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from sfumato.models.language.model import LanguageModel
+from sfumato.parallel.weights import whole_weights
+from sfumato.rollout.engines.base import Engine
+
+
+class PolicyEngine:
+    """The embedded engine of a policy. Where a rank holds all weights, the engine draws by these; else by a copy of the
+    whole model, which is gathered when they have changed."""
+
+    def __init__(self, model: LanguageModel, build: Callable[[nn.Module], Engine]) -> None:
+        """Makes nothing yet.
+
+        Args:
+            model: the policy, on its mesh.
+            build: makes an engine of transformers' module.
+        """
+        self.model, self._build = model, build
+        self._engine: Engine | None = None
+        self._copy: nn.Module | None = None
+        self._weights: Hashable = None
+
+    def ready(self, weights: Hashable, version: int) -> Engine:
+        """The engine with the policy's weights of now. Every rank that shares the policy calls it.
+
+        Args:
+            weights: names them: with the name of the last call they are not looked at again.
+            version: of the policy, with which tokens are labelled.
+        """
+        if self._engine is None or self._weights != weights:
+            self._take_weights()
+            self._weights = weights
+        assert self._engine is not None
+        self._engine.version = version
+        return self._engine
+
+    def _take_weights(self) -> None:
+        model = self.model
+        if is_whole(model.module):
+            if self._engine is None:
+                self._engine = self._build(model.plain)
+            else:
+                self._engine.flush()
+            return
+        gathered = whole_weights(model.trained, model.mesh, share=True)
+        gathered = model.mesh.first(gathered, among="world")
+        if self._engine is None or self._copy is None:
+            self._copy = model.plain_with(gathered).to(model.mesh.device).requires_grad_(False)
+            self._engine = self._build(self._copy)
+            return
+        for name, tensor in self._copy.state_dict().items():
+            if name in gathered:
+                tensor.copy_(gathered[name])
+        self._engine.flush()
+
+    def close(self) -> None:
+        """Ends the engine, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether this rank holds every weight of a module as ``parallelize`` returned it."""
+    wrapped: Any = (FSDPModule, FullyShardedDataParallel)
+    return not any(isinstance(submodule, wrapped) for submodule in module.modules()) and not any(
+        isinstance(parameter, DTensor) for parameter in module.parameters()
+    )

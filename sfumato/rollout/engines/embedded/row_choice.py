@@ -1,0 +1,223 @@
+"""Which way to the next token's logits is right for a model: found by trying, not by a list of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.data.media.vision import Images, Tensors
+from sfumato.errors import ConfigError
+from sfumato.models.language.hf_config import can_set_attention
+from sfumato.models.language.packed_attention import ATTENTION
+from sfumato.models.language.probe_documents import with_images
+from sfumato.parallel.expert import has_experts
+from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.embedded.forward import Forward
+from sfumato.rollout.engines.embedded.rows import (
+    CACHE_ARGUMENTS,
+    CachedRows,
+    GroupedRows,
+    RecomputedRows,
+    Rows,
+    rounded_up,
+)
+
+FLOAT32, HALF = (5e-5, 5e-3, 4e-6), (0.3, 3.0, 0.03)
+"""Nats by which rounding may change the log-probability of a likely token: at least, at most, and in between for each
+nat of the least likely one, since logits are rounded by their size. A wrong mask, position or state makes 0.01 and
+more. In float32 it is also ``TIMES`` what one more token at the end of a row makes."""
+
+TIMES = 10
+
+PLACES, TEXTS, SHORTER = 64, 8, 512
+"""So many tokens of so many sequences of up to so many tokens are asked whether they notice those that follow."""
+
+OTHERWISE = 0.005
+"""With experts, the fraction of tokens for which rounding may choose others, which changes more than rounding does."""
+
+LIKELIEST = 8
+"""Tokens of the vocabulary that are compared: in half precision the logits of unlikely ones are rounded by much."""
+
+SIGHT = ((56, 84), (28, 28))
+"""Of a model that sees, heights and widths in pixels of the images in one of the sequences."""
+
+Texts = list[list[int]]
+
+
+def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+    """The fastest way that gives what the module gives for whole sequences.
+
+    A few sequences of random tokens, short ones and one that is as long as the engine's are, so that windows and
+    chunks show, go through the module whole, and then through each way until one gives the same.
+
+    Args:
+        forward: of the module.
+        longest: tokens of the longest sequence that is tried.
+        max_tokens: in one forward pass.
+
+    Returns:
+        The way, and why faster ones are not right, if there are any.
+
+    Raises:
+        ConfigError: when what the module says of a token depends on later ones.
+        EngineError: when the module computes NaN.
+    """
+    with forward.in_full_precision():
+        return _choose(forward, longest, max_tokens)
+
+
+def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+    generator = np.random.default_rng(0)
+    size = forward.module.get_input_embeddings().num_embeddings
+    lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
+    known = _plain_tokens(forward, size)
+    texts = [known[generator.integers(len(known), size=length)].tolist() for length in lengths]
+    images: list[Images | None] = [None] * len(texts)
+    if forward.vision is not None:
+        seen = with_images(known[generator.integers(len(known), size=13)], SIGHT, forward.vision)
+        if len(seen.input_ids) <= longest:  # of the longest text there is always one
+            texts, images = [seen.input_ids.tolist(), *texts], [seen.images, *images]
+    try:
+        expected = _expected(forward, texts, images)
+    except ConfigError:  # the attention of packed rows, which wants to be told positions
+        forward.gives_positions = True
+        expected = _expected(forward, texts, images)
+    if expected.isnan().any():
+        raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
+    half = (torch.bfloat16, torch.float16)
+    is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
+    least, most, of_size = HALF if is_half else FLOAT32
+    bound = min(max(of_size * _largest(expected), least), most)
+    noise = _refuse_looking_ahead(forward, known, longest, bound if is_half else most)
+    bound = bound if is_half else min(max(bound, TIMES * noise), most)
+    problems = []
+    for make in _ways(forward, max_tokens):
+        problem, rows = _try(make, forward, texts, images, expected, bound)
+        if rows is not None:
+            return rows, "; ".join(problems) or None
+        problems.append(problem)
+    return RecomputedRows(forward, max_tokens), "; ".join(problems)
+
+
+def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
+    """Tokens that stand for no image, of a vocabulary of this size."""
+    known = np.arange(size)
+    return known if forward.vision is None else np.setdiff1d(known, forward.vision.idle_ids)
+
+
+def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
+    """Logits of what follows the beginnings of all texts without the last token, and then of what follows the texts."""
+    device, media = forward.device, [forward.media_of(each) for each in images]
+
+    def last(text: list[int], own: Tensors) -> Tensor:
+        return forward.last(torch.tensor([text], device=device), [own])[0]
+
+    begun = [last(text[:-1], own) for text, own in zip(texts, media, strict=True)]
+    return torch.stack([*begun, *(last(text, own) for text, own in zip(texts, media, strict=True))])
+
+
+def _refuse_looking_ahead(forward: Forward, known: np.ndarray, length: int, bound: float) -> float:
+    """Returns what rounding does to nearly all tokens when others follow."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(known), (TEXTS, min(length, SHORTER)), generator=generator)
+    tokens = torch.from_numpy(known)[drawn].to(forward.device)
+    found = []
+    for begun in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
+        places = sorted({*np.linspace(0, begun - 1, PLACES).astype(int).tolist()})
+        whole, cut = forward.some(tokens, places), forward.some(tokens[:, :begun], places)
+        found.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
+    differences = torch.cat(found)
+    noticing = (differences > bound).float().mean()
+    if noticing > (OTHERWISE if has_experts(forward.module) else 0):
+        raise ConfigError(
+            f"{type(forward.module).__name__}: what it says of a token depends on how many tokens follow, by up to "
+            f"{differences.max():.2g} in a log-probability, for {noticing:.0%} of tokens: training could not say again "
+            "what was drawn, so such a model cannot draw for RL"
+        )
+    return float(differences.quantile(0.99))
+
+
+def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:
+    """Functions that make a way that can be tried, given what a token costs; or say why it cannot be."""
+    name, module = type(forward.module).__name__, forward.module
+
+    def cached(cost: int) -> CachedRows | str:
+        if not can_set_attention(module):
+            return f"{name} has an attention of its own"
+        if not {"position_ids", "past_key_values"} <= set(forward.arguments):
+            return f"{name} takes no position_ids"
+        return CachedRows(forward, max_tokens, cost)
+
+    def grouped(attention: str | None, gives_positions: bool) -> Callable[[int], GroupedRows | str]:
+        def make(cost: int) -> GroupedRows | str:
+            if not {*CACHE_ARGUMENTS} & set(forward.arguments):
+                return f"{name} takes no cache"
+            if forward.vision is not None:
+                return f"{name} sees images, whose positions a cache of transformers keeps in the module"
+            return GroupedRows(forward, max_tokens, attention, gives_positions, cost)
+
+        return make
+
+    is_packed = module.config.get_text_config()._attn_implementation == ATTENTION  # which knows no caches
+    attentions = ("sdpa", "eager") if is_packed else (None,)
+    positions = (True, False) if "position_ids" in forward.arguments else (False,)
+    return [cached, *(grouped(*settings) for settings in product(attentions, positions))]
+
+
+def _try(
+    make: Callable[[int], CachedRows | GroupedRows | str],
+    forward: Forward,
+    texts: Texts,
+    images: Sequence[Images | None],
+    expected: Tensor,
+    bound: float,
+) -> tuple[str, Rows | None]:
+    """What is wrong with a way, or the way."""
+    rows = make(0)
+    if isinstance(rows, str):
+        return rows, None
+    kind, name = type(rows).__name__, type(forward.module).__name__
+    if isinstance(rows, CachedRows):  # the longest text is computed in parts
+        rows = CachedRows(forward, max(map(len, texts)) // 2)
+    texts, count = [*texts, texts[0]], len(texts)  # a group of equal ones, one of which leaves after the first step
+    images = [*images, images[0]]
+    rows.resize(len(texts), rounded_up(max(map(len, texts))))
+    try:
+        rows.begin(0, [text[:-1] for text in texts], images)
+        first = rows.step(*_at(texts, 2, forward.device))[:count]
+        rows.move([count], [0], len(texts[0]))
+        second = rows.step(*_at(texts[:count], 1, forward.device))
+    except Exception as error:  # whatever transformers' modules raise
+        return f"{name} does not run as {kind} ({type(error).__name__}: {error})", None
+    far = float(_differences(torch.cat([first, second]), expected).max())
+    if far > bound:
+        return f"{name} as {kind} differs from whole sequences by {far:.2g} in a log-probability", None
+    cost = rows.bytes_per_token
+    if isinstance(rows, GroupedRows):
+        cost = rows.held_bytes // sum(map(len, texts[:count]))
+    made = make(cost)
+    assert not isinstance(made, str)
+    return "", made
+
+
+def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
+    """The last but so many tokens of each text, and where they stand."""
+    tokens = torch.tensor([text[-last] for text in texts], device=device)
+    return tokens, np.array([len(text) - last for text in texts])
+
+
+def _largest(logits: Tensor) -> float:
+    """Minus the log-probability of the least likely token, of those that can be drawn at all."""
+    log_probs = logits.double().log_softmax(-1)
+    return float(log_probs.where(log_probs.isfinite(), 0).abs().max())
+
+
+def _differences(found: Tensor, expected: Tensor) -> Tensor:
+    """Largest differences of the log-probabilities of the likeliest tokens, of logits ``[N, V]``: ``[N]``."""
+    found, expected = (logits.double().log_softmax(-1) for logits in (found, expected))
+    likeliest = expected.topk(min(LIKELIEST, expected.shape[-1])).indices
+    return (found - expected).gather(-1, likeliest).abs().amax(-1).nan_to_num(nan=torch.inf)

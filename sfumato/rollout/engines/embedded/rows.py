@@ -1,0 +1,353 @@
+"""Ways to the logits of the next token of many sequences, by transformers' module as it is.
+
+``CachedRows`` keeps keys and values of sequences of any lengths in one cache, and computes one token of each in one
+forward pass. ``GroupedRows`` keeps a cache of transformers' own for the sequences of each length, for models whose
+state is more than keys and values, and ``RecomputedRows`` keeps tokens alone and computes whole sequences again. n rows
+take part; V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import DynamicCache
+
+from sfumato.data.media.vision import Images, MultimodalInputs, Tensors
+from sfumato.models.language.document_rows import SHORT, WORTH_PADDING
+from sfumato.models.language.row_cache import COLUMNS, RowCache, register_row_attention
+from sfumato.rollout.engines.embedded.forward import Forward
+
+FEWEST_ROWS = 4
+"""Rows that take part in a forward pass at least; see ``COLUMNS``."""
+
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")
+"""What transformers' modules call the cache that they are given."""
+
+
+class Rows(Protocol):
+    """Sequences under way, a row for each; those from 0 to n - 1 take part."""
+
+    bytes_per_token: int
+    """Memory that a token of a row costs."""
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """Makes room for exactly so many rows of so many tokens. What is there and fits stays."""
+        ...
+
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+        """Puts sequences into rows from a first one on; equal ones are computed once. At least one token in each; the
+        last is left to ``step``. ``images`` stand in each, before the last token; equal ones are one object."""
+        ...
+
+    def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
+        """Takes the token int64 ``[n]`` of each row, at positions ``[n]``. Returns the next one's logits ``[n, V]``."""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
+        """Copies rows into others."""
+        ...
+
+    def clear(self) -> None:
+        """Gives memory back."""
+        ...
+
+
+class CachedRows:
+    """Keys and values of all tokens are kept."""
+
+    def __init__(self, forward: Forward, max_tokens: int, bytes_per_token: int = 0) -> None:
+        """
+        Args:
+            forward: of the module.
+            max_tokens: of prompts, in one forward pass; longer ones are computed in several.
+            bytes_per_token: if it is known already.
+        """
+        self._forward, self._max_tokens, self._cache = forward, rounded_up(max_tokens), RowCache()
+        self._attention = register_row_attention()
+        self._ahead = np.zeros(0)  # of each row, how far positions of rotary axes are from its columns
+        self.bytes_per_token = bytes_per_token
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``Rows``."""
+        num_rows = max(num_rows, FEWEST_ROWS)
+        self._cache.resize(num_rows, num_columns)
+        self._ahead = np.resize(np.pad(self._ahead, (0, num_rows)), num_rows)
+
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+        """See ``Rows``."""
+        row_of: dict[tuple[tuple[int, ...], int], int] = {}
+        copies: dict[int, list[int]] = {}
+        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
+            known = tuple(context[:-1]), id(seen)
+            if known in row_of:
+                copies.setdefault(row_of[known], []).append(row)
+            elif known[0]:
+                row_of[known] = row
+            self._ahead[row] = 0
+        texts = [(tokens, row) for (tokens, _), row in row_of.items()]
+        for part in _parts(texts, self._max_tokens):
+            self._compute(part, [images[row - first_row] for _, row in part])
+        lengths = {row: len(tokens) for tokens, row in texts}
+        pairs = [(source, target) for source, targets in copies.items() for target in targets]
+        if pairs:
+            self.move(*zip(*pairs, strict=True), max(lengths[source] for source, _ in pairs))
+
+    def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[Images | None]) -> None:
+        """Keys and values of sequences from their first token on. Those with images are computed in one pass."""
+        device, width = self._forward.device, rounded_up(max(len(tokens) for tokens, _ in part))
+        size, beside = self._max_tokens, None
+        if self._forward.vision is not None:
+            size, media = max(size, width), [self._forward.media_of(each) for each in images]
+            beside = self._forward.vision.beside_rows([tokens for tokens, _ in part], media, width)
+            self._note_positions(part, beside)
+        input_ids = np.zeros((len(part), width), np.int64)
+        for index, (tokens, _) in enumerate(part):
+            input_ids[index, : len(tokens)] = tokens
+        rows = torch.tensor([row for _, row in part], device=device)
+        for start in range(0, width, size):
+            columns = input_ids[:, start : start + size]
+            end = start + columns.shape[1]
+            positions = torch.arange(start, end, device=device).repeat(len(part), 1)
+            seen = None
+            if start:
+                assert len(part) == 1, "long sequences are computed one at a time"
+                seen = slice(part[0][1], part[0][1] + 1), end
+            self._cache.take(rows, positions, start, seen)
+            self._pass(torch.from_numpy(columns).to(device), beside)
+
+    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], beside: MultimodalInputs) -> None:
+        """What follows a text with images stands, on all rotary axes, after the largest position in it."""
+        if beside.rope_positions is not None:
+            for (tokens, row), positions in zip(part, beside.rope_positions, strict=True):
+                self._ahead[row] = float(positions[: len(tokens)].max()) + 1 - len(tokens)
+
+    def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
+        """See ``Rows``."""
+        count = len(positions)
+        if count < FEWEST_ROWS:  # more rows, which nobody has taken
+            tokens = functional.pad(tokens, (0, FEWEST_ROWS - count))
+            positions = np.pad(positions, (0, FEWEST_ROWS - count))
+        rows = torch.arange(len(positions), device=tokens.device)
+        seen = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
+        self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, seen)
+        beside = None
+        if self._forward.vision is not None:
+            beside = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
+            if beside.rope_positions is not None:
+                after = torch.from_numpy(positions + self._ahead[: len(positions)]).to(beside.rope_positions.dtype)
+                beside = replace(beside, rope_positions=after[:, None, None].expand(-1, 1, 3))
+        return self._pass(tokens[:, None], beside)[:count, -1]
+
+    def _pass(self, input_ids: Tensor, beside: MultimodalInputs | None) -> Tensor:
+        cache = self._cache
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        more |= {"position_ids": cache.positions}
+        if beside is not None:
+            more |= self._forward.beside(input_ids, cache.positions, beside)
+        logits = self._forward(
+            input_ids,
+            self._attention,
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
+        self.bytes_per_token = cache.bytes_per_token
+        return logits
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
+        """See ``Rows``."""
+        device = self._forward.device
+        self._ahead[list(targets)] = self._ahead[list(sources)]
+        self._cache.copy(torch.tensor(sources, device=device), torch.tensor(targets, device=device), num_columns)
+
+    def clear(self) -> None:
+        """See ``Rows``."""
+        self._cache.clear()
+
+
+@dataclass(eq=False)
+class _Group:
+    """Sequences of one length."""
+
+    cache: DynamicCache | None
+    """None before their first token."""
+    rows: list[int]
+    """Row of each sequence, -1 for one that has left."""
+    length: int = 0
+    """Tokens in the cache."""
+
+
+class GroupedRows:
+    """A cache of transformers for the sequences of each length."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        max_tokens: int,
+        attention: str | None,
+        gives_positions: bool,
+        bytes_per_token: int = 0,
+    ) -> None:
+        """
+        Args:
+            forward: of the module.
+            max_tokens: of prompts, in one forward pass, but for one that is longer.
+            attention: transformers' name of one that knows caches; None for the module's own.
+            gives_positions: some modules do not find positions in their cache, others count them in their own way.
+            bytes_per_token: if it is known already.
+        """
+        self._forward, self._max_tokens, self._attention = forward, max_tokens, attention
+        self._gives_positions = gives_positions
+        self._argument = next(name for name in CACHE_ARGUMENTS if name in forward.arguments)
+        self._groups: list[_Group] = []
+        self.bytes_per_token = bytes_per_token
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``Rows``. Caches grow by themselves."""
+
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+        """See ``Rows``; there are no images."""
+        assert not any(images), "models that see have no groups"
+        self._forget(range(first_row, first_row + len(contexts)))
+        members: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for row, context in enumerate(contexts, first_row):
+            members.setdefault(len(context) - 1, {}).setdefault(tuple(context[:-1]), []).append(row)
+        for length, rows_of in sorted(members.items()):
+            texts, size = list(rows_of), max(self._max_tokens // max(length, 1), 1)
+            for start in range(0, len(texts), size):
+                part = texts[start : start + size]
+                group = _Group(None, [row for text in part for row in rows_of[text]])
+                if length:
+                    self._pass(group, torch.tensor(part, device=self._forward.device))
+                    copies = [index for index, text in enumerate(part) for _ in rows_of[text]]
+                    self._select(group, copies)
+                self._groups.append(group)
+
+    def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
+        """See ``Rows``."""
+        self._forget(range(len(positions), 1 + max((row for group in self._groups for row in group.rows), default=0)))
+        found, order = [], []
+        for group in self._groups:
+            alive = [index for index, row in enumerate(group.rows) if row >= 0]
+            if len(alive) < len(group.rows):
+                self._select(group, alive)
+                group.rows = [group.rows[index] for index in alive]
+            if group.rows:
+                rows = torch.tensor(group.rows, device=tokens.device)
+                found.append(self._pass(group, tokens[rows, None])[:, -1])
+                order += group.rows
+        self._groups = [group for group in self._groups if group.rows]
+        return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
+
+    def _pass(self, group: _Group, input_ids: Tensor) -> Tensor:
+        if group.cache is None:
+            group.cache = DynamicCache(config=self._forward.module.config)
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        first, group.length = group.length, group.length + input_ids.shape[1]
+        if self._gives_positions:
+            more["position_ids"] = torch.arange(first, group.length, device=input_ids.device).expand(input_ids.shape)
+        return self._forward(input_ids, self._attention, use_cache=True, **more, **{self._argument: group.cache})
+
+    def _select(self, group: _Group, indices: list[int]) -> None:
+        if group.cache is not None and indices:
+            group.cache.reorder_cache(torch.tensor(indices, device=self._forward.device))
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        gone = {*rows}
+        for group in self._groups:
+            group.rows = [-1 if row in gone else row for row in group.rows]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
+        """See ``Rows``."""
+        self._forget([int(target) for target in targets])
+        new = {int(source): int(target) for source, target in zip(sources, targets, strict=True)}
+        for group in self._groups:
+            group.rows = [new.get(row, row) for row in group.rows]
+
+    def clear(self) -> None:
+        """See ``Rows``."""
+        self._groups = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all caches."""
+        layers = [layer for group in self._groups if group.cache is not None for layer in group.cache.layers]
+        return sum(_bytes_of(value) for layer in layers for value in vars(layer).values())
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_bytes_of, parts))
+
+
+class RecomputedRows:
+    """Tokens alone are kept."""
+
+    bytes_per_token = 8
+
+    def __init__(self, forward: Forward, max_tokens: int) -> None:
+        """``max_tokens``: in one forward pass, but for a sequence that is longer."""
+        self._forward, self._max_tokens = forward, max_tokens
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._media: dict[int, Tensors] = {}
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``Rows``."""
+        kept = self._tokens[:num_rows, :num_columns]
+        self._tokens = np.zeros((num_rows, num_columns), np.int64)
+        self._tokens[: kept.shape[0], : kept.shape[1]] = kept
+
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+        """See ``Rows``."""
+        media = {id(each): self._forward.media_of(each) for each in {id(each): each for each in images}.values()}
+        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
+            self._tokens[row, : len(context)] = context
+            self._media[row] = media[id(seen)]
+
+    def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
+        """See ``Rows``."""
+        rows = np.arange(len(positions))
+        self._tokens[rows, positions] = tokens.cpu().numpy()
+        found: list[Tensor] = []
+        order: list[int] = []
+        for length in np.unique(positions + 1).tolist():
+            same = rows[positions + 1 == length]
+            for start in range(0, len(same), max(self._max_tokens // length, 1)):
+                part = same[start : start + max(self._max_tokens // length, 1)]
+                media = [self._media[row] for row in part.tolist()]
+                found.append(self._forward.last(torch.from_numpy(self._tokens[part, :length]).to(tokens.device), media))
+                order += part.tolist()
+        return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
+        """See ``Rows``."""
+        self._tokens[list(targets), :num_columns] = self._tokens[list(sources), :num_columns]
+        self._media |= {int(new): self._media[int(old)] for old, new in zip(sources, targets, strict=True)}
+
+    def clear(self) -> None:
+        """See ``Rows``."""
+        self._tokens = np.zeros((0, 0), np.int64)
+        self._media.clear()
+
+
+def _parts(texts: list[tuple[tuple[int, ...], int]], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+    """Sequences that share a forward pass, those of about one length."""
+    ordered = sorted(texts, key=lambda text: (-len(text[0]), text[1]))
+    while ordered:
+        count = max(max_tokens // rounded_up(len(ordered[0][0])), 1)
+        shortest = WORTH_PADDING * len(ordered[0][0])
+        part = [text for text in ordered[:count] if len(text[0]) >= shortest or len(ordered[0][0]) <= SHORT]
+        yield part
+        ordered = ordered[len(part) :]
+
+
+def rounded_up(length: int) -> int:
+    return max(-(-length // COLUMNS), 1) * COLUMNS

@@ -1,0 +1,1 @@
+"""vLLM and SGLang: servers of one kind behind one class."""

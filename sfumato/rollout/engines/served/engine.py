@@ -1,0 +1,254 @@
+"""What engines outside of this library share: limits, versions, and weights that they load from files."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, overload
+
+import torch
+
+from sfumato.errors import ConfigError, WeightSyncError
+from sfumato.parallel.shards import Shards, Spec
+from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.served.weight_files import WeightFiles
+from sfumato.rollout.text.tokens import FinishReason
+
+INITIAL = 0
+"""Version of the weights of the model's own files."""
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """What an engine says that it drew."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[tuple[str, int]]
+    """Label of the weights, and how many tokens of those that follow each other it drew."""
+    finish_reason: str
+
+
+ABORTED = DrawnTokens([], [], [], "abort")
+"""Ended before anything was drawn."""
+
+
+def seed_of(request: GenerationRequest) -> int:
+    """The seed that an engine is given, which has a generator for each request and cannot begin in its middle.
+
+    The request's own at its beginning. A completion that goes on after it was aborted has another one that depends on
+    the seed and on how far it was: it is drawn alike whenever it is interrupted there.
+    """
+    if not request.first_position:
+        return request.seed
+    key = hashlib.blake2b(f"{request.seed} {request.first_position}".encode(), digest_size=8).digest()
+    return int.from_bytes(key, "little") >> 1
+
+
+class ServedEngine(ABC):
+    """``Engine`` of ``base.py`` for one that computes elsewhere and has weights of its own, and the ``Receiver`` of
+    ``runtime/weight_sync/receiver.py`` that they reach it by."""
+
+    rescores: ClassVar[bool] = True
+    shards: ClassVar[Shards | None] = None
+
+    def __init__(self, name: str, files: WeightFiles, max_length: int) -> None:
+        """
+        Args:
+            name: what messages call it.
+            files: through which weights reach it.
+            max_length: tokens of the longest prompt with its completion.
+        """
+        self.name, self.max_length, self.version = name, max_length, INITIAL
+        self.files = files
+        self.staged: Path | None = None
+        """A version that was written and is not drawn by yet."""
+        self.applied: Path | None = None
+        """The version that is drawn by, kept for when the engine is started anew."""
+        self._is_paused = self._is_closed = False
+
+    @property
+    def weights(self) -> ServedEngine:
+        """What weights arrive by, as ``Receiver``: the engine itself."""
+        return self
+
+    async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
+        """See ``Engine``."""
+        self._check(request, sampling)
+        drawn = await self._generate(request, sampling)
+        if drawn.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{self.name} ended a completion with {drawn.finish_reason!r}, which is not known")
+        reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
+        versions = [_number(label) for label, count in drawn.versions for _ in range(count)]
+        lengths = {len(drawn.token_ids), len(drawn.log_probs), len(versions)}
+        if len(lengths) > 1 or len(versions) > request.max_new_tokens:
+            raise EngineError(
+                f"{self.name} gave {len(drawn.token_ids)} tokens, {len(drawn.log_probs)} log-probs and {len(versions)} "
+                f"versions of them, for at most {request.max_new_tokens} tokens"
+            )
+        log_probs = drawn.log_probs if sampling.temperature else [0.0] * len(drawn.token_ids)
+        return Completion(drawn.token_ids, log_probs, versions, reason)
+
+    def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """See ``Engine``."""
+        self._pause(mode)
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """See ``Engine``."""
+        self._resume()
+        self._is_paused = False
+
+    @abstractmethod
+    def flush(self) -> None:
+        """See ``Engine``."""
+
+    @overload
+    def rescore(self, sequences: torch.Tensor, temperature: float = 1.0) -> torch.Tensor: ...
+
+    @overload
+    def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]: ...
+
+    def rescore(
+        self, sequences: torch.Tensor | Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """See ``Engine``; of a tensor ``[N, T]`` a tensor ``[N, T - 1]``, as ``Receiver`` has it.
+
+        Raises:
+            ConfigError: for a temperature other than 1, by which no server scores a prompt, or a sequence too long.
+        """
+        if temperature != 1:
+            raise ConfigError(f"{self.name} scores given tokens at temperature 1 alone, not {temperature:g}")
+        if isinstance(sequences, torch.Tensor):
+            return torch.stack(self.rescore(sequences.tolist(), temperature))
+        for sequence in sequences:
+            if len(sequence) >= self.max_length:
+                raise ConfigError(
+                    f"{len(sequence)} tokens are to be scored by {self.name}, which takes {self.max_length - 1}"
+                )
+        if self._is_paused:  # nothing is scored then; what is under way goes on for this moment
+            self._resume()
+        try:
+            found = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
+        finally:
+            if self._is_paused:
+                self._pause("keep")
+        for sequence, scores in zip(sequences, found, strict=True):
+            if len(scores) != len(sequence) - 1:
+                raise EngineError(f"{self.name} gave {len(scores)} log-probs of {len(sequence)} tokens")
+        return [torch.tensor(scores, dtype=torch.float32) for scores in found]
+
+    @abstractmethod
+    def release(self) -> None:
+        """See ``Engine``."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """See ``Engine``."""
+
+    @abstractmethod
+    def health(self) -> None:
+        """See ``Engine``."""
+
+    def restart(self) -> None:
+        """Ends its processes and starts them again, with the weights that it had. Its requests fail, and can be given
+        again.
+
+        Raises:
+            ConfigError: when this run did not start them.
+            EngineError: when they do not start.
+        """
+        self._restart()
+        self._is_paused = False
+        if self.applied is not None:
+            self.load_files(self.applied, self.version)
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._close()
+            self.files.close()
+
+    def describe(self) -> dict[str, Spec]:
+        """See ``Receiver``."""
+        return self.files.specs
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """See ``Receiver``. The engine goes on drawing."""
+        self.files.remove(self.staged)
+        self.staged = self.files.write(tensors, version)
+
+    def apply(self, version: int) -> None:
+        """See ``Receiver``."""
+        assert self.staged is not None, "load a version first"
+        self.take_version(self.staged, version)
+        self.files.remove(self.applied)
+        self.applied, self.staged = self.staged, None
+
+    def checksums(self, names: Iterable[str]) -> Any:
+        """Never called: it rescores."""
+        raise NotImplementedError(f"{self.name} is verified by rescoring, not by checksums")
+
+    def take_version(self, folder: Path, version: int) -> None:
+        """Draws by the weights in a folder from now on. What is under way waits meanwhile and goes on with them."""
+        is_paused = self._is_paused
+        if not is_paused:
+            self.pause("keep")
+        try:
+            self.load_files(folder, version)
+        except EngineError as error:
+            raise WeightSyncError(f"version {version} of the weights was not loaded by {self.name}: {error}") from error
+        self.version = version
+        self.flush()
+        if not is_paused:
+            self.resume()
+
+    @abstractmethod
+    def load_files(self, folder: Path, version: int) -> None:
+        """Has the engine, which draws nothing meanwhile, load weights from a folder and call them by that version."""
+
+    @abstractmethod
+    async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens: ...
+
+    @abstractmethod
+    def _score(self, tokens: list[int]) -> list[float]:
+        """Log-probs of all but the first."""
+
+    @abstractmethod
+    def _pause(self, mode: Literal["keep", "abort"]) -> None: ...
+
+    @abstractmethod
+    def _resume(self) -> None: ...
+
+    @abstractmethod
+    def _restart(self) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _check(self, request: GenerationRequest, sampling: Sampling) -> None:
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
+        total = len(request.prompt_ids) + request.max_new_tokens
+        if not request.prompt_ids or request.max_new_tokens < 1:
+            raise ConfigError(f"{self.name} needs a prompt and room for a token")
+        if total > self.max_length:
+            raise ConfigError(
+                f"a prompt of {len(request.prompt_ids)} tokens with max_new_tokens {request.max_new_tokens} is longer "
+                f"than the {self.max_length} tokens that {self.name} takes"
+            )
+        if not 0 <= request.seed < 2**63:
+            raise ConfigError(f"seed {request.seed} is not from 0 to 2^63 - 1")
+
+
+def _number(label: str) -> int:
+    """The version that a label stands for; a server that was given none has the weights of the model's own files."""
+    if label == "default":
+        return INITIAL
+    if not label.isdecimal():
+        raise EngineError(f"tokens were drawn by weights called {label!r}, which this run did not send")
+    return int(label)

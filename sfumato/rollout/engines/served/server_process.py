@@ -1,0 +1,141 @@
+"""A server that a run starts, waits for, ends and starts again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from sfumato.config.trust import refuse_code
+from sfumato.config.writing import open_to_append
+from sfumato.errors import ConfigError
+from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.served import owner_process
+
+LOGGER = logging.getLogger(__name__)
+
+SHOWN_LINES = 15
+"""Last lines of a server's log that an error holds."""
+
+SHOWN_CHARACTERS = 300
+"""Most of each of them."""
+
+LOOK_S = 0.25
+"""Between two looks at a server that starts."""
+
+TOLD_S = 10.0
+"""Between two lines of progress."""
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens at just now."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+class ServerProcess:
+    """Owns a server's process. It ends with its children when ``stop`` is called or this process ends in any way."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str | None],
+        log: Path,
+        start_timeout_s: float,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            name: what messages call it.
+            command: program and arguments.
+            environment: variables besides those of this process; None takes one away.
+            log: file that its output is appended to.
+            start_timeout_s: how long it may take to become ready.
+        """
+        self.name, self.command, self.log, self.start_timeout_s = name, list(command), log, start_timeout_s
+        self.environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    def start(self, is_ready: Callable[[], bool]) -> None:
+        """Starts it and waits until it is ready.
+
+        Args:
+            is_ready: asks the server.
+
+        Raises:
+            ConfigError: when the program is not there.
+            EngineError: when it ends, or is not ready in time; with the end of its log.
+        """
+        refuse_code(f"program {self.command[0]} of {self.name}")
+        self.stop()
+        if not Path(self.command[0]).is_file():
+            raise ConfigError(f"{self.name}: {self.command[0]} is not there, so the server cannot be started")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        owner = [sys.executable, owner_process.__file__, *self.command]
+        try:
+            opened = open_to_append(self.log)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.log}: {error.strerror}: {self.name} writes its log there, and through no link; remove it"
+            ) from error
+        with opened as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                owner, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self.environment, start_new_session=True
+            )
+        started = told = time.monotonic()
+        try:
+            while not is_ready():
+                now = time.monotonic()
+                if problem := self.problem():
+                    raise EngineError(problem)
+                if now - started > self.start_timeout_s:
+                    raise EngineError(
+                        f"{self.name} was not ready after {self.start_timeout_s:g} s: raise start_timeout_s, or see "
+                        f"{self.log}{self._tail()}"
+                    )
+                if now - told > TOLD_S:
+                    LOGGER.info("waiting for %s: %.0f s, log %s", self.name, now - started, self.log)
+                    told = now
+                time.sleep(LOOK_S)
+        except BaseException:
+            self.stop()
+            raise
+        LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
+
+    def problem(self, within_s: float = 0.0) -> str:
+        """Why it does not run, with the end of its log; empty while it runs.
+
+        Args:
+            within_s: how long it may take to end, while this waits.
+        """
+        process, deadline = self._process, time.monotonic() + within_s
+        if process is None:
+            return f"{self.name} was ended"
+        while (code := process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
+
+    def stop(self) -> None:
+        """Ends it with its children. A second call does nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(owner_process.GRACE_S + 30)
+
+    def _tail(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - SHOWN_LINES * SHOWN_CHARACTERS))
+            text = file.read().decode(errors="replace")
+        lines = [line[:SHOWN_CHARACTERS] for line in text.splitlines() if line.strip()][-SHOWN_LINES:]
+        return f"; the last lines of {self.log}:\n  " + "\n  ".join(lines) if lines else ""

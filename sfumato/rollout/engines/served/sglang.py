@@ -1,0 +1,254 @@
+"""SGLang as the engine: a server that is started or runs already, by its documented HTTP interface.
+
+It was written by SGLang's documentation and tested against answers of that form, not against SGLang itself, which needs
+a GPU. Noise is keyed by (seed, position in the sequence) in its deterministic mode, which is required.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from sfumato.errors import ConfigError
+from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine
+from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
+from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
+from sfumato.rollout.engines.served_settings import ServedSettings
+
+HEALTH_TIMEOUT_S = 30.0
+"""In which a server that lives draws a token."""
+
+MEMORY = ["kv_cache", "weights"]
+"""What is given to others by ``release``."""
+
+
+class SglangServer(ServedEngine):
+    """``Engine`` of ``base.py`` and ``Receiver`` on an SGLang server."""
+
+    def __init__(self, http: HttpServer, process: ServerProcess | None, files: WeightFiles, model_path: str) -> None:
+        """Waits for the server that it starts, and looks whether it is the right one.
+
+        Args:
+            http: to the server.
+            process: that it is started as; None if it runs already.
+            files: through which weights reach it.
+            model_path: folder of the model, as the server sees it.
+
+        Raises:
+            ConfigError: when it has another model or lacks what is needed.
+            EngineError: when it does not start or answer.
+        """
+        self.http, self.process, self.model_path = http, process, model_path
+        self.can_sleep, self._num_loads = False, 0
+        super().__init__(http.name, files, 0)
+        try:
+            if process is not None:
+                process.start(lambda: http.answers("/health_generate", HEALTH_TIMEOUT_S))
+            self._identify()
+        except BaseException:
+            self.close()
+            raise
+
+    def _identify(self) -> None:
+        info = self.http.ask("GET", "/get_server_info", timeout_s=HEALTH_TIMEOUT_S)
+        model, length = info.get("model_path"), info.get("max_req_input_len") or info.get("context_length")
+        if Path(str(model)) != Path(self.model_path):
+            raise ConfigError(
+                f"{self.name} has the model {model}, the run {self.model_path}: give both the same folder, under the "
+                "same path"
+            )
+        if not info.get("enable_deterministic_inference"):
+            raise ConfigError(
+                f"{self.name} does not draw by the seed of each request: start it with --enable-deterministic-inference"
+            )
+        if not isinstance(length, int):
+            raise ConfigError(
+                f"{self.name} does not say how long a sequence may be: start it with --context-length, a number"
+            )
+        self.max_length, self.can_sleep = length, bool(info.get("enable_memory_saver"))
+
+    def flush(self) -> None:
+        """See ``Engine``."""
+        self.http.ask("POST", "/flush_cache")
+
+    def release(self) -> None:
+        """See ``Engine``.
+
+        Raises:
+            ConfigError: when the server was started without its memory saver.
+        """
+        if not self.can_sleep:
+            raise ConfigError(f"{self.name} gives no memory to others: start it with --enable-memory-saver")
+        self.http.ask("POST", "/release_memory_occupation", {"tags": MEMORY})
+
+    def restore(self) -> None:
+        """See ``Engine``. Weights, of which the memory was given away, are loaded again from their files."""
+        self.http.ask("POST", "/resume_memory_occupation", {"tags": MEMORY})
+        self.load_files(self.applied or Path(self.model_path), self.version)
+
+    def health(self) -> None:
+        """See ``Engine``. It draws a token."""
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
+        if self.process is not None and (problem := self.process.problem()):
+            raise EngineError(problem)
+        self.http.ask("GET", "/health_generate", timeout_s=HEALTH_TIMEOUT_S)
+
+    def load_files(self, folder: Path, version: int) -> None:
+        """See ``ServedEngine``."""
+        self._num_loads += 1
+        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
+        answer = self.http.ask("POST", "/update_weights_from_disk", body)
+        if not answer.get("success"):
+            raise EngineError(f"{self.name}: /update_weights_from_disk: {answer.get('message')}")
+
+    async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
+        num_loads = self._num_loads
+        body = {"input_ids": list(request.prompt_ids), "sampling_params": sampling_params(request, sampling)}
+        answer = await self.http.ask_async("POST", "/generate", {**body, "return_logprob": True, "stream": False})
+        if answer is NOT_SENT:
+            return ABORTED
+        try:
+            meta = answer["meta_info"]
+            tokens = [(int(token), float(log_prob)) for log_prob, token, *_ in meta["output_token_logprobs"]]
+            spans = meta.get("weight_versions")
+            reason = (meta["finish_reason"] or {})["type"]
+            label = meta["weight_version"]
+        except UNEXPECTED_ANSWER as error:
+            raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
+        if spans is None and num_loads != self._num_loads:
+            raise EngineError(
+                f"{self.name} does not say by which weights each token was drawn, which changed meanwhile: take a "
+                "newer SGLang, or abort what is under way before weights change"
+            )
+        versions = [(label, len(tokens))] if spans is None else [(s["version"], s["end"] - s["start"]) for s in spans]
+        return DrawnTokens([token for token, _ in tokens], [log_prob for _, log_prob in tokens], versions, reason)
+
+    def _score(self, tokens: list[int]) -> list[float]:
+        params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
+        body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        found = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        if [token for _, token, *_ in found] != tokens:
+            raise EngineError(f"{self.name} scored other tokens than it was given")
+        return [float(log_prob) for log_prob, *_ in found[1:]]
+
+    def _pause(self, mode: Literal["keep", "abort"]) -> None:
+        """``retract`` gives up keys and values, which would be of earlier weights."""
+        self.http.ask("POST", "/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
+        if mode == "abort":
+            self.http.end_all(lambda: self.http.ask("POST", "/abort_request", {"abort_all": True}))
+
+    def _resume(self) -> None:
+        self.http.ask("POST", "/continue_generation", {})
+
+    def _restart(self) -> None:
+        if self.process is None:
+            raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
+        self.process.start(lambda: self.http.answers("/health_generate", HEALTH_TIMEOUT_S))
+        self._identify()
+
+    def _close(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+        self.http.close()
+
+
+def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+    """SGLang's parameters of a request.
+
+    Raises:
+        ConfigError: for top_p and top_k, which SGLang's log-probs leave out of account.
+    """
+    if sampling.top_p != 1 or sampling.top_k:
+        raise ConfigError(
+            "SGLang gives log-probs from before top_p and top_k, not those that tokens were drawn with: set top_p to 1 "
+            "and top_k to 0, or take another rollout.engine"
+        )
+    key = hashlib.blake2b(str(request.seed).encode(), digest_size=8).digest()
+    found = {
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "sampling_seed": int.from_bytes(key, "little") >> 33,  # 31 bits, which every kernel takes
+        "max_new_tokens": request.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # only the tokens above end a completion
+        "skip_special_tokens": False,
+    }
+    return found | ({"stop": list(sampling.stop)} if sampling.stop else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SglangSettings(ServedSettings):
+    """SGLang as a server. Not tested with SGLang itself: see the page."""
+
+    type: ClassVar[str] = "sglang"
+
+    program: str = ""
+    """Python of an environment with SGLang, such as /opt/sglang/bin/python: a server is started with it on this
+    machine, and ended with the run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.url or self.program):
+            raise ConfigError("rollout.engine: sglang needs either the url of a server or the program that starts one")
+
+    def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> SglangServer:
+        """Starts or finds the server.
+
+        Args:
+            model_path: folder of the model's own files, which the engine loads, too.
+            template: transformers' module as the actor has it, on meta, with adapters if adapters alone are trained:
+                its names are those that weights are sent by.
+            folder: the run folder.
+            max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
+                does not say; None: as many as the engine takes.
+
+        Raises:
+            ConfigError: when settings do not go together, adapters alone are trained, or the server is another one.
+            EngineError: when it does not start.
+        """
+        key = self.api_key
+        model_path = str(Path(model_path).absolute())
+        files = self.weight_files(template, folder, model_path)
+        if files.are_adapters:
+            raise ConfigError(
+                "SGLang cannot put adapters in the place of others that requests are drawn by: train without "
+                "model.lora, or take another rollout.engine"
+            )
+        process, url = None, self.url
+        if self.program:
+            port = free_port()
+            url = f"http://127.0.0.1:{port}"
+            command = [
+                self.program,
+                *self._arguments(model_path, port, self.max_model_len or max_length),
+                *self.arguments,
+            ]
+            environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
+            log = folder / f"sglang-{process_name()}.log"
+            process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
+        name = f"the SGLang server at {url}" if self.url else "the SGLang server"
+        http = HttpServer(
+            name, url, api_key=key, timeout_s=self.timeout_s, max_requests=self.max_requests, process=process
+        )
+        return SglangServer(http, process, files, model_path)
+
+    def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
+        if max_length is None:
+            raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
+        given = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
+        given += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
+        given += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
+        if self.gpu_memory_utilization is not None:
+            given += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
+        return [*given, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]

@@ -1,0 +1,253 @@
+"""vLLM as the engine: in this process, or as a server that is started or runs already.
+
+What is asked of it, and what its answers mean, is here; how it is asked stands in ``vllm_calls.py`` and
+``vllm_in_process.py``. Written for and tested with vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from sfumato.data.media.vision import ImageReader
+from sfumato.errors import ConfigError
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.served.http_server import NOT_SENT
+from sfumato.rollout.engines.served.vllm_calls import ADAPTER, ServerCalls, VllmCalls
+from sfumato.rollout.engines.served.vllm_images import RenderedImages, limits_of
+from sfumato.rollout.engines.served.vllm_in_process import InProcessCalls
+from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
+from sfumato.rollout.engines.served_settings import ServedSettings
+
+COLDEST = 0.01
+"""vLLM draws by this temperature where a lower one is asked for."""
+
+
+class VllmEngine(ServedEngine):
+    """``Engine`` of ``base.py`` and ``Receiver`` on vLLM."""
+
+    def __init__(
+        self,
+        calls: VllmCalls,
+        files: WeightFiles,
+        model_path: str,
+        can_sleep: bool = False,
+        reader: ImageReader | None = None,
+    ) -> None:
+        """vLLM must be ready.
+
+        Args:
+            calls: to vLLM.
+            files: through which weights reach it.
+            model_path: folder of the model's own files, as vLLM sees it.
+            can_sleep: whether vLLM was started with its sleep mode.
+            reader: of the images in prompts, where there are some; a server's.
+        """
+        super().__init__(calls.name, files, calls.max_length)
+        self._images = None if reader is None else RenderedImages(reader, calls.render)
+        self.calls, self.model_path, self.can_sleep = calls, model_path, can_sleep
+        self._has_adapter = False
+
+    def flush(self) -> None:
+        """See ``Engine``."""
+        self.calls.reset_prefix_cache()
+
+    def release(self) -> None:
+        """See ``Engine``. Weights go into CPU memory.
+
+        Raises:
+            ConfigError: without the setting ``sleep``, or on a CPU, where vLLM has no sleep mode.
+        """
+        if not self.can_sleep:
+            raise ConfigError(f"{self.name} gives no memory to others without its sleep mode: set sleep to true")
+        self.calls.sleep()
+
+    def restore(self) -> None:
+        """See ``Engine``."""
+        self.calls.wake_up()
+
+    def health(self) -> None:
+        """See ``Engine``."""
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
+        self.calls.health()
+
+    def load_files(self, folder: Path, version: int) -> None:
+        """See ``ServedEngine``."""
+        if self.files.are_adapters:
+            self.calls.load_adapter(str(folder.absolute()))
+            self._has_adapter = True
+            self.calls.set_version(version)
+        else:
+            self.calls.update_weights({"folder": str(folder.absolute()), "base": self.model_path}, version)
+
+    async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
+        features = None
+        if request.images is not None:
+            assert self._images is not None, "built without a reader of images"
+            features = await self._images.of(request.prompt_ids, request.images)
+            if features is NOT_SENT:
+                return ABORTED
+        params = sampling_params(request, sampling)
+        return await self.calls.generate(list(request.prompt_ids), params, self._adapter, features)
+
+    def _score(self, tokens: list[int]) -> list[float]:
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        return self.calls.score(tokens, params, self._adapter)
+
+    @property
+    def _adapter(self) -> str | None:
+        return ADAPTER if self._has_adapter else None
+
+    def _pause(self, mode: Literal["keep", "abort"]) -> None:
+        self.calls.pause(mode)
+
+    def _resume(self) -> None:
+        self.calls.resume()
+
+    def _restart(self) -> None:
+        self._has_adapter = False
+        self.calls.restart()
+
+    def _close(self) -> None:
+        self.calls.close()
+
+
+def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+    """vLLM's parameters of a request.
+
+    Raises:
+        ConfigError: for a temperature that vLLM would change.
+    """
+    if 0 < sampling.temperature < COLDEST:
+        raise ConfigError(
+            f"vLLM draws by a temperature of {COLDEST:g} where {sampling.temperature:g} is asked for: take at least "
+            f"{COLDEST:g}, or 0 for the likeliest token"
+        )
+    found = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": seed_of(request),
+        "max_tokens": request.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # only the tokens above end a completion
+        "logprobs": 0,  # of the drawn token alone
+        "detokenize": False,
+    }
+    if sampling.stop:  # which vLLM looks for in what it decodes; it gives all tokens, those of the text among them
+        found |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSettings(ServedSettings):
+    """vLLM. Without url and program it runs in this process and its own children, and must be installed here."""
+
+    type: ClassVar[str] = "vllm"
+
+    program: str = ""
+    """vLLM's program in an environment of its own, such as /opt/vllm/bin/vllm: a server is started with it on this
+    machine, and ended with the run."""
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images: those of a server."""
+        return bool(self.url or self.program)
+
+    def build(
+        self,
+        model_path: str,
+        template: nn.Module,
+        folder: Path,
+        max_length: int | None = None,
+        reader: ImageReader | None = None,
+    ) -> VllmEngine:
+        """Starts or finds vLLM.
+
+        Args:
+            model_path: folder of the model's own files, which the engine loads, too.
+            template: transformers' module as the actor has it, on meta, with adapters if adapters alone are trained:
+                its names are those that weights are sent by.
+            folder: the run folder.
+            max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
+                does not say; None: as many as the engine takes.
+            reader: of the images in prompts, where there are some.
+
+        Raises:
+            ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
+            EngineError: when it does not start.
+        """
+        model_path = str(Path(model_path).absolute())
+        files = self.weight_files(template, folder, model_path)
+        rank = max_rank(template) if files.are_adapters else 0
+        options = self._options(model_path, rank, max_length)
+        if reader is not None:
+            options["mm_processor_kwargs"] = limits_of(reader)
+        arguments = self._arguments(options)
+        if self.url or self.program:
+            calls: VllmCalls = ServerCalls(
+                url=self.url,
+                api_key=self.api_key,
+                command=[self.program, "serve", *arguments] if self.program else [],
+                environment=self.environment,
+                model_path=model_path,
+                log=folder / f"vllm-{process_name()}.log",
+                timeout_s=self.timeout_s,
+                start_timeout_s=self.start_timeout_s,
+                max_requests=self.max_requests,
+                has_adapter=bool(rank),
+            )
+        else:
+            calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
+        return VllmEngine(calls, files, model_path, self.sleep, reader)
+
+    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
+        """vLLM's settings, by the names that its Python and command line share."""
+        options: dict[str, Any] = {
+            "model": model_path,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "max_num_seqs": self.max_requests,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "max_model_len": self.max_model_len or max_length,
+            "enable_sleep_mode": self.sleep or None,
+            "enable_lora": bool(rank) or None,
+            "max_lora_rank": rank or None,
+        }
+        return {name: value for name, value in options.items() if value is not None}
+
+    def _arguments(self, options: dict[str, Any]) -> list[str]:
+        arguments = [options["model"]]
+        for name, value in options.items():
+            if name != "model":
+                arguments += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+        return [*arguments, *self.arguments]
+
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for."""
+
+
+def max_rank(template: nn.Module) -> int:
+    """The rank that vLLM must make room for.
+
+    Raises:
+        ConfigError: when vLLM cannot compute with such adapters.
+    """
+    configurations: Mapping[str, Any] = getattr(template, "peft_config", {})
+    (config,) = configurations.values()
+    if config.use_dora or config.target_parameters:
+        what = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
+        raise ConfigError(f"model.lora: vLLM cannot compute with {what}: leave it out, or take another rollout.engine")
+    for rank in LORA_RANKS:
+        if config.r <= rank:
+            return rank
+    raise ConfigError(f"model.lora.rank {config.r} is above {LORA_RANKS[-1]}, the largest that vLLM has room for")

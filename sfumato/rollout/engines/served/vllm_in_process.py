@@ -1,0 +1,199 @@
+"""vLLM in this process's environment: its own engine process is a child of this one, without a server between them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.served.engine import DrawnTokens
+from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
+
+EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
+
+
+class InProcessCalls:
+    """``VllmCalls`` on vLLM's ``AsyncLLM``, which has an event loop of its own in a thread."""
+
+    name = "vLLM"
+
+    def __init__(self, arguments: Sequence[str], timeout_s: float, start_timeout_s: float) -> None:
+        """Starts vLLM and waits until it is ready.
+
+        Args:
+            arguments: of ``vllm serve``, the model first; those of the engine alone.
+            timeout_s: longest that an answer may take.
+            start_timeout_s: longest that the start may take.
+
+        Raises:
+            ConfigError: when vLLM does not know an argument.
+            MissingDependencyError: when vLLM is not installed here.
+            EngineError: when it does not start.
+        """
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"vLLM cannot be imported here ({error}): install it beside sfumato, or into an environment of its own "
+                "and give its program in rollout.engine.program; docs/text_rl/engines.md says how"
+            ) from error
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING=0 would have vLLM change this process: unset it")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        self._arguments, self.timeout_s, self._start_timeout_s = list(arguments), timeout_s, start_timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self._numbers = itertools.count()
+        self._open: set[str] = set()
+        """Requests under way; changed by the thread alone."""
+        self._llm: Any = None
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        given = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
+        try:
+            parsed = parser.parse_args(given)
+        except (SystemExit, argparse.ArgumentError) as error:
+            raise ConfigError(f"vLLM does not take its arguments {' '.join(given)} ({error})") from error
+        self._llm = self._run(self._made(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
+        self.max_length = int(self._llm.model_config.max_model_len)
+
+    async def _made(self, arguments: Any) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(arguments)
+
+    async def generate(
+        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+    ) -> DrawnTokens:
+        """See ``VllmCalls``."""
+        assert features is None, "prompts with images are for a server"
+        output = await asyncio.wrap_future(self._begin(self._drawn(tokens, params, adapter), self.timeout_s))
+        (one,) = output.outputs
+        log_probs = [each[token].logprob for each, token in zip(one.logprobs or [], one.token_ids, strict=True)]
+        versions = [(span.version, span.end - span.start) for span in one.weight_versions or []]
+        return DrawnTokens(list(one.token_ids), log_probs, versions, str(one.finish_reason))
+
+    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+        """See ``VllmCalls``."""
+        given = self._run(self._drawn(tokens, params, adapter)).prompt_logprobs[1:]
+        return [each[token].logprob for each, token in zip(given, tokens[1:], strict=True)]
+
+    async def _drawn(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+        lora = None if adapter is None else LoRARequest(adapter, 1, self._adapter_folder)
+        final = None
+        prompt, number = TokensPrompt(prompt_token_ids=tokens), f"sfumato-{next(self._numbers)}"
+        self._open.add(number)
+        try:
+            async for output in self._llm.generate(prompt, sampling, number, lora_request=lora):
+                final = output
+        finally:
+            self._open.discard(number)
+        if final is None:
+            raise EngineError(f"{self.name} gave no answer")
+        return final
+
+    def pause(self, mode: Literal["keep", "abort"]) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.pause_generation(mode=mode))
+        deadline = time.monotonic() + self.timeout_s
+        while mode == "abort" and self._open:
+            self._run(self._llm.abort(list(self._open)))
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self.name}: {len(self._open)} requests were aborted and do not end")
+            time.sleep(0.02)
+
+    def resume(self) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.resume_generation())
+
+    def reset_prefix_cache(self) -> None:
+        """See ``VllmCalls``."""
+        if not self._run(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
+
+    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+        """See ``VllmCalls``."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self._run(self._llm.start_weight_update())
+        self._run(self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info))))
+        self._run(self._llm.finish_weight_update(str(version)))
+
+    def set_version(self, version: int) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.update_weight_version(str(version)))
+
+    def load_adapter(self, folder: str) -> None:
+        """See ``VllmCalls``."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapter_folder = folder
+        self._run(self._llm.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True)))
+
+    def sleep(self) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.sleep(1))
+
+    def wake_up(self) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.wake_up())
+
+    def health(self) -> None:
+        """See ``VllmCalls``."""
+        self._run(self._llm.check_health(), HEALTH_TIMEOUT_S)
+        self._run(self._llm.is_paused(), HEALTH_TIMEOUT_S)  # which its engine process answers
+
+    def restart(self) -> None:
+        """See ``VllmCalls``."""
+        self._shut_down()
+        self._start()
+
+    def close(self) -> None:
+        """See ``VllmCalls``."""
+        self._shut_down()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _shut_down(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
+
+    def _begin(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(self._explained(work, timeout_s), self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+        return self._begin(work, timeout_s or self.timeout_s).result()
+
+    async def _explained(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        """Whatever vLLM raises as EngineError."""
+        try:
+            return await asyncio.wait_for(work, timeout_s)
+        except TimeoutError as error:
+            raise EngineError(f"{self.name} gave no answer in {timeout_s:g} s") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"{self.name} failed: {type(error).__name__}: {error}") from error

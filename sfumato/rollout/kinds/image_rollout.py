@@ -1,0 +1,119 @@
+"""An image for a prompt: its codes are the tokens that the policy draws, and rewards see the image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sfumato.config.paths import ModelPath
+from sfumato.data.text.prompt_template import PromptTemplate
+from sfumato.data.text.prompts import TextPrompt
+from sfumato.errors import ConfigError
+from sfumato.models.omni.hf_image_tokenizers import OwnCodes, family_of, read_own_codes
+from sfumato.models.omni.image_tokenizer import ImageTokenizer
+from sfumato.rewards.base import load_once
+from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
+from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.text.growing_sequence import GrowingSequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawingKind(RolloutKind):
+    """An image, code by code, of a model that tasks/train_omni.py exports, or of Emu3 or Janus."""
+
+    type: ClassVar[str] = "drawing"
+    modality: ClassVar[str] = "image"
+
+    image_tokenizer: ModelPath
+    """Folder of the image tokenizer, such as hf_ckpt/image_tokenizer of that export; of Emu3 and Janus that of the
+    model."""
+    size: tuple[int, int] | None = None
+    """Height and width in pixels of what Emu3 draws; null: its own."""
+
+    def __post_init__(self) -> None:
+        if self.size is not None:
+            object.__setattr__(self, "size", tuple(self.size))
+
+    def prepare(self, template: PromptTemplate) -> None:
+        """Raises ConfigError when the tokenizer has not the tokens of this image tokenizer."""
+        if template.reader is not None:
+            raise ConfigError(
+                "rollout.kind drawing: prompts are text alone: take a data.data_type without images (prompts)"
+            )
+        drawn, vocabulary = self._tokenizer, template.tokenizer.get_vocab()
+        names = [drawn.text.code.format(code) for code in (0, drawn.codebook_size - 1)]
+        missing = [name for name in names if name not in vocabulary]
+        if missing:
+            raise ConfigError(
+                f"rollout.kind drawing: the tokenizer of model.model_path has no token {missing[0]}: take the folder "
+                "hf_ckpt/foundation of a run of tasks/train_omni.py with this image tokenizer, or for both the folder "
+                "of a model that draws by itself"
+            )
+
+    @property
+    def _tokenizer(self) -> ImageTokenizer | OwnCodes:
+        return _load((self.image_tokenizer, self.size))
+
+    async def draw(
+        self,
+        engine: Engine,
+        prompt: TextPrompt,
+        keys: SampleKeys,
+        sampling: Sampling,
+        template: PromptTemplate,
+        limits: LengthLimits,
+    ) -> DrawnText:
+        """As ``RolloutKind.draw``. A sample among whose tokens are others than codes has no image; it is a blank one,
+        so that the policy learns not to draw such."""
+        drawn, text = self._tokenizer, self._tokenizer.text
+        first = template.tokenizer.convert_tokens_to_ids(text.code.format(0))
+        opening = template.tokenizer(text.opening, add_special_tokens=False)["input_ids"]
+        line_end = [template.tokenizer.convert_tokens_to_ids(text.line_end)] if text.line_end else []
+        sequence, columns = GrowingSequence.after_prompt([*prompt.token_ids, *opening]), text.columns or drawn.num_codes
+        starts = range(0, drawn.num_codes, columns)
+        needed = drawn.num_codes + len(line_end) * (len(starts) - 1)
+        if limits.room(len(sequence), len(sequence)) < needed:
+            raise ConfigError(
+                f"rollout.max_new_tokens must be at least {needed}, the codes of an image and the ends of its lines, "
+                "and there must be room for them"
+            )
+        codes: list[int] = []
+        for start in starts:
+            if start:
+                sequence.append_given(line_end)
+            line = await sequence.draw(engine, keys.request_seed(), columns, sampling, first_position=start)
+            codes += [token - first for token in line]
+            if len(codes) < start + columns:  # a token that ends an answer
+                break
+        is_whole = len(codes) == drawn.num_codes and all(0 <= code < drawn.codebook_size for code in codes)
+        blank = np.full((drawn.height, drawn.width, 3), 255, np.uint8)
+        image = drawn.decode([codes])[0] if is_whole else blank
+        return DrawnImage([sequence.freeze()], "", image=image)
+
+
+@dataclass(frozen=True)
+class DrawnImage(DrawnText):
+    """What came of a prompt: an image."""
+
+    image: Any = None
+    """uint8 ``[H, W, 3]``."""
+
+    def sample(self, prompt: TextPrompt, group_id: int) -> Any:
+        """The sample as rewards see it."""
+        return replace(super().sample(prompt, group_id), image=self.image, text=None)
+
+
+def _read(source: tuple[str, tuple[int, int] | None]) -> ImageTokenizer | OwnCodes:
+    folder, size = Path(source[0]), source[1]
+    if family_of(folder) is not None:
+        return read_own_codes(folder, size)
+    if size is not None:
+        raise ConfigError("rollout.kind drawing: size is of Emu3; this image tokenizer knows its own: remove it")
+    return ImageTokenizer.from_folder(folder)
+
+
+_load = load_once(_read)

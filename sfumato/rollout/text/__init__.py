@@ -1,0 +1,1 @@
+"""Sampling from a language model: sequences of tokens, their packing, greedy answers, images drawn by tokens."""
