@@ -37,8 +37,8 @@ LIMIT_S = 10.0
 """Processor time of one input; of those that compile or start something more is allowed (``Reader.limit_s``)."""
 LIMIT_BYTES = 3 * 2**30
 """Address space of a child on top of what it was forked with."""
-LIMIT_GROWTH = 2**30
-"""Memory that one input may take at its highest."""
+LIMIT_GROWTH = 2 * 2**30
+"""Memory that one input may take at its highest: the largest picture that is read has 178 million pixels."""
 SLICE_S = 15.0
 """Of a turn of a reader."""
 LARGEST_INPUT = 8 * 2**20

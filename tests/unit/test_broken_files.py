@@ -58,6 +58,7 @@ def folder(tmp_path: Path) -> Path:
         ("config.json", {"num_attention_heads": [4]}),
         ("config.json", {"tie_word_embeddings": 3}),
         ("config.json", {"num_hidden_layers": 2**31}),
+        ("config.json", {"num_hidden_layers": 10**400}),
         ("config.json", {"text_config": {"num_experts": 1e300}}),
         ("config.json", DEEP),
         ("config.json", "[1, 2]"),
