@@ -244,10 +244,10 @@ CALLS = {
     "parallel.loss:linear_cross_entropy_sum": lambda: (*TOKENS[:3], TOKENS[4]),
     "parallel.loss:token_log_probs": lambda: TOKENS,
     "parallel.loss:token_log_probs_and_entropy": lambda: TOKENS,
-    "models.scores:TokenScores.cross_entropy": lambda: (scores(), TOKENS[2]),
-    "models.scores:TokenScores.log_probs": lambda: (scores(), TOKENS[2]),
-    "models.scores:TokenScores.log_probs_and_entropy": lambda: (scores(), TOKENS[2]),
-    "models.scores:TokenScores.predictions": lambda: (scores(),),
+    "models.language.scores:TokenScores.cross_entropy": lambda: (scores(), TOKENS[2]),
+    "models.language.scores:TokenScores.log_probs": lambda: (scores(), TOKENS[2]),
+    "models.language.scores:TokenScores.log_probs_and_entropy": lambda: (scores(), TOKENS[2]),
+    "models.language.scores:TokenScores.predictions": lambda: (scores(),),
 }  # fmt: skip
 
 CONTAINERS = {

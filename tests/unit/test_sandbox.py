@@ -345,7 +345,7 @@ def test_root_and_an_ordinary_user_contain_alike(sandbox, user, tmp_path):
         pytest.skip("needs root, setpriv, and a Python that every user may run")
     library = tmp_path / "library"
     shutil.copytree(ROOT / "sfumato" / "sandbox", library / "sfumato" / "sandbox")
-    for name in ("__init__.py", "errors.py"):
+    for name in ("__init__.py", "errors.py", "moved.py"):
         shutil.copy(ROOT / "sfumato" / name, library / "sfumato" / name)
     for folder in (library, *library.rglob("*")):
         folder.chmod(0o755)

@@ -197,7 +197,7 @@ def test_a_damaged_store_is_named(tmp_path):
 KILLED = """
 import sys
 from pathlib import Path
-from sfumato.data.token_store import build_token_store
+from sfumato.data.text.token_store import build_token_store
 from tests.token_rows import one_source
 from tests.unit.test_token_store import Slow
 build_token_store(one_source([5] * 600), Slow(sys.argv[1]), Path(sys.argv[1]), int(sys.argv[2]), 0, print)
