@@ -1,5 +1,6 @@
 # make quickstart   set up, then pretrain a small text-to-image model and improve it by RL (about 15 minutes on 2 cores)
 # make test         set up, then lint and test
+# make quick-test   the tests of single parts that take seconds, for the loop of a developer (at most 2 minutes)
 # make same         compare what every task computes with the record (about 8 minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ LAUNCH := PYTHON=$(BIN)/python bash train.sh
 # The OCR program is no Python package: it is installed where that needs no password.
 TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
 
-.PHONY: setup quickstart test slow-test same lint format clean
+.PHONY: setup quickstart test quick-test slow-test same lint format clean
 
 setup: $(VENV)/.installed
 
@@ -38,6 +39,9 @@ EXACT_TESTS = $(shell grep -l "mark.exact" tests/unit/*.py)
 test: setup lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "exact and not slow" $(EXACT_TESTS)
+
+quick-test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --quick tests/unit tests/golden
 
 # Whether what tiny runs of every task compute is what it was: metrics, weights, exports, reports.
 same: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +24,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if nodeid.startswith("tests/dist/") else nodeid.partition("::")[0]
 
     return FilesTogether(config, log)
+
+
+LONG_FILES = Path(__file__).parent / "unit" / "long_files.txt"
+"""Files of tests/unit that take more than about three seconds: ``make quick-test`` leaves them out."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the files that tests/unit/long_files.txt names")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves long files out before they are imported; None asks pytest's other rules."""
+    if not config.getoption("--quick") or collection_path.parent != LONG_FILES.parent:
+        return None
+    return collection_path.stem in LONG_FILES.read_text(encoding="utf-8").split() or None

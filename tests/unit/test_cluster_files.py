@@ -165,7 +165,10 @@ def test_one_file_says_to_docker_and_podman_what_is_copied() -> None:
     assert not [name for name in others if (ROOT / name).exists()], "either program would read it instead"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     left = [name for name in tracked if not is_copied(name)]
-    assert [name for name in left if not name.startswith(".")] in ([], ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Containerfile"])
+    assert [name for name in left if not name.startswith(".")] in (
+        [],
+        ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Containerfile"],
+    )
 
 
 def test_the_dashboard_of_a_cluster_on_kubernetes_asks_for_a_token() -> None:
