@@ -104,11 +104,11 @@ class GroupAdvantage(RewardSumAdvantage):
         scored = rewards[torch.isfinite(rewards)]
         overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
 
-        def standardised(group: Tensor) -> Tensor:
+        def standardise(group: Tensor) -> Tensor:
             std = {"group": group.std(correction=self.ddof), "global": overall}.get(self.std)
             return (group - group.mean()) / (1.0 if std is None else std + self.eps)
 
-        return _of_groups(rewards, group_ids, _within_groups(rewards, group_ids, standardised), self.clip)
+        return _clip_and_summarise(rewards, group_ids, _map_groups(rewards, group_ids, standardise), self.clip)
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,11 @@ class LeaveOneOut(RewardSumAdvantage):
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         """As ``RewardSumAdvantage.of_sums``."""
-        values = _within_groups(
-            rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1))
-        )
+        values = _map_groups(rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)))
         scored = values[torch.isfinite(rewards)]
         if self.std == "global" and len(scored) > self.ddof:
             values = values / (scored.std(correction=self.ddof) + self.eps)
-        return _of_groups(rewards, group_ids, values, self.clip)
+        return _clip_and_summarise(rewards, group_ids, values, self.clip)
 
 
 @dataclass(frozen=True)
@@ -167,25 +165,25 @@ class GDPO:
             ValueError: also when a weighted component is missing.
         """
         rewards = checked(rewards, group_ids)
-        used = {name: weight for name, weight in (weights or {}).items() if weight != 0}
-        missing = [name for name in used if name not in (components or {})]
-        if not used or missing:
+        used_weights = {name: weight for name, weight in (weights or {}).items() if weight != 0}
+        missing = [name for name in used_weights if name not in (components or {})]
+        if not used_weights or missing:
             raise ValueError(f"gdpo needs every weighted reward by itself; missing: {', '.join(missing) or 'all'}")
-        parts = {name: components[name].to(rewards) for name in used}
-        failed = ~torch.isfinite(torch.stack([rewards, *parts.values()])).all(dim=0)
+        used_rewards = {name: components[name].to(rewards) for name in used_weights}
+        failed = ~torch.isfinite(torch.stack([rewards, *used_rewards.values()])).all(dim=0)
         combined = torch.zeros_like(rewards)
-        for name, values in parts.items():
+        for name, values in used_rewards.items():
             for members in groups_of(group_ids, failed):
-                combined[members] += used[name] * self._standardised(values[members])
-        combined[~failed] = self._standardised(combined[~failed])
-        flat = torch.stack(
-            [_flat(component.masked_fill(failed, torch.nan), group_ids) for component in parts.values()]
+                combined[members] += used_weights[name] * self._standardise(values[members])
+        combined[~failed] = self._standardise(combined[~failed])
+        no_spread = torch.stack(
+            [_lacks_spread(component.masked_fill(failed, torch.nan), group_ids) for component in used_rewards.values()]
         ).all(dim=0)
-        combined[failed | flat] = 0.0
-        found = _advantages(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, flat)
-        return replace(found, components=components or {})
+        combined[failed | no_spread] = 0.0
+        advantages = _summarise(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, no_spread)
+        return replace(advantages, components=components or {})
 
-    def _standardised(self, values: Tensor) -> Tensor:
+    def _standardise(self, values: Tensor) -> Tensor:
         if len(values) == 0:
             return values
         return (values - values.mean()) / values.std(correction=0).clamp(min=self.eps)
@@ -216,9 +214,9 @@ class BestWorst(RewardSumAdvantage):
             raise ValueError("top and bottom must be at least 1")
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        whole = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
-        sign = torch.zeros_like(whole.values)
-        for members in groups_of(group_ids, whole.failed | whole.no_spread):
+        standardised = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
+        sign = torch.zeros_like(standardised.values)
+        for members in groups_of(group_ids, standardised.failed | standardised.no_spread):
             top, bottom = self.top, self.bottom
             if top + bottom > len(members):
                 top, bottom = min(top, len(members) // 2), min(bottom, len(members) // 2)
@@ -226,8 +224,8 @@ class BestWorst(RewardSumAdvantage):
             best = rewards[members].argsort(stable=True, descending=True)
             sign[members[worst]] = -1.0
             sign[members[best[~torch.isin(best, worst)][:top]]] = 1.0
-        values = sign if self.values == "sign" else whole.values * (sign != 0)
-        return replace(whole, values=values, left_out=sign == 0)
+        values = sign if self.values == "sign" else standardised.values * (sign != 0)
+        return replace(standardised, values=values, left_out=sign == 0)
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,7 @@ class Best(RewardSumAdvantage):
         for members in groups_of(group_ids, failed):
             values[members] = (rewards[members] == rewards[members].max()).to(values)
         left_out = (values == 0) & self.leave_out
-        return _advantages(rewards, group_ids, values, failed, _flat(rewards, group_ids), left_out)
+        return _summarise(rewards, group_ids, values, failed, _lacks_spread(rewards, group_ids), left_out)
 
 
 @dataclass(frozen=True)
@@ -259,21 +257,23 @@ class RawReward(RewardSumAdvantage):
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         failed = ~torch.isfinite(rewards)
-        return _advantages(rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _flat(rewards, group_ids))
+        return _summarise(
+            rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _lacks_spread(rewards, group_ids)
+        )
 
 
-def _within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
+def _map_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
     """``of_group`` of the scored rewards of every group that has spread; 0 elsewhere, as for a sample that is alone."""
     values = torch.zeros_like(rewards)
-    for members in groups_of(group_ids, ~torch.isfinite(rewards) | _flat(rewards, group_ids)):
+    for members in groups_of(group_ids, ~torch.isfinite(rewards) | _lacks_spread(rewards, group_ids)):
         values[members] = of_group(rewards[members])
     return values
 
 
-def _of_groups(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
+def _clip_and_summarise(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
     """Advantages that compare the samples of a group."""
     values = values if clip is None else values.clamp(-clip, clip)
-    return _advantages(rewards, group_ids, values, ~torch.isfinite(rewards), _flat(rewards, group_ids))
+    return _summarise(rewards, group_ids, values, ~torch.isfinite(rewards), _lacks_spread(rewards, group_ids))
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -292,26 +292,26 @@ def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 
 
-def _spread(values: Tensor) -> bool:
+def _has_spread(values: Tensor) -> bool:
     return bool(values.max() != values.min())
 
 
-def _flat(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    flat = torch.ones(len(rewards), dtype=torch.bool)
+def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    lacks_spread = torch.ones(len(rewards), dtype=torch.bool)
     for members in groups_of(group_ids, ~torch.isfinite(rewards)):
-        if _spread(rewards[members]):
-            flat[group_ids == group_ids[members[0]]] = False
-    return flat
+        if _has_spread(rewards[members]):
+            lacks_spread[group_ids == group_ids[members[0]]] = False
+    return lacks_spread
 
 
-def _spreads(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
+def _group_stds(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
     """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
-    found = [rewards[members] for members in groups_of(group_ids, failed)]
-    found = [float(group.std(correction=0)) if _spread(group) else 0.0 for group in found]
-    return found + [0.0] * (len(torch.unique(group_ids)) - len(found))
+    scored = [rewards[members] for members in groups_of(group_ids, failed)]
+    scored = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in scored]
+    return scored + [0.0] * (len(torch.unique(group_ids)) - len(scored))
 
 
-def _advantages(
+def _summarise(
     rewards: Tensor,
     group_ids: Tensor,
     values: Tensor,
@@ -319,7 +319,7 @@ def _advantages(
     no_spread: Tensor,
     left_out: Tensor | None = None,
 ) -> Advantages:
-    spreads = _spreads(rewards, group_ids, failed)
+    spreads = _group_stds(rewards, group_ids, failed)
     metrics = {
         "advantage/group_std": sum(spreads) / max(len(spreads), 1),
         "advantage/groups_without_spread": sum(spread == 0 for spread in spreads) / max(len(spreads), 1),

@@ -33,16 +33,17 @@ def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False
     Returns:
         The tensor there, or itself where it is there already.
     """
-    device, source = torch.device(device), tensor
+    device = torch.device(device)
+    source = tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    found = tensor.to(device, non_blocking=tensor.device.type == "cpu")
-    if remember and found is not source and source.device.type == "cpu":
-        _host()[found] = source
-    return found
+    copied = tensor.to(device, non_blocking=tensor.device.type == "cpu")
+    if remember and copied is not source and source.device.type == "cpu":
+        _host()[copied] = source
+    return copied
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """The same values in host memory: what ``to_device`` remembers, else read from the device, which is waited for."""
-    known = _host().get(tensor)
-    return tensor.cpu() if known is None else known
+    remembered = _host().get(tensor)
+    return tensor.cpu() if remembered is None else remembered

@@ -116,7 +116,7 @@ class Dynamics:
             sigma, sigma_next: ``[B]`` with sigma > sigma_next.
             sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
         """
-        v, x, sigma, sigma_next = (each.to(torch.float32) for each in (velocity, latents, sigma, sigma_next))
+        v, x, sigma, sigma_next = (tensor.to(torch.float32) for tensor in (velocity, latents, sigma, sigma_next))
         return self._step(v, x, sigma, sigma_next, sigma_max)
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
@@ -223,8 +223,8 @@ class DDIM(Dynamics):
         shrunk = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
         rho = self.eta * sigma_next * torch.sqrt(1 - shrunk**2)
         sigma_, next_ = per_sample(sigma, x), per_sample(sigma_next, x)
-        kept = per_sample(torch.sqrt(sigma_next**2 - rho**2), x)
-        mean = (1 - next_) * (x - sigma_ * v) + kept * (x + (1 - sigma_) * v)
+        x1_factor = per_sample(torch.sqrt(sigma_next**2 - rho**2), x)
+        mean = (1 - next_) * (x - sigma_ * v) + x1_factor * (x + (1 - sigma_) * v)
         return gaussian_step(mean, rho, self.eta * sigma_next, v)
 
 
@@ -251,8 +251,8 @@ class CPS(Dynamics):
         s = sigma_next * math.sin(self.noise_level * math.pi / 2)
         sigma_ = per_sample(sigma, x)
         x0, x1 = x - sigma_ * v, x + v * (1 - sigma_)
-        kept = per_sample(torch.sqrt(sigma_next**2 - s**2), x)
-        mean = x0 * (1 - per_sample(sigma_next, x)) + x1 * kept
+        x1_factor = per_sample(torch.sqrt(sigma_next**2 - s**2), x)
+        mean = x0 * (1 - per_sample(sigma_next, x)) + x1 * x1_factor
         return GaussianStep(
             mean=mean, std=s, diffusion=s, weight=torch.ones_like(s), log_norm=torch.zeros_like(s), velocity=v
         )

@@ -100,8 +100,8 @@ class NoCorrection(OffPolicy):
 
     def _correct(self, at: AtLevel) -> Correction:
         log_weights = at("step")
-        nobody = torch.zeros_like(log_weights, dtype=torch.bool)
-        return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, nobody, nobody)
+        none_of_rows = torch.zeros_like(log_weights, dtype=torch.bool)
+        return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, none_of_rows, none_of_rows)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Decoupled(OffPolicy):
 
     def _correct(self, at: AtLevel) -> Correction:
         log_weights = at(self.level)
-        weights, truncated = _truncated(log_weights, self.cap, self.floor)
+        weights, truncated = _truncate(log_weights, self.cap, self.floor)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
 
 
@@ -167,7 +167,7 @@ class Rejection(OffPolicy):
         bounded = at(self.level)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
-        return _without(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
+        return _reject(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class KLRejection(OffPolicy):
     def _correct(self, at: AtLevel) -> Correction:
         # KL(behaviour, proximal) of rows that the behaviour policy drew
         kl = at(self.level, lambda log_ratio: estimate(-log_ratio.double(), self.estimator))
-        return _without(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
+        return _reject(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 def log_ratio_of(
@@ -236,17 +236,18 @@ def log_ratio_of(
     return sequences.spread(sequences.means(values, mask) if is_mean else sequences.sums(values, mask))
 
 
-def _without(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
+def _reject(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
     """What is left, at log-weights ``[R]`` or weighted by 1; what is not a number stays one."""
     if log_weights is None:
         log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
-    weights, truncated = _truncated(log_weights, cap)
+    weights, truncated = _truncate(log_weights, cap)
     return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
-def _truncated(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+def _truncate(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
     """Weights float32 ``[R]`` and whether they were cut."""
-    weights, highest = log_weights.exp(), math.inf if cap is None else cap
+    weights = log_weights.exp()
+    highest = math.inf if cap is None else cap
     return weights.clamp(floor, highest).float(), (weights > highest) | (weights < floor)
 
 
@@ -269,9 +270,9 @@ class Mismatch:
     @property
     def sums(self) -> dict[str, float]:
         """Sums that are to be added over ranks; empty without rows."""
-        found = self.numbers.sums()
-        found.pop("largest", None)
-        return found
+        sums = self.numbers.sums()
+        sums.pop("largest", None)
+        return sums
 
     @property
     def largest(self) -> float:
@@ -299,7 +300,7 @@ class Mismatch:
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
-            found = {
+            row_values = {
                 "rows": torch.ones_like(rows),
                 "k1": -rows,
                 "k3": torch.expm1(rows) - rows,
@@ -309,8 +310,8 @@ class Mismatch:
                 "truncated": correction.truncated.double(),
                 "rejected": correction.rejected.double(),
             }
-            found |= {} if kl is None else {"kl": kl.double()}
-            for name, values in found.items():
+            row_values |= {} if kl is None else {"kl": kl.double()}
+            for name, values in row_values.items():
                 self.numbers.add((values if mask is None else torch.where(mask, values, 0.0)).sum(), name)
             if len(log_ratio):
                 sizes = log_ratio.abs()

@@ -43,10 +43,10 @@ class Numbers(Sequence[float]):
 
     def sums(self) -> dict[str, float]:
         """The sum of the numbers of each name, in the order in which they were added."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name, value in self.named():
-            found[name] = found.get(name, 0.0) + value
-        return found
+            sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     def named(self) -> list[tuple[str, float]]:
         """Name and value of each number."""
@@ -77,12 +77,12 @@ class Numbers(Sequence[float]):
 
 def read(*numbers: Numbers) -> None:
     """Reads all numbers that have not been read, with one copy from each device that they are on."""
-    waiting = [(each, tensor.reshape(-1)) for each in numbers for tensor in each._tensors]
+    unread = [(entry, tensor.reshape(-1)) for entry in numbers for tensor in entry._tensors]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for _, tensor in waiting:
+    for _, tensor in unread:
         by_device.setdefault(tensor.device, []).append(tensor.double())
-    found = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
-    for each, tensor in waiting:
-        each._values += [next(found[tensor.device]) for _ in range(tensor.numel())]
-    for each in numbers:
-        each._tensors.clear()
+    values_on = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    for entry, tensor in unread:
+        entry._values += [next(values_on[tensor.device]) for _ in range(tensor.numel())]
+    for entry in numbers:
+        entry._tensors.clear()

@@ -39,8 +39,8 @@ class Sequences:
     @classmethod
     def named(cls, names: Int64[Tensor, "rows"], reduce: Reduce = alone) -> Sequences:
         """Of any numbers, int64 ``[R]``, that rows of a sequence share. Ranks that share sequences need all of them."""
-        known, of_row = torch.unique(names, return_inverse=True)
-        return cls(of_row, len(known), reduce)
+        unique_names, of_row = torch.unique(names, return_inverse=True)
+        return cls(of_row, len(unique_names), reduce)
 
     @classmethod
     def of_lengths(cls, lengths: Int64[Tensor, "sequences"], reduce: Reduce = alone) -> Sequences:

@@ -61,26 +61,26 @@ class SamplerGrid:
 
     def steps(self, num_steps: int) -> list[int]:
         """The steps of a schedule whose levels are drawn from. Raises ValueError when none is left."""
-        found = list(range(self.first, int(self.fraction * num_steps + 1e-9)))
-        if not found:
+        steps = list(range(self.first, int(self.fraction * num_steps + 1e-9)))
+        if not steps:
             raise ValueError(
                 f"no level is left of a schedule of {num_steps} steps from step {self.first} and with fraction "
                 f"{self.fraction}"
             )
-        return found
+        return steps
 
     def num_levels(self, num_steps: int) -> int:
         """As ``Timesteps.num_levels``."""
-        there = len(self.steps(num_steps))
-        return min(self.num or there, there)
+        available = len(self.steps(num_steps))
+        return min(self.num or available, available)
 
     def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``. Raises ValueError when no step is left."""
         steps = self.steps(len(sigmas) - 1)
         num = self.num_levels(len(sigmas) - 1)
         if self.stratified:
-            drawn = _strata(num, seed, iteration, ids) * len(steps)
-            chosen = drawn.long().clamp(max=len(steps) - 1)
+            positions = _strata(num, seed, iteration, ids) * len(steps)
+            chosen = positions.long().clamp(max=len(steps) - 1)
         else:
             order = [keyed_permutation(len(steps), seed, "timesteps", iteration, sample_id)[:num] for sample_id in ids]
             chosen = torch.stack(order)

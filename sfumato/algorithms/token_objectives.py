@@ -94,8 +94,8 @@ class PPOClip(_Clipped):
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         log_ratio = masked(log_ratio, mask)
-        bounded = _clamped(log_ratio, self.log_ratio_clamp)
-        losses, stats = _dual_clipped(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        bounded = _clamp(log_ratio, self.log_ratio_clamp)
+        losses, stats = _clip_surrogate(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
         if self.max_drift is None:
             return losses, stats
         with torch.no_grad():
@@ -139,8 +139,8 @@ class GSPO(_Clipped):
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         log_ratio = sequence_log_ratio(log_ratio, mask, sequences, self.gradient)
-        log_ratio = _clamped(log_ratio, self.log_ratio_clamp)
-        return _dual_clipped(log_ratio, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        log_ratio = _clamp(log_ratio, self.log_ratio_clamp)
+        return _clip_surrogate(log_ratio, advantages, mask, self.clip_range, self._high, self.dual_clip)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class GMPO(_Clipped):
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        log_ratio = _clamped(masked(log_ratio, mask), self.log_ratio_clamp)
+        log_ratio = _clamp(masked(log_ratio, mask), self.log_ratio_clamp)
         bounded = log_ratio.clamp(-self.clip_range, self._high)
         sign = torch.sign(masked(advantages, mask))
         least = sign * torch.minimum(sign * log_ratio, sign * bounded)
@@ -217,7 +217,7 @@ class CISPO:
         log_ratio = masked(log_ratio, mask)
         high = self.clip_range_high + (1 if self.bound == "one_plus" else 0)
         with torch.no_grad():
-            ratio = torch.exp(_clamped(log_ratio, self.log_ratio_clamp))
+            ratio = torch.exp(_clamp(log_ratio, self.log_ratio_clamp))
             weights = ratio.clamp(1 - self.clip_range, high)
             stats = ratio_sums(log_ratio, ratio, mask)
             stats["ratio/clipped_high"] = masked((ratio > high).float(), mask).sum()
@@ -259,7 +259,7 @@ class SAPO:
         log_ratio = masked(log_ratio, mask)
         if self.level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, mask, sequences, "sequence")
-        log_ratio = _clamped(log_ratio, self.log_ratio_clamp)
+        log_ratio = _clamp(log_ratio, self.log_ratio_clamp)
         ratio = torch.exp(log_ratio)
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -312,7 +312,7 @@ def sequence_log_ratio(
     return masked(means + (log_ratio - log_ratio.detach()), mask)
 
 
-def _dual_clipped(
+def _clip_surrogate(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, dual_clip: float | None
 ) -> RowLosses:
     """``clipped_surrogate``, bounded where the advantage is below 0; and how many rows have no gradient for it."""
@@ -335,7 +335,7 @@ def _score(log_ratio: Tensor) -> Tensor:
     return 1 + (log_ratio - log_ratio.detach())
 
 
-def _clamped(log_ratio: Tensor, largest: float | None) -> Tensor:
+def _clamp(log_ratio: Tensor, largest: float | None) -> Tensor:
     return log_ratio if largest is None else log_ratio.clamp(-largest, largest)
 
 

@@ -95,8 +95,8 @@ class SlidingWindow:
     """exp_decay: the rate above."""
 
     def __post_init__(self) -> None:
-        given = (self.size, self.iters_per_group, self.stride, self.min_iters)
-        if min(number for number in given if number is not None) < 1:
+        counts = (self.size, self.iters_per_group, self.stride, self.min_iters)
+        if min(number for number in counts if number is not None) < 1:
             raise ValueError("size, iters_per_group, stride and min_iters must be at least 1")
         if self.range is not None and not 0 <= self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} holds no step")
@@ -129,11 +129,11 @@ class SlidingWindow:
 
     def _start(self, iteration: int, places: list[tuple[int, int]]) -> int:
         period = sum(stay for _, stay in places)
-        left = iteration % period if self.roll_back else min(iteration, period - 1)
+        remaining = iteration % period if self.roll_back else min(iteration, period - 1)
         for start, stay in places:
-            if left < stay:
+            if remaining < stay:
                 return start
-            left -= stay
+            remaining -= stay
         raise AssertionError(f"iteration {iteration} lies beyond the period {period}")
 
     def _iterations(self, start: int, end: int) -> int:

@@ -89,13 +89,13 @@ class Tile(NamedTuple):
         """The place of the keys in a block [B, H, S, ...]; it shares memory with the block."""
         return block[self.rows, :, self.key : self.key + self.num_keys * self.repeat]
 
-    def fold(self, part: Tensor) -> Tensor:
+    def fold(self, tensor: Tensor) -> Tensor:
         """Makes repeats to rows: [B, H, repeat S, ...] to [B repeat, H, S, ...]."""
-        return part if self.repeat == 1 else part.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
+        return tensor if self.repeat == 1 else tensor.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
 
-    def unfold(self, part: Tensor) -> Tensor:
+    def unfold(self, tensor: Tensor) -> Tensor:
         """The reverse: [B repeat, H, S, ...] to [B, H, repeat S, ...]."""
-        return part if self.repeat == 1 else part.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
+        return tensor if self.repeat == 1 else tensor.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +117,18 @@ def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_leng
 
     ``query_lengths`` and ``key_lengths`` are those of all ranks that share the sequence; any numbers, also 0.
     """
-    own = groups.members(groups.ring_rank)
+    members = groups.members(groups.ring_rank)
     queries, keys = (
-        tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(own))
+        tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(members))
         for lengths in (query_lengths, key_lengths)
     )
-    num = sum(run.length for run in queries)
+    num_queries = sum(run.length for run in queries)
     blocks = tuple(
         sum(key_lengths[rank] for rank in groups.members(ring_rank)) for ring_rank in range(groups.ring_size)
     )
-    tiles = tuple((Tile(slice(None), 0, 0, num, num_keys),) if num and num_keys else () for num_keys in blocks)
+    tiles = tuple(
+        (Tile(slice(None), 0, 0, num_queries, num_keys),) if num_queries and num_keys else () for num_keys in blocks
+    )
     return Schedule(groups, queries, keys, blocks, tiles)
 
 
@@ -136,16 +138,16 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
     ``documents`` are the lengths of the documents in each row; a single list holds for all rows.
     """
     chunks = head_tail_chunks(sum(documents[0]), groups.size)
-    parts = [
+    chunk_pairs = [
         [(chunks[member], chunks[-1 - member]) for member in groups.members(rank)] for rank in range(groups.ring_size)
     ]
-    own = list(enumerate(parts[groups.ring_rank]))
-    runs = [TokenRun(index, 0, len(head)) for index, (head, _) in own]
-    runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
+    numbered_chunks = list(enumerate(chunk_pairs[groups.ring_rank]))
+    runs = [TokenRun(index, 0, len(head)) for index, (head, _) in numbered_chunks]
+    runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(numbered_chunks)]
     # the heads of a block's members are neighbours, and so are their tails, in reverse order
     blocks = [
         (range(members[0][0].start, members[-1][0].stop), range(members[-1][1].start, members[0][1].stop))
-        for members in parts
+        for members in chunk_pairs
     ]
     tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
     return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
@@ -174,7 +176,9 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
         ConfigError: when there are fewer tokens than ranks.
     """
     tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-    total, size, rank = tokens.shape[1], mesh.layout.cp, mesh.rank_in("cp")
+    total = tokens.shape[1]
+    size = mesh.layout.cp
+    rank = mesh.rank_in("cp")
     positions = torch.arange(total, device=tokens.device)[None]
     batch = {"position_ids": positions} | dict(batch)
     if size == 1:
@@ -182,9 +186,9 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     if total < size:
         raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
     chunks = head_tail_chunks(total, size)
-    kept = [chunks[rank], chunks[-1 - rank]]
+    rank_chunks = [chunks[rank], chunks[-1 - rank]]
     return {
-        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
+        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in rank_chunks], dim=1)
         if tensor.ndim > 1 and tensor.shape[1] == total
         else tensor
         for name, tensor in batch.items()
@@ -200,18 +204,18 @@ def shard_embeddings(given: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
             these N.
         mesh: the ranks.
     """
-    whole = {"inputs_embeds": given["inputs_embeds"], "position_ids": given["position_ids"].movedim(-1, 1)}
-    seen = given.get("visual_pos_masks")
-    if seen is not None:
-        whole |= {"seen": seen, "number": seen.flatten().cumsum(0).view_as(seen) - 1}
-    part = shard_sequence(whole, mesh)
-    found: dict[str, Any] = {"inputs_embeds": part["inputs_embeds"]}
-    found["position_ids"] = part["position_ids"].movedim(1, -1)
-    if seen is not None:
-        own = part["number"][part["seen"]]
-        found["visual_pos_masks"] = part["seen"]
-        found["deepstack_visual_embeds"] = [layer[own] for layer in given["deepstack_visual_embeds"]]
-    return found
+    tensors = {"inputs_embeds": given["inputs_embeds"], "position_ids": given["position_ids"].movedim(-1, 1)}
+    image_mask = given.get("visual_pos_masks")
+    if image_mask is not None:
+        tensors |= {"seen": image_mask, "number": image_mask.flatten().cumsum(0).view_as(image_mask) - 1}
+    shard = shard_sequence(tensors, mesh)
+    sharded: dict[str, Any] = {"inputs_embeds": shard["inputs_embeds"]}
+    sharded["position_ids"] = shard["position_ids"].movedim(1, -1)
+    if image_mask is not None:
+        image_numbers = shard["number"][shard["seen"]]
+        sharded["visual_pos_masks"] = shard["seen"]
+        sharded["deepstack_visual_embeds"] = [layer[image_numbers] for layer in given["deepstack_visual_embeds"]]
+    return sharded
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:
@@ -222,16 +226,17 @@ def _tiles(
     documents: Sequence[Sequence[int]], query_runs: tuple[range, range], key_runs: tuple[range, range]
 ) -> tuple[Tile, ...]:
     """Tiles of two blocks, each made of two runs of neighbouring tokens; rows with equal documents share them."""
-    places = tuple(
+    run_pairs = tuple(
         (queries, keys, query_base, key_base)
         for queries, query_base in zip(query_runs, (0, len(query_runs[0])), strict=True)
         for keys, key_base in zip(key_runs, (0, len(key_runs[0])), strict=True)
     )
     tiles: list[Tile] = []
     for lengths, group in groupby(range(len(documents)), key=lambda row: tuple(documents[row])):
-        same, spans = list(group), _ranges(lengths)
-        rows = slice(None) if len(same) == len(documents) else slice(same[0], same[-1] + 1)
-        for queries, keys, query_base, key_base in places:
+        rows_alike = list(group)
+        spans = _ranges(lengths)
+        rows = slice(None) if len(rows_alike) == len(documents) else slice(rows_alike[0], rows_alike[-1] + 1)
+        for queries, keys, query_base, key_base in run_pairs:
             if queries == keys:
                 tiles += _squares(rows, spans, queries, query_base)
             elif queries and keys and keys.start < queries.start:
@@ -239,18 +244,18 @@ def _tiles(
                 span = next(span for span in spans if queries.start in span)
                 first, last = max(keys.start, span.start), min(queries.stop, span.stop)
                 if first < keys.stop:
-                    place = key_base + first - keys.start
-                    tiles.append(Tile(rows, query_base, place, last - queries.start, keys.stop - first))
+                    first_key = key_base + first - keys.start
+                    tiles.append(Tile(rows, query_base, first_key, last - queries.start, keys.stop - first))
     return tuple(tiles)
 
 
-def _squares(rows: slice, spans: list[range], run: range, place: int) -> Iterator[Tile]:
+def _squares(rows: slice, spans: list[range], run: range, start: int) -> Iterator[Tile]:
     """Causal squares of the documents within a run of tokens; neighbours of equal size become one tile."""
-    cut = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
-    for length, equal in groupby(len(document) for document in cut if document):
-        repeat = len(list(equal))
-        yield Tile(rows, place, place, length, length, causal=True, repeat=repeat)
-        place += length * repeat
+    clipped = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
+    for length, same_length in groupby(len(document) for document in clipped if document):
+        repeat = len(list(same_length))
+        yield Tile(rows, start, start, length, length, causal=True, repeat=repeat)
+        start += length * repeat
 
 
 def sequence_attention(
@@ -314,7 +319,8 @@ def attention_of_rows(
     Returns:
         [B, H, S, Dv].
     """
-    groups, heads = schedule.groups, query.shape[1]
+    groups = schedule.groups
+    heads = query.shape[1]
     check_heads("this attention", heads, groups.ulysses_size)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -324,15 +330,15 @@ def attention_of_rows(
         _Trade.apply(tensor, schedule.key_order, groups.ulysses, False) for tensor in (query, key, value)
     )
     share = heads // groups.ulysses_size
-    own = slice(groups.ulysses_rank * share, (groups.ulysses_rank + 1) * share)
-    return _Trade.apply(attend_rows(query, key, value, own), schedule.query_order, groups.ulysses, True)
+    head_slice = slice(groups.ulysses_rank * share, (groups.ulysses_rank + 1) * share)
+    return _Trade.apply(attend_rows(query, key, value, head_slice), schedule.query_order, groups.ulysses, True)
 
 
-def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:
+def check_heads(owner: str, num_heads: int, ulysses_size: int) -> None:
     """Raises ConfigError, with the arithmetic, when heads cannot be shared. ``what`` names whose heads they are."""
     if num_heads % ulysses_size:
         raise ConfigError(
-            f"{what}: {num_heads} query heads / train.ulysses_parallel_size {ulysses_size} is not whole; take a "
+            f"{owner}: {num_heads} query heads / train.ulysses_parallel_size {ulysses_size} is not whole; take a "
             f"divisor of {num_heads}, and train.context_parallel_size, which cuts no heads, for the rest"
         )
 
@@ -356,7 +362,9 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
-        ctx.runs, ctx.group, ctx.back = runs, group, back
+        ctx.runs = runs
+        ctx.group = group
+        ctx.back = back
         return _to_part(tensor, runs, group) if back else _to_block(tensor, runs, group)
 
     @staticmethod
@@ -410,22 +418,24 @@ class _RingAttention(torch.autograd.Function):
         for owner, keys, values, _ in _pass_round(key, value, schedule):
             for tile in schedule.tiles[owner]:
                 inputs = [tile.fold(part) for part in (tile.queries(query), tile.keys(keys), tile.keys(values))]
-                part, part_lse = (tile.unfold(result) for result in attend(*inputs, scale, tile.causal))
+                part, tile_lse = (tile.unfold(result) for result in attend(*inputs, scale, tile.causal))
                 total, total_lse = tile.queries(out), tile.queries(lse)
-                joined = torch.logaddexp(total_lse, part_lse)
+                joined = torch.logaddexp(total_lse, tile_lse)
                 total.mul_(torch.exp(total_lse - joined)[..., None])
-                total.add_(part * torch.exp(part_lse - joined)[..., None])
+                total.add_(part * torch.exp(tile_lse - joined)[..., None])
                 total_lse.copy_(joined)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.schedule, ctx.scale = schedule, scale
+        ctx.schedule = schedule
+        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        schedule, grad = ctx.schedule, grad.contiguous()
+        schedule = ctx.schedule
+        grad = grad.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
         hop = None  # gradients of the next block, on their way to this rank
         for owner, keys, values, num_following in _pass_round(key, value, schedule):
@@ -450,7 +460,8 @@ class _Hop:
 
     def __init__(self, sent: Tensor, num_received: int, groups: SequenceGroups) -> None:
         size, rank = groups.ring_size, groups.ring_rank
-        self._sent, self._received = sent, sent  # kept alive until the transfer is over
+        self._sent = sent
+        self._received = sent  # kept alive until the transfer is over
         self._works: list[dist.Work] = []
         if size > 1:
             self._received = sent.new_empty(num_received)
@@ -467,7 +478,8 @@ class _Hop:
 
 def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tuple[int, Tensor, Tensor, int]]:
     """Yields (ring rank, its keys, its values, how many numbers the next ones are); the next travel meanwhile."""
-    groups, block = schedule.groups, _pack([key, value])
+    groups = schedule.groups
+    block = _pack([key, value])
     for step in range(groups.ring_size):
         owner = (groups.ring_rank - step) % groups.ring_size
         shapes, following = (

@@ -48,12 +48,13 @@ class ExpertBalancer:
         Raises:
             ConfigError: when the module has no experts, or chooses them by a rule that no bias can be put into.
         """
-        self.mesh, self.rate = mesh, rate
+        self.mesh = mesh
+        self.rate = rate
         self._routers: dict[str, tuple[nn.Module, str]] = {}
         self._counts: list[Tensor] = []
         for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
             num_experts = experts.num_experts
-            key, router, bias = _router_beside(module, name, num_experts)
+            key, router, bias = _find_router(module, name, num_experts)
             if bias is None:
                 bias = BIASES[0]
                 _add_bias(key, router, bias, num_experts, mesh.device)
@@ -62,7 +63,7 @@ class ExpertBalancer:
             self._routers[plain_name(f"{key}.{bias}")] = router, bias
             counts = torch.zeros(num_experts, dtype=torch.int64, device=mesh.device)
             self._counts.append(counts)
-            experts.register_forward_pre_hook(_counter(counts), with_kwargs=True)
+            experts.register_forward_pre_hook(_make_counter(counts), with_kwargs=True)
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:
@@ -124,7 +125,7 @@ class _Rule:
         return self.scale * (weights / weights.sum(-1, keepdim=True) if self.normalised else weights)
 
 
-def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[str, nn.Module, str | None]:
+def _find_router(module: nn.Module, experts: str, num_experts: int) -> tuple[str, nn.Module, str | None]:
     """The router of a layer's experts by name, and the name of its bias if it has one."""
     block = experts.rpartition(".")[0]
     while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
@@ -141,7 +142,7 @@ def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[s
 
 
 def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device: torch.device) -> None:
-    rule = _rule_of(name, router, num_experts)
+    rule = _find_rule(name, router, num_experts)
     router.register_buffer(bias, torch.zeros(num_experts, device=device))
 
     def choose(router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -153,7 +154,7 @@ def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device:
     router.register_forward_hook(choose)
 
 
-def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
+def _find_rule(name: str, router: nn.Module, num_experts: int) -> _Rule:
     """Finds a router's rule by trying it with weights drawn at random."""
     refusal = ConfigError(
         f"{name}: {type(router).__name__} chooses experts by a rule that a bias cannot be put into (not the largest "
@@ -161,7 +162,7 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     )
     generator = torch.Generator().manual_seed(0)
     tensors = dict(router.named_parameters()) | dict(router.named_buffers())
-    drawn = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
+    random_tensors = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
     width = next(
         (tensor.shape[1] for tensor in tensors.values() if tensor.ndim == 2 and tensor.shape[0] == num_experts), None
     )
@@ -170,7 +171,7 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     tokens = torch.randn(64, width, generator=generator) / width**0.5
     try:
         with torch.no_grad():
-            output = torch.func.functional_call(router, drawn, (tokens,))
+            output = torch.func.functional_call(router, random_tensors, (tokens,))
     except (TypeError, RuntimeError, AttributeError) as error:
         raise refusal from error
     if not isinstance(output, tuple) or len(output) != 3 or output[0].shape != (len(tokens), num_experts):
@@ -188,7 +189,7 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     raise refusal
 
 
-def _counter(counts: Tensor) -> Callable[..., None]:
+def _make_counter(counts: Tensor) -> Callable[..., None]:
     """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
 
     def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

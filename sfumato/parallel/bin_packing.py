@@ -38,15 +38,15 @@ def pack(
     by_cost = sorted(range(len(lengths)), key=lambda position: (-costs[position], -lengths[position], position))
     by_length = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
     total = sum(min(length, capacity) for length in lengths)
-    wanted = max(-(-total // (capacity * num_ranks)), minimum, 1)
-    num = -(-wanted // multiple) * multiple
+    least = max(-(-total // (capacity * num_ranks)), minimum, 1)
+    num_bins_per_rank = -(-least // multiple) * multiple
     while True:
-        bins = _level(by_cost, costs, lengths, capacity, num * num_ranks) or _fill(
-            by_length, lengths, capacity, num * num_ranks
+        bins = _level(by_cost, costs, lengths, capacity, num_bins_per_rank * num_ranks) or _fill(
+            by_length, lengths, capacity, num_bins_per_rank * num_ranks
         )
         if bins is not None:
             return deal(bins, costs, num_ranks)
-        num += multiple
+        num_bins_per_rank += multiple
 
 
 def micro_batch_rule(config: ParallelConfig) -> tuple[int, int]:
@@ -65,18 +65,18 @@ def _level(
     filled = [0] * num_bins
     lightest = [(0.0, index) for index in range(num_bins)]
     for sample in order:
-        passed = []
+        popped = []
         while lightest:
             weight, index = heapq.heappop(lightest)
             if filled[index] + lengths[sample] <= capacity or not bins[index]:
                 bins[index].append(sample)
                 filled[index] += lengths[sample]
-                passed.append((weight + weights[sample], index))
+                popped.append((weight + weights[sample], index))
                 break
-            passed.append((weight, index))
+            popped.append((weight, index))
         else:
             return None
-        for entry in passed:
+        for entry in popped:
             heapq.heappush(lightest, entry)
     return bins
 
@@ -87,13 +87,13 @@ def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins:
     Each gets the longest sample that is left and those that fill the rest best.
     """
     bins: Bins = []
-    rest = list(order)
-    while rest and len(bins) < num_bins:
-        first = rest.pop(0)
-        more = _best_sum(rest, lengths, max(capacity - lengths[first], 0))
-        bins.append([first, *more])
-        rest = [position for position in rest if position not in more]
-    return None if rest else bins + [[] for _ in range(num_bins - len(bins))]
+    remaining = list(order)
+    while remaining and len(bins) < num_bins:
+        first = remaining.pop(0)
+        companions = _best_sum(remaining, lengths, max(capacity - lengths[first], 0))
+        bins.append([first, *companions])
+        remaining = [position for position in remaining if position not in companions]
+    return None if remaining else bins + [[] for _ in range(num_bins - len(bins))]
 
 
 def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[int]:
@@ -104,12 +104,12 @@ def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[
         sums.append((sums[-1] | sums[-1] << lengths[position]) & ((2 << room) - 1))
         if sums[-1] >> room:
             break
-    left = sums[-1].bit_length() - 1
+    remaining = sums[-1].bit_length() - 1
     chosen = set()
     for number in range(len(sums) - 1, 0, -1):
-        if not sums[number - 1] >> left & 1:
+        if not sums[number - 1] >> remaining & 1:
             chosen.add(fitting[number - 1])
-            left -= lengths[fitting[number - 1]]
+            remaining -= lengths[fitting[number - 1]]
     return chosen
 
 

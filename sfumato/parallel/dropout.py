@@ -54,14 +54,16 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
         ConfigError: when the model has dropout that cannot be keyed.
     """
     refuse_unkeyed_dropout(module)
-    found: dict[str, KeyedDropout] = {}
+    dropouts: dict[str, KeyedDropout] = {}
     for name, submodule in module.named_modules():
         if type(submodule) in (nn.Dropout, KeyedDropout) and submodule.p > 0:
             submodule.__class__ = KeyedDropout
-            submodule.name, submodule.row_keys, submodule.positions = name, None, None
-            submodule.features = _features(module, name)
-            found[name] = submodule
-    return DropoutKeys(module, found, seed) if found else None
+            submodule.name = name
+            submodule.row_keys = None
+            submodule.positions = None
+            submodule.features = _input_features(module, name)
+            dropouts[name] = submodule
+    return DropoutKeys(module, dropouts, seed) if dropouts else None
 
 
 def check_dropout_is_whole(module: nn.Module) -> None:
@@ -97,7 +99,8 @@ class DropoutKeys:
     """The keyed dropout modules of a model, and the keys of the batch that goes through it."""
 
     def __init__(self, module: nn.Module, dropouts: Mapping[str, KeyedDropout], seed: int) -> None:
-        self._module, self._dropouts = module, list(dropouts.values())
+        self._module = module
+        self._dropouts = list(dropouts.values())
         self._names = torch.tensor([_hash(f"{int(seed)}/dropout/{name}") for name in dropouts])
         self._active = False
 
@@ -134,12 +137,14 @@ class DropoutKeys:
         self._active = True
         try:
             for dropout, keys in zip(self._dropouts, rows, strict=True):
-                dropout.row_keys, dropout.positions = keys, positions
+                dropout.row_keys = keys
+                dropout.positions = positions
             yield
         finally:
             self._active = False
             for dropout in self._dropouts:
-                dropout.row_keys, dropout.positions = None, None
+                dropout.row_keys = None
+                dropout.positions = None
 
 
 class KeyedDropout(nn.Dropout):
@@ -160,7 +165,9 @@ class KeyedDropout(nn.Dropout):
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
     def _check(self, input: Tensor) -> None:
-        shape, rows, positions = tuple(input.shape), self.row_keys, self.positions
+        shape = tuple(input.shape)
+        rows = self.row_keys
+        positions = self.positions
         if rows is None:
             raise RuntimeError(
                 f"dropout {self.name} does not know its samples: run forward and backward pass inside of "
@@ -218,13 +225,13 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _features(module: nn.Module, name: str) -> int | None:
+def _input_features(module: nn.Module, name: str) -> int | None:
     """Features of the input of an adapter's dropout: peft keeps it at ``LAYER.lora_dropout.ADAPTER``."""
-    layer, _, rest = name.rpartition(".lora_dropout.")
+    layer, _, adapter = name.rpartition(".lora_dropout.")
     if not layer:
         return None
     projection = module.get_submodule(layer).lora_A
-    weight = projection[rest].weight if rest in projection else None
+    weight = projection[adapter].weight if adapter in projection else None
     return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # not of a convolution
 
 

@@ -75,7 +75,9 @@ def apply_grouped_experts(module: nn.Module) -> None:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
-    has_more = any(len([*each.named_parameters()]) != len(each._parameters) for each in experts.values())
+    has_more = any(
+        len([*layer_experts.named_parameters()]) != len(layer_experts._parameters) for layer_experts in experts.values()
+    )
     has_adapters = any(name.split(".")[-1] == "base_layer" for name in experts)
     if not experts or has_more or has_adapters or not hasattr(module, "set_experts_implementation"):
         return
@@ -94,12 +96,12 @@ def find_experts(module: nn.Module, remedy: str) -> dict[str, nn.Module]:
     Raises:
         ConfigError: when there are none; ``remedy`` says what to do then.
     """
-    found = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
-    if not found:
+    experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
+    if not experts:
         raise ConfigError(
             f"{type(module).__name__} has no experts of transformers' interface (use_experts_implementation): {remedy}"
         )
-    return found
+    return experts
 
 
 def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
@@ -132,7 +134,8 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
         ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
     """
     ranks = experts.down_proj.device_mesh
-    group, num_ranks = ranks.get_group(), ranks.size()
+    group = ranks.get_group()
+    num_ranks = ranks.size()
     num_experts = local(experts.down_proj).shape[0] * num_ranks
     device = hidden_states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
@@ -146,11 +149,11 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
 
     rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
     rows = _Exchange.apply(rows, sent, received, group)
-    mine = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
-    mine = mine.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    by_expert, by_rank, counts = _sort(mine, counts.shape[1])
+    expert_ids = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
+    expert_ids = expert_ids.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    by_expert, by_rank, counts = _sort(expert_ids, counts.shape[1])
     rows = _Rows.apply(rows, by_expert, by_rank, 1)
-    rows = _compute(experts, rows, counts, dtype)
+    rows = _run_experts(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
     rows = _Exchange.apply(rows, received, sent, group)
     rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
@@ -168,11 +171,12 @@ def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     Returns:
         ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
     """
-    device, k = hidden_states.device.type, top_k_index.shape[-1]
+    device = hidden_states.device.type
+    k = top_k_index.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
     rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
-    rows = _compute(experts, rows, counts, dtype)
+    rows = _run_experts(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
     rows = rows.view(*top_k_weights.shape, rows.shape[-1]) * top_k_weights.unsqueeze(-1)
     return rows.sum(dim=1).to(hidden_states.dtype)
@@ -242,7 +246,7 @@ def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, inverse, tokens_per_expert(sorted_ids, num_experts)
 
 
-def _compute(experts: nn.Module, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _run_experts(experts: nn.Module, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs the experts on their rows, which are sorted by expert."""
     rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
@@ -282,7 +286,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.shape, ctx.repeats = rows.shape, repeats
+        ctx.shape = rows.shape
+        ctx.repeats = repeats
         return rows[index // repeats if repeats > 1 else index]
 
     @staticmethod
@@ -299,7 +304,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
         arrived = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived

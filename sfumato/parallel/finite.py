@@ -49,7 +49,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def together(names: Iterable[str], mesh: Mesh) -> list[str]:
     """What any rank found, each once. Every rank must call it."""
-    return list(dict.fromkeys(name for some in mesh.gather(list(names), over="world") for name in some))
+    return list(dict.fromkeys(name for rank_names in mesh.gather(list(names), over="world") for name in rank_names))
 
 
 def listed(names: Sequence[str], named: int = NAMED, separator: str = ", ") -> str:

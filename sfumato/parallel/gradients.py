@@ -56,13 +56,15 @@ def reduce_and_clip(
         if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
             parameter.grad = torch.zeros_like(parameter)
     gradients = {name: local(parameter.grad) for name, parameter in parameters.items()}
-    largest = _largest(gradients) if mesh.size > 1 else None  # of this rank's own, before they are summed
+    largest = _largest_values(gradients) if mesh.size > 1 else None  # of this rank's own, before they are summed
     if flat:  # its reduction is a mean
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
-        _sum_whole([gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh)
+        _all_reduce_unsharded(
+            [gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh
+        )
 
-    norm = Numbers(_norm(list(gradients.values()), _copies(parameters, mesh, flat)))
+    norm = Numbers(_total_norm(list(gradients.values()), _count_copies(parameters, mesh, flat)))
     losses = Numbers() if losses is None else losses
     read(norm, losses, *more, *([] if largest is None else [largest]))
     total = norm[0]
@@ -73,48 +75,50 @@ def reduce_and_clip(
         square = math.inf if bad_loss else total**2  # so that all ranks end here, with the same message
         total = float(torch.tensor(math.sqrt(mesh.sum(square, over="world"))))
     if bad_loss or not isfinite(total):
-        bad = (
+        bad_gradients = (
             not_finite(gradients)
             if largest is None
             else [name for name, value in largest.named() if not isfinite(value)]
         )
-        _raise(bad_loss, bad, mesh, where)
+        _raise_not_finite(bad_loss, bad_gradients, mesh, where)
     scale = float(torch.clamp(max_norm / (torch.tensor(total) + 1e-6), max=1.0))
     if gradients and scale != 1.0:
         torch._foreach_mul_(list(gradients.values()), scale)
     return total
 
 
-def _raise(bad_loss: str, bad: list[str], mesh: Mesh, where: str) -> NoReturn:
+def _raise_not_finite(bad_loss: str, bad_gradients: list[str], mesh: Mesh, where: str) -> NoReturn:
     """Tells what is not finite, the same on every rank but for the parameters; all ranks call it."""
-    found = mesh.gather((bad_loss, bool(bad)), over="world")
-    for loss, _ in found:
+    reports = mesh.gather((bad_loss, bool(bad_gradients)), over="world")
+    for loss, _ in reports:
         if loss:
             raise NonFiniteError(f"{loss}. Nothing was updated")
-    ranks = [rank for rank, (_, is_bad) in enumerate(found) if is_bad]
-    names = ", ".join(bad[:3]) or "none on this rank"
+    ranks = [rank for rank, (_, is_bad) in enumerate(reports) if is_bad]
+    names = ", ".join(bad_gradients[:3]) or "none on this rank"
     raise NonFiniteError(
         f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
         "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
     )
 
 
-def _largest(gradients: Mapping[str, Tensor]) -> Numbers:
+def _largest_values(gradients: Mapping[str, Tensor]) -> Numbers:
     """The largest absolute value of each gradient, which is finite just where all are."""
-    held = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
-    found = Numbers()
-    for name, value in zip(held, torch._foreach_norm(list(held.values()), math.inf) if held else (), strict=True):
-        found.add(value, name)
-    return found
+    non_empty = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
+    norms = Numbers()
+    for name, value in zip(
+        non_empty, torch._foreach_norm(list(non_empty.values()), math.inf) if non_empty else (), strict=True
+    ):
+        norms.add(value, name)
+    return norms
 
 
-def _copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
+def _count_copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
     """How many ranks hold each element of each parameter."""
     ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
     return [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
 
 
-def _norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
+def _total_norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
     """The norm of this rank's gradients, float32, in which an element of n copies counts 1/n."""
     if not gradients:  # a pipeline stage may have nothing that is trained
         return torch.zeros(())
@@ -144,7 +148,7 @@ def _is_reduced(parameter: Tensor) -> bool:
     return bool({"fsdp", "efsdp"} & set(names))
 
 
-def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
+def _all_reduce_unsharded(gradients: list[Tensor], mesh: Mesh) -> None:
     """Sums gradients of whole weights over all ranks that saw other data, in buckets."""
     if mesh.size_of("gradient") == 1 or not gradients:
         return
@@ -156,12 +160,12 @@ def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
             room = BUCKET_BYTES
         buckets[-1].append(gradient)
         room -= gradient.nbytes
-    flats = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
-    works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flats]
-    for bucket, flat, work in zip(buckets, flats, works, strict=True):
+    flat_buckets = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
+    works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flat_buckets]
+    for bucket, flat, work in zip(buckets, flat_buckets, works, strict=True):
         work.wait()
-        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for gradient, reduced in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
 
 
 class SequenceSum(torch.autograd.Function):

@@ -29,20 +29,21 @@ def attend(
         [B, H, S, Dv] in the dtype of the query, and the log-sum-exp of the scores, [B, H, S], float32 or wider.
     """
     kernel = kernel or choose_kernel(query, value)
-    aten, inputs = torch.ops.aten, _for_kernel(query, key, value, kernel)
+    aten = torch.ops.aten
+    inputs = _for_kernel(query, key, value, kernel)
     match kernel:
         case "cpu_flash":
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+            result = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
         case "cuda_flash":
-            found = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
+            result = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
         case "cuda_efficient":
-            found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
+            result = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
         case "math":
             with torch.autocast(query.device.type, enabled=False):
                 wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
                 scores = _scores(*wide[:2], scale, causal)
-                found = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
-    return found[0][..., : value.shape[-1]], found[1][..., : query.shape[2]]  # some kernels pad the latter
+                result = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
+    return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the latter
 
 
 def attend_backward(
@@ -58,33 +59,35 @@ def attend_backward(
     ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
     """
     kernel = kernel or choose_kernel(inputs[0], inputs[2])
-    aten, padded, lse = torch.ops.aten, _for_kernel(*inputs, kernel), result[1]
+    aten = torch.ops.aten
+    padded = _for_kernel(*inputs, kernel)
+    lse = result[1]
     grad, out = (functional.pad(tensor, (0, padded[2].shape[-1] - tensor.shape[-1])) for tensor in (grad, result[0]))
     match kernel:
         case "cpu_flash":
             operation = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
+            gradients = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
         case "cuda_flash":
             sizes = (None, None, padded[0].shape[2], padded[1].shape[2])
             state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of the dropout that there is not
-            rest = (*sizes, 0.0, causal, state, state[0])
+            trailing = (*sizes, 0.0, causal, state, state[0])
             operation = aten._scaled_dot_product_flash_attention_backward
-            found = operation(grad, *padded, out, lse.contiguous(), *rest, scale=scale)
+            gradients = operation(grad, *padded, out, lse.contiguous(), *trailing, scale=scale)
         case "cuda_efficient":
             lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # it works on 32 rows at a time
             state = torch.zeros((), dtype=torch.int64, device=grad.device)
-            rest = (state, state, 0.0, [True, True, True, False], causal)
+            trailing = (state, state, 0.0, [True, True, True, False], causal)
             operation = aten._scaled_dot_product_efficient_attention_backward
-            found = operation(grad, *padded, None, out, lse, *rest, scale=scale)
+            gradients = operation(grad, *padded, None, out, lse, *trailing, scale=scale)
         case "math":
             with torch.autocast(grad.device.type, enabled=False):
                 grad, out, query, key, value = (tensor.to(lse.dtype) for tensor in (grad, out, *padded))
                 weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
                 slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
-                found = slope @ key, slope.mT @ query, weights.mT @ grad
+                gradients = slope @ key, slope.mT @ query, weights.mT @ grad
     return tuple(
         gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
-        for gradient, like in zip(found, inputs, strict=False)
+        for gradient, like in zip(gradients, inputs, strict=False)
     )
 
 
@@ -149,26 +152,30 @@ def packed_causal(
         position_ids: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, None]:
-        name, more = type(module).__name__, {}
+        name = type(module).__name__
+        extra = {}
         if knows is not None:
-            more = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
-            more |= {setting: settings.pop(setting, None) for setting in knows}
-            if more["pattern"] is not None:
-                attention_mask, settings = None, {**settings, "sliding_window": None}
-        wrong = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
-        wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
-        wrong += ["is_causal=False"] * (settings.get("is_causal") is False or not getattr(module, "is_causal", True))
-        wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+            extra = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
+            extra |= {setting: settings.pop(setting, None) for setting in knows}
+            if extra["pattern"] is not None:
+                attention_mask = None
+                settings = {**settings, "sliding_window": None}
+        unsupported = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
+        unsupported += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+        unsupported += ["is_causal=False"] * (
+            settings.get("is_causal") is False or not getattr(module, "is_causal", True)
+        )
+        unsupported += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
         window = settings.get("sliding_window")
         is_wide = knows is not None and window is not None and window >= query.shape[2]
-        wrong += ["sliding_window"] * (window is not None and not is_wide)
-        if wrong:
-            raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to {known_by}: {remedy}")
+        unsupported += ["sliding_window"] * (window is not None and not is_wide)
+        if unsupported:
+            raise ConfigError(f"{name} uses {', '.join(unsupported)}, unknown to {known_by}: {remedy}")
         if position_ids is None or position_ids.ndim != 2:
             raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(module, query, key, value, position_ids, scale, **more), None
+        return attend(module, query, key, value, position_ids, scale, **extra), None
 
-    found = torch.compiler.disable(attention)
-    found.knows = tuple(knows or ())
-    return found
+    disabled = torch.compiler.disable(attention)
+    disabled.knows = tuple(knows or ())
+    return disabled

@@ -63,21 +63,21 @@ class Layout:
         sizes = {axis: getattr(config, field) for axis, field in FIELDS.items()}
         used = math.prod(sizes.values())
         if world_size % used:
-            wanted = " x ".join(f"train.{FIELDS[axis]} {size}" for axis, size in sizes.items() if size > 1)
+            factors = " x ".join(f"train.{FIELDS[axis]} {size}" for axis, size in sizes.items() if size > 1)
             raise ConfigError(
-                f"{wanted} = {used} does not divide {world_size} processes: {world_size} / {used} = "
+                f"{factors} = {used} does not divide {world_size} processes: {world_size} / {used} = "
                 f"{world_size / used:g}; start a multiple of {used} processes or lower a size"
             )
-        data = world_size // used
+        data_ranks = world_size // used
         replicate = config.data_parallel_replicate_size
-        if data % replicate:
+        if data_ranks % replicate:
             raise ConfigError(
-                f"train.data_parallel_replicate_size {replicate} does not divide the {data} data-parallel ranks "
+                f"train.data_parallel_replicate_size {replicate} does not divide the {data_ranks} data-parallel ranks "
                 f"({world_size} processes / {used} of the other axes)"
             )
         if config.data_parallel_mode == "ddp":
-            replicate = data
-        layout = cls(dp_replicate=replicate, dp_shard=data // replicate, ep=config.expert_parallel_size, **sizes)
+            replicate = data_ranks
+        layout = cls(dp_replicate=replicate, dp_shard=data_ranks // replicate, ep=config.expert_parallel_size, **sizes)
         layout._check(config)
         return layout
 
@@ -101,9 +101,9 @@ class Layout:
             "expert parallelism": self.ep > 1,
             "pipeline parallelism": self.pp > 1,
         }
-        for name, other, why in REFUSED:
-            if is_set[name] and is_set[other]:
-                raise ConfigError(f"train: {name} and {other} do not go together: {why}")
+        for first, second, reason in REFUSED:
+            if is_set[first] and is_set[second]:
+                raise ConfigError(f"train: {first} and {second} do not go together: {reason}")
         if config.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "train.sequence_parallel shares activations among tensor-parallel ranks: "

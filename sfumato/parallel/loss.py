@@ -88,7 +88,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    hidden, weight, bias = _prepare(hidden, weight, bias, labels, chunk_tokens, group)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _LinearCrossEntropy.apply(
@@ -152,7 +152,7 @@ def token_log_probs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} must be above 0")
-    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    hidden, weight, bias = _prepare(hidden, weight, bias, labels, chunk_tokens, group)
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropy = _LinearLogProbs.apply(
@@ -161,7 +161,7 @@ def token_log_probs_and_entropy(
     return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
 
-def _prepared(
+def _prepare(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -174,7 +174,8 @@ def _prepared(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if not torch.is_grad_enabled():  # less to gather; gradients are summed in the dtype of the weight
         weight = weight.to(dtype)
-    weight, bias = _gathered(weight, group), None if bias is None else _gathered(bias, group)
+    weight = _gather(weight, group)
+    bias = None if bias is None else _gather(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
@@ -193,7 +194,7 @@ def vocabulary_group(weight: Tensor) -> dist.ProcessGroup | None:
     return weight.device_mesh.get_group(axis) if weight.placements[axis].is_shard(0) else None
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A plain tensor of a DTensor's whole rows, or of this rank's rows over ``group``."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -201,9 +202,9 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     placements, gradients = [], []
     for axis, (name, placement) in enumerate(zip(names, tensor.placements, strict=True)):
-        kept = group is not None and mesh.get_group(axis).group_name == group.group_name
-        placements.append(placement if kept else Replicate())
-        gradients.append(placement if kept else Replicate() if name == "tp" else Partial())
+        stays_cut = group is not None and mesh.get_group(axis).group_name == group.group_name
+        placements.append(placement if stays_cut else Replicate())
+        gradients.append(placement if stays_cut else Replicate() if name == "tp" else Partial())
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradients)
 
 
@@ -227,26 +228,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Sums over chunks are kept in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        counts, rows = labels != IGNORED, _own_rows(labels, weight.shape[0], group)
+        counts = labels != IGNORED
+        rows = _rows_of_labels(labels, weight.shape[0], group)
         losses = hidden.new_empty(labels.shape, dtype=torch.float32)
-        for part in _parts(len(labels), chunk_tokens):
-            products = functional.linear(hidden[part], weight, bias)
+        for chunk in _chunks(len(labels), chunk_tokens):
+            products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None and with_grad):
                 logits = products if tail is None else tail(products.requires_grad_(with_grad))
-            log_p, losses[part] = _log_softmax(logits.detach(), rows[part], counts[part], group)
+            log_p, losses[chunk] = _log_softmax(logits.detach(), rows[chunk], counts[chunk], group)
             if not (wants_hidden or wants_weight or wants_bias):
                 continue
-            grad = log_p.exp_().mul_(counts[part, None])
-            index, own = _own(rows[part], weight.shape[0])
-            grad.scatter_add_(1, index[:, None], -(own & counts[part]).to(grad.dtype)[:, None])
+            grad = log_p.exp_().mul_(counts[chunk, None])
+            index, is_local = _find_local_rows(rows[chunk], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], -(is_local & counts[chunk]).to(grad.dtype)[:, None])
             grad = grad.to(hidden.dtype)
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
             del products, logits, log_p
             if wants_hidden:
-                grad_hidden[part] = grad @ weight
+                grad_hidden[chunk] = grad @ weight
             if wants_weight:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += grad.T @ hidden[chunk]
             if wants_bias:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         if wants_hidden and group is not None:
@@ -259,16 +261,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _grad_losses: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         if gradients is None:
             raise RuntimeError(
                 "the gradients of linear_cross_entropy are given once: its backward pass has run already"
             )
-        found = [
+        scaled = [
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *found, *[None] * 5
+        return *scaled, *[None] * 5
 
 
 def _log_softmax(
@@ -280,8 +283,9 @@ def _log_softmax(
         log_p = logits.log_softmax(-1, dtype=torch.float32)
         return log_p, torch.where(counts, -_pick(log_p, rows, counts, None), 0.0)
     logits = logits.float()
-    lse, target = logits.logsumexp(-1), _pick(logits, rows, counts, group)
-    lse, target, _ = _join(lse, target, lse.new_empty(0), group)
+    lse = logits.logsumexp(-1)
+    target = _pick(logits, rows, counts, group)
+    lse, target, _ = _join_vocabulary(lse, target, lse.new_empty(0), group)
     return logits - lse[:, None], torch.where(counts, lse - target, 0.0)
 
 
@@ -302,19 +306,20 @@ class _LinearLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         counts = labels != IGNORED
-        rows = _own_rows(labels, weight.shape[0], group)
+        rows = _rows_of_labels(labels, weight.shape[0], group)
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
-        target, entropy = torch.empty_like(lse), torch.empty_like(lse) if with_entropy else lse.new_empty(0)
-        for part in _parts(len(labels), chunk_tokens):
-            logits = functional.linear(hidden[part], weight, bias)
-            logits = _scaled(logits if tail is None else tail(logits), temperature)
-            lse[part] = logits.logsumexp(-1)
-            target[part] = _pick(logits, rows[part], counts[part], group)
+        target = torch.empty_like(lse)
+        entropy = torch.empty_like(lse) if with_entropy else lse.new_empty(0)
+        for chunk in _chunks(len(labels), chunk_tokens):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            logits = _scale(logits if tail is None else tail(logits), temperature)
+            lse[chunk] = logits.logsumexp(-1)
+            target[chunk] = _pick(logits, rows[chunk], counts[chunk], group)
             if with_entropy:
-                log_p = logits.sub_(lse[part, None])
-                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+                log_p = logits.sub_(lse[chunk, None])
+                entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
         if group is not None:
-            lse, target, entropy = _join(lse, target, entropy, group)
+            lse, target, entropy = _join_vocabulary(lse, target, entropy, group)
         log_probs = torch.where(counts, target - lse, 0.0)
         if with_entropy:
             entropy = torch.where(counts, entropy, 0.0)
@@ -334,29 +339,29 @@ class _LinearLogProbs(torch.autograd.Function):
         # Sums over chunks are kept in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for part in _parts(len(rows), chunk_tokens):
-            upstream = torch.where(counts[part], grad_log_probs[part], 0.0)
-            products = functional.linear(hidden[part], weight, bias)
+        for chunk in _chunks(len(rows), chunk_tokens):
+            upstream = torch.where(counts[chunk], grad_log_probs[chunk], 0.0)
+            products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None):
                 logits = products if tail is None else tail(products.requires_grad_())
-            logits_apart = products if tail is None else logits.detach().clone()
-            log_p = _scaled(logits_apart, temperature).sub_(lse[part, None])
+            logits_copy = products if tail is None else logits.detach().clone()
+            log_p = _scale(logits_copy, temperature).sub_(lse[chunk, None])
             grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
-                log_p.add_(entropy[part, None]).mul_(grad)
-                log_p.mul_(torch.where(counts[part], grad_entropy[part], 0.0)[:, None])
+                log_p.add_(entropy[chunk, None]).mul_(grad)
+                log_p.mul_(torch.where(counts[chunk], grad_entropy[chunk], 0.0)[:, None])
             grad.mul_(-upstream[:, None])
-            index, own = _own(rows[part], weight.shape[0])
-            grad.scatter_add_(1, index[:, None], torch.where(own, upstream, 0.0)[:, None])
+            index, is_local = _find_local_rows(rows[chunk], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], torch.where(is_local, upstream, 0.0)[:, None])
             if with_entropy:
                 grad -= log_p
             grad = grad.div_(temperature).to(hidden.dtype)
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
             if wants_hidden:
-                grad_hidden[part] = grad @ weight
+                grad_hidden[chunk] = grad @ weight
             if wants_weight:
-                grad_weight += grad.T @ hidden[part]
+                grad_weight += grad.T @ hidden[chunk]
             if wants_bias:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         if wants_hidden and group is not None:
@@ -366,16 +371,16 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
-def _parts(count: int, size: int) -> list[slice]:
+def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def _scale(logits: Tensor, temperature: float) -> Tensor:
     """float32, divided; what is float32 already is changed in place."""
     return logits.float() if temperature == 1.0 else logits.float().div_(temperature)
 
 
-def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+def _rows_of_labels(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
     """Labels as rows of this rank's part of the weight; those of other ranks' parts lie outside of it."""
     if group is None:
         return labels
@@ -384,21 +389,23 @@ def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Ten
     return labels - torch.cat(sizes)[: dist.get_rank(group)].sum()
 
 
-def _own(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _find_local_rows(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Rows that can be looked up, and which of them are meant."""
-    own = (rows >= 0) & (rows < size)
-    return torch.where(own, rows, 0), own
+    is_local = (rows >= 0) & (rows < size)
+    return torch.where(is_local, rows, 0), is_local
 
 
 def _pick(logits: Tensor, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Each token's logit of its label; -inf where another rank has it."""
     if group is None:
         return logits.gather(-1, torch.where(counts, rows, 0)[:, None])[:, 0]
-    index, own = _own(rows, logits.shape[-1])
-    return torch.where(own, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
+    index, is_local = _find_local_rows(rows, logits.shape[-1])
+    return torch.where(is_local, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
 
 
-def _join(lse: Tensor, target: Tensor, entropy: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+def _join_vocabulary(
+    lse: Tensor, target: Tensor, entropy: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, label's logit and entropy over the vocabulary, from those of all ranks' parts."""
     largest = torch.stack([lse, target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

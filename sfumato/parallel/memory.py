@@ -143,7 +143,10 @@ class BlockForward:
     """What stands in for the forward of one block."""
 
     def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
-        self.block, self.mode, self.backend, self.offload = block, mode, backend, offload
+        self.block = block
+        self.mode = mode
+        self.backend = backend
+        self.offload = offload
         replaced = vars(block).get("forward")
         if isinstance(replaced, Converted):
             block.class_forward = replaced.of_block
@@ -198,7 +201,8 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
                 f"{type(block).__name__} would write its keys and values into the cache {name} again when "
                 "train.activation_checkpointing recomputes it: call the model with use_cache=False"
             )
-    names, count = tuple(kwargs), len(args)
+    names = tuple(kwargs)
+    count = len(args)
 
     def forward(*values: Any) -> Any:
         return block.class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
@@ -238,7 +242,8 @@ class ActivationOffload:
             min_bytes: size from which tensors are moved.
             stay: types of devices whose tensors are not moved.
         """
-        self.min_bytes, self.stay = min_bytes, stay
+        self.min_bytes = min_bytes
+        self.stay = stay
         self._streams: dict[torch.device, Any] = {}
         self._under_way: deque[Any] = deque()
         self._last: weakref.ref[_Call] | None = None
@@ -271,53 +276,59 @@ class ActivationOffload:
             return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
         if shard.device not in self._streams:
             self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
-        held = call.copy_of(shard.detach(), self._streams[shard.device])
+        host_copy = call.copy_of(shard.detach(), self._streams[shard.device])
         if shard is tensor:
-            return held, None
-        return held, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+            return host_copy, None
+        return host_copy, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 class _Call:
     """One call of a block: what it moved. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
-        known = (value for part in block.modules() for value in (*part._parameters.values(), *vars(part).values()))
-        self.weights = {storage_of(value) for value in known if isinstance(value, Tensor)}
+        values = (
+            value
+            for submodule in block.modules()
+            for value in (*submodule._parameters.values(), *vars(submodule).values())
+        )
+        self.weights = {storage_of(value) for value in values if isinstance(value, Tensor)}
         """Storages of the block's weights; gathered ones of fsdp1 are plain attributes."""
         self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
         self.stream: Any = None
         self.device: torch.device | None = None
-        self._previous, self._awaited = previous, False
+        self._previous = previous
+        self._awaited = False
 
     def copy_of(self, tensor: Tensor, stream: Any) -> _HostCopy:
         """The copy of a tensor; the same one if the tensor has not changed since it was made."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        made = self.copies.get(key)
-        held = made[1]() if made else None
-        if held is None:
-            self.stream, self.device = stream, tensor.device
-            held = _HostCopy(tensor, stream, self)
+        entry = self.copies.get(key)
+        host_copy = entry[1]() if entry else None
+        if host_copy is None:
+            self.stream = stream
+            self.device = tensor.device
+            host_copy = _HostCopy(tensor, stream, self)
             # The weak reference keeps the storage's address from being given to another one.
-            self.copies[key] = (StorageWeakRef(storage), weakref.ref(held))
-        return held
+            self.copies[key] = (StorageWeakRef(storage), weakref.ref(host_copy))
+        return host_copy
 
     def bring_back(self) -> None:
         """Starts the copies back of the call before, and waits for this one's; once, when this one's are needed."""
         if self._awaited:
             return
         self._awaited = True
-        mine = [held for _, reference in self.copies.values() if (held := reference()) is not None]
-        for host_copy in mine:
+        saved_copies = [saved for _, reference in self.copies.values() if (saved := reference()) is not None]
+        for host_copy in saved_copies:
             host_copy.fetch()
         arrived = _event_on(self.stream, self.device)
-        before = self._previous() if self._previous else None
-        if before is not None and before.device == self.device:
+        previous = self._previous() if self._previous else None
+        if previous is not None and previous.device == self.device:
             self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
-            for _, reference in reversed(before.copies.values()):
-                held = reference()
-                if held is not None:
-                    held.fetch()
+            for _, reference in reversed(previous.copies.values()):
+                saved = reference()
+                if saved is not None:
+                    saved.fetch()
         arrived.synchronize()
 
 
@@ -325,7 +336,9 @@ class _HostCopy:
     """A tensor in CPU memory that can come back."""
 
     def __init__(self, tensor: Tensor, stream: Any, call: _Call) -> None:
-        self.device, self.stream, self.call = tensor.device, stream, call
+        self.device = tensor.device
+        self.stream = stream
+        self.call = call
         self._back: Tensor | None = None
         self._ready: Any = None
         backend = torch.get_device_module(self.device)
@@ -358,11 +371,11 @@ class _HostCopy:
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    held, spec = packed
-    if spec is None:
-        return held.take()
-    mesh, placements, shape, stride = spec
-    return DTensor.from_local(held.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    host_copy, layout = packed
+    if layout is None:
+        return host_copy.take()
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(host_copy.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _event_on(stream: Any, device: torch.device) -> Any:

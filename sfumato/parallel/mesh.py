@@ -43,7 +43,9 @@ class Mesh:
 
     def __init__(self, layout: Layout, device: torch.device, rank: int = 0) -> None:
         """Makes the process groups; call it on every rank of an initialised process group, in the same order."""
-        self.layout, self.device, self.rank = layout, device, rank
+        self.layout = layout
+        self.device = device
+        self.rank = rank
         self.distributed = dist.is_initialized()
         """Whether there is a process group (it may have one rank)."""
         if not self.distributed:
@@ -86,7 +88,7 @@ class Mesh:
         """
         if axes[0] in self._views:
             return self._views[axes[0]]
-        root = next(root for known, root in reversed(self._roots.items()) if set(axes) <= set(known))
+        root = next(root for root_axes, root in reversed(self._roots.items()) if set(axes) <= set(root_axes))
         return root[axes[0] if len(axes) == 1 else axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -116,8 +118,8 @@ class Mesh:
     def sum_dict(self, values: dict[str, float], over: str = "data") -> dict[str, float]:
         """Sums of named numbers over ranks; a name may be missing on some."""
         total: dict[str, float] = {}
-        for part in self.gather(values, over):
-            for name, value in part.items():
+        for rank_values in self.gather(values, over):
+            for name, value in rank_values.items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
@@ -141,7 +143,8 @@ class Mesh:
         if problem is not None:
             store.compare_set(place, "", problem)
         store.add(f"{place}/ranks", 1)
-        deadline, pause = time.monotonic() + PATIENCE_S, POLL_S / 128
+        deadline = time.monotonic() + PATIENCE_S
+        pause = POLL_S / 128
         while store.add(f"{place}/ranks", 0) < self.size:
             if problem is not None and time.monotonic() > deadline:
                 raise ConfigError(f"rank {self.rank}, and not every rank: {problem}")
@@ -154,11 +157,11 @@ class Mesh:
         size = self.size_of(over)
         if size == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group(over))  # by gloo, as ``sum``
+        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.group(over))  # by gloo, as ``sum``
         longest = max(int(length) for length in lengths)
-        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        padded = torch.nn.functional.pad(payload, (0, longest - len(payload)))
         values = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
         dist.all_gather(values, padded, group=self.group(over))
         return [from_bytes(data.numpy()[: int(length)].tobytes()) for data, length in zip(values, lengths, strict=True)]
@@ -172,15 +175,15 @@ class Mesh:
         if self.size_of(over) == 1:
             return list(values)
         sent = [torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8) for value in values]
-        sizes = self.gather([len(each) for each in sent], over)
-        received_sizes = [each[self.rank_in(over)] for each in sizes]
+        sizes = self.gather([len(payload) for payload in sent], over)
+        received_sizes = [rank_sizes[self.rank_in(over)] for rank_sizes in sizes]
         received = torch.empty(sum(received_sizes), dtype=torch.uint8)
         dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes[self.rank_in(over)], self.group(over))
-        return [from_bytes(each.numpy().tobytes()) for each in received.split(received_sizes)]
+        return [from_bytes(payload.numpy().tobytes()) for payload in received.split(received_sizes)]
 
     def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
         """Named values of all ranks of an axis or view; of one name, that of the last rank that has it."""
-        return {name: value for part in self.gather(values, over) for name, value in part.items()}
+        return {name: value for rank_values in self.gather(values, over) for name, value in rank_values.items()}
 
     def first(self, value: Any, among: str) -> Any:
         """The value of the first rank of an axis or view, on each of them."""
@@ -243,7 +246,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
             environment does not say how these find each other, or their port is taken.
     """
     launched = read_launched()
-    size, rank = launched.world_size, launched.rank
+    size = launched.world_size
+    rank = launched.rank
     layout = Layout.of(config, size)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

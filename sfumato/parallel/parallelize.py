@@ -59,11 +59,11 @@ def parallelize(
     """
     layout = mesh.layout
     blocks = find_blocks(module, plan)
-    parts = [module.get_submodule(name) for name in plan.parts] or [module]
+    submodels = [module.get_submodule(name) for name in plan.parts] or [module]
     experts: dict[str, nn.Module] = {}
     if layout.tp > 1:
-        for part in parts:
-            apply_tensor_parallel(part, mesh, plan, config.sequence_parallel)
+        for submodel in submodels:
+            apply_tensor_parallel(submodel, mesh, plan, config.sequence_parallel)
     if layout.ep > 1 and (layout.pp == 1 or has_experts(module)):
         experts = apply_expert_parallel(module, mesh)
     elif layout.ep == 1 and param_dtype is not None:
@@ -72,8 +72,8 @@ def parallelize(
         if hasattr(layer, "cast_input_dtype_enabled"):  # peft's layers would cast to float32 what autocast casts back
             layer.cast_input_dtype_enabled = False
     if layout.cp > 1:
-        for part in parts:
-            apply_sequence_parallel(part, mesh, plan)
+        for submodel in submodels:
+            apply_sequence_parallel(submodel, mesh, plan)
     if param_dtype is not None and (not mesh.distributed or config.data_parallel_mode == "ddp"):
         compute_in(module, param_dtype)
     kind = mesh.device.type
@@ -125,8 +125,8 @@ def shard_data_parallel(
     }
     place_experts = partial(expert_placement, ranks=mesh.layout.efsdp)
     for layer_experts in (experts or {}).values():
-        rest = mesh.device_mesh(*replicate, "efsdp")
-        fully_shard(layer_experts, mesh=rest, shard_placement_fn=place_experts, **settings)
+        expert_mesh = mesh.device_mesh(*replicate, "efsdp")
+        fully_shard(layer_experts, mesh=expert_mesh, shard_placement_fn=place_experts, **settings)
     place = partial(fsdp_placement, ranks=mesh.layout.fsdp)
     for unit in (*blocks.values(), module):
         fully_shard(unit, mesh=weights, shard_placement_fn=place, **settings)
@@ -149,12 +149,12 @@ def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[Mic
     batch's backward pass must be over when the next one is asked for.
     """
     for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
+        is_last = index == len(batches) - 1
         if isinstance(module, FSDPModule):
-            every = module.reduces_every_micro_batch
-            module.set_requires_gradient_sync(last or every)
-            module.set_requires_all_reduce(last)
-        no_sync = isinstance(module, FullyShardedDataParallel) and not last
+            reduces_every = module.reduces_every_micro_batch
+            module.set_requires_gradient_sync(is_last or reduces_every)
+            module.set_requires_all_reduce(is_last)
+        no_sync = isinstance(module, FullyShardedDataParallel) and not is_last
         with module.no_sync() if no_sync else nullcontext():
             yield batch
 
@@ -206,7 +206,8 @@ def _wrap_fsdp1(
     else:
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
     on_gpu = mesh.device.type == "cuda"  # elsewhere there is nothing to move
-    shapes, units = whole_shapes(module), set(blocks.values())
+    shapes = whole_shapes(module)
+    units = set(blocks.values())
     wrapped = FullyShardedDataParallel(
         module,
         device_mesh=weights,

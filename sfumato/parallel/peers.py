@@ -42,14 +42,18 @@ class Peers:
             size: number of ranks.
             say: tells a person who is silent and who is heard again; None where somebody else does.
         """
-        self._connect, self.rank, self.size, self._say = connect, rank, size, say
+        self._connect = connect
+        self.rank = rank
+        self.size = size
+        self._say = say
         self._hosts = {rank: socket.gethostname()}
         self._signs: dict[int, bytes] = {}
         self._heard = dict.fromkeys(range(size), time.monotonic())
         self._answered = time.monotonic()
         self._silent: dict[int, float] = {}
         self._has_left: set[int] = set()
-        self._stop, self._count = threading.Event(), 0
+        self._stop = threading.Event()
+        self._count = 0
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._tell)]
         for thread in self._threads:
             thread.start()
@@ -60,8 +64,8 @@ class Peers:
         now = time.monotonic()
         if now - self._answered > LOST_S:
             return "" if self.rank == 0 else f"{self.name(0)}, which kept the store of the run, and maybe others"
-        gone = [rank for rank in self._others() if now - self._heard[rank] > LOST_S]
-        return ", ".join(f"{self.name(rank)} (not heard of for {now - self._heard[rank]:.0f} s)" for rank in gone)
+        lost_ranks = [rank for rank in self._others() if now - self._heard[rank] > LOST_S]
+        return ", ".join(f"{self.name(rank)} (not heard of for {now - self._heard[rank]:.0f} s)" for rank in lost_ranks)
 
     def leave(self) -> None:
         """This rank ends by itself, and is not to be taken for lost."""
@@ -88,11 +92,12 @@ class Peers:
             is_last = self._stop.is_set()
             self._count += 1
             store.set(keys[self.rank], f"{LEFT if is_last else self._count} {self._hosts[self.rank]}")
-            known = [rank for rank in self._others() if rank in self._signs or store.check([keys[rank]])]
-            signs = store.multi_get([keys[rank] for rank in known]) if known else []
-            for rank, sign in zip(known, signs, strict=True):
+            heard_ranks = [rank for rank in self._others() if rank in self._signs or store.check([keys[rank]])]
+            signs = store.multi_get([keys[rank] for rank in heard_ranks]) if heard_ranks else []
+            for rank, sign in zip(heard_ranks, signs, strict=True):
                 if sign != self._signs.get(rank):
-                    self._signs[rank], self._heard[rank] = sign, time.monotonic()
+                    self._signs[rank] = sign
+                    self._heard[rank] = time.monotonic()
                     word, _, self._hosts[rank] = sign.decode().partition(" ")
                     if word == LEFT:
                         self._has_left.add(rank)

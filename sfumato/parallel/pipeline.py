@@ -110,10 +110,14 @@ class Pipeline:
         """
         self.module = Stages(stages)
         """This rank's part of the model: for ``trainable_parameters``, the optimiser and ``reduce_and_clip``."""
-        self._stages, self._goes_back, self._hidden = dict(stages), goes_back, hidden
-        self._mesh, self._config, self._multiple = mesh, config, length_multiple
+        self._stages = dict(stages)
+        self._goes_back = goes_back
+        self._hidden = hidden
+        self._mesh = mesh
+        self._config = config
+        self._multiple = length_multiple
         self._ranks = ranks_of_stages(config)
-        self._made: tuple[tuple[int, ...], Any] | None = None
+        self._cached_schedule: tuple[tuple[int, ...], Any] | None = None
         self._loss: LogitsLoss | None = None
         self._arguments: StageArguments = positions_alone
         self._batches: list[dict[str, Tensor]] = []
@@ -152,7 +156,9 @@ class Pipeline:
         kind = self._mesh.device.type
         if torch.is_autocast_enabled(kind):
             self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-        self._loss, self._arguments, self._batches = loss, arguments, batches
+        self._loss = loss
+        self._arguments = arguments
+        self._batches = batches
         losses: list[Tensor] = []
         try:
             with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
@@ -163,7 +169,9 @@ class Pipeline:
                     return_outputs=False,
                 )
         finally:
-            self._loss, self._batches, self._autocast = None, [], nullcontext
+            self._loss = None
+            self._batches = []
+            self._autocast = nullcontext
         values = torch.zeros(len(batches), dtype=torch.float64, device=self._mesh.device)
         if self.has_last:
             values.copy_(torch.stack(losses).detach())
@@ -186,21 +194,23 @@ class Pipeline:
             Logits (rows, length, vocabulary) of each, under sequence parallelism of this rank's tokens, on the rank
             with the last stage; None elsewhere.
         """
-        group, mine = self._mesh.group("pp"), self._mesh.rank_in("pp")
-        found, sent = [], []
+        group = self._mesh.group("pp")
+        rank = self._mesh.rank_in("pp")
+        logits = []
+        sent = []
         for batch in (shard_sequence(micro_batch, self._mesh) for micro_batch in micro_batches):
             # The same order of messages on all ranks: nothing can wait for what is behind it.
             for index in sorted(self._stages):
                 if index == 0:
                     hidden = batch["input_ids"]
-                elif self._ranks[index - 1] != mine:
+                elif self._ranks[index - 1] != rank:
                     shape = (*batch["input_ids"].shape, self._hidden[0])
                     hidden = torch.empty(shape, dtype=self._hidden[1], device=self._mesh.device)
                     dist.recv(hidden, group=group, group_src=self._ranks[index - 1])
                 hidden = self._stages[index](hidden, **arguments(batch, index == 0))
                 if index == len(self._ranks) - 1:
-                    found.append(hidden)
-                elif self._ranks[index + 1] != mine:
+                    logits.append(hidden)
+                elif self._ranks[index + 1] != rank:
                     self._check_dtype(index, hidden)
                     hidden = hidden.contiguous()
                     sent.append((dist.isend(hidden, group=group, group_dst=self._ranks[index + 1]), hidden))
@@ -208,24 +218,27 @@ class Pipeline:
             work.wait()
         for unit in filter(lambda module: isinstance(module, FSDPModule), self.module.modules()):
             unit.reshard()
-        return found if self.has_last else None
+        return logits if self.has_last else None
 
-    def _schedule(self, num: int, rows: int, length: int) -> Any:
+    def _schedule(self, num_micro_batches: int, rows: int, length: int) -> Any:
         """torch's schedule for micro-batches of this number and shape: the last one, or a new one with new buffers."""
-        if self._made is None or self._made[0] != (num, rows, length):
-            self._made = None  # frees the buffers of the last one
+        if self._cached_schedule is None or self._cached_schedule[0] != (num_micro_batches, rows, length):
+            self._cached_schedule = None  # frees the buffers of the last one
             stages = [self._stage(index, rows, length) for index in sorted(self._stages)]
             kind = get_schedule_class(SCHEDULES[self._config.pipeline_schedule])
-            given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-            self._made = (num, rows, length), kind(given, num, self._part_of_loss, scale_grads=False)
-        return self._made[1]
+            schedule_stages = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+            self._cached_schedule = (
+                (num_micro_batches, rows, length),
+                kind(schedule_stages, num_micro_batches, self._part_of_loss, scale_grads=False),
+            )
+        return self._cached_schedule[1]
 
     def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
-        last = len(self._ranks) - 1
+        last_index = len(self._ranks) - 1
 
-        def handed_on(into: int) -> Tensor:
+        def handed_on(receiver: int) -> Tensor:
             hidden = torch.empty(rows, length, self._hidden[0], dtype=self._hidden[1], device="meta")
-            return hidden.requires_grad_(self._goes_back[into])
+            return hidden.requires_grad_(self._goes_back[receiver])
 
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
         # Of what the last stage returns torch needs no shape, only that one is given.
@@ -233,10 +246,10 @@ class Pipeline:
             self,
             self._stages[index],
             index,
-            last + 1,
+            last_index + 1,
             self._mesh.device,
             input_args=(handed_on(index) if index else tokens,),
-            output_args=(handed_on(index + 1) if index < last else tokens,),
+            output_args=(handed_on(index + 1) if index < last_index else tokens,),
             group=self._mesh.group("pp"),
         )
 
@@ -306,38 +319,43 @@ def build_pipeline(
         find_experts(module, "train.expert_parallel_size must be 1")
     check_ties(before, after)
     check_hands_on(module, [*before, *layers, *after])
-    rest, sizes = iter(layers), split_layers(len(layers), len(ranks_of_stages(config)))
+    remaining = iter(layers)
+    sizes = split_layers(len(layers), len(ranks_of_stages(config)))
     check_added_features(module, sizes[0])
-    parts: list[list[Part]] = [[*islice(rest, size)] for size in sizes]
+    parts: list[list[Part]] = [[*islice(remaining, size)] for size in sizes]
     parts[0] += before
     parts[-1] += after
     trained = [any(weight.requires_grad for part in stage for weight in weights_of(part)) for stage in parts]
 
     dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
     hidden = (module.config.get_text_config().hidden_size, dtype or module.get_input_embeddings().weight.dtype)
-    within = config.model_copy(update={"enable_reshard_after_forward": False})
+    stage_config = config.model_copy(update={"enable_reshard_after_forward": False})
     stages = {}
     for index, rank in enumerate(ranks_of_stages(config)):
         if rank != mesh.rank_in("pp"):
             continue
-        stands = {id(part): part if index == owner else absent(part) for owner, own in enumerate(parts) for part in own}
-        stage = copy_around(module, stands)
-        stage.register_forward_pre_hook(partial(_to_model, first=index == 0), with_kwargs=True)
-        stage.register_forward_hook(partial(_from_model, last=index == len(parts) - 1))
-        stages[index] = parallelize(stage, mesh, within, plan_of_stage(plan, module, stage), param_dtype)
+        replacements = {
+            id(part): part if index == owner else absent(part)
+            for owner, stage_parts in enumerate(parts)
+            for part in stage_parts
+        }
+        stage = copy_around(module, replacements)
+        stage.register_forward_pre_hook(partial(_call_as_model, first=index == 0), with_kwargs=True)
+        stage.register_forward_hook(partial(_take_output, last=index == len(parts) - 1))
+        stages[index] = parallelize(stage, mesh, stage_config, plan_of_stage(plan, module, stage), param_dtype)
     # With a split backward pass torch loses gradients of weights whose stage gets inputs without gradient.
     split = config.pipeline_schedule in SPLIT_BACKWARD
     goes_back = [index > 0 and (split or any(trained[:index])) for index in range(len(parts))]
     return Pipeline(stages, goes_back, hidden, mesh, config, length_multiple)
 
 
-def _to_model(
+def _call_as_model(
     module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor], first: bool
 ) -> tuple[tuple[()], dict[str, Any]]:
     """What a stage is given, as a transformers model is called."""
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 
 
-def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
+def _take_output(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
     """Logits, or hidden states where there is no head: these are a view, but torch detaches them in place."""
     return output.logits if last else output.logits.clone()

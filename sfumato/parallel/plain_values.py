@@ -95,8 +95,8 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in NAMES:
             return NAMES[module, name]
         named = sys.modules.get(module)
-        for part in name.split("."):
-            named = getattr(named, part, None)
+        for attribute in name.split("."):
+            named = getattr(named, attribute, None)
         if _is_record(named):
             return named
         raise ConfigError(

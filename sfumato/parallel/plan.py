@@ -61,11 +61,13 @@ def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
     Raises:
         ConfigError: when there are none.
     """
-    found = {name: submodule for name, submodule in module.named_modules() if type(submodule).__name__ in plan.blocks}
-    if not found:
+    matching = {
+        name: submodule for name, submodule in module.named_modules() if type(submodule).__name__ in plan.blocks
+    }
+    if not matching:
         raise ConfigError(f"{type(module).__name__} has no block of class {' or '.join(plan.blocks) or '(none given)'}")
-    outer = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
-    return {name: block for name, block in found.items() if name not in outer}
+    containers = {name for name in matching if any(inner.startswith(f"{name}.") for inner in matching)}
+    return {name: block for name, block in matching.items() if name not in containers}
 
 
 def reads_whole(name: str, block: nn.Module, whole: set[str]) -> bool:
@@ -100,21 +102,25 @@ def language_plan(module: nn.Module) -> ParallelPlan:
     blocks in ``_no_split_modules``, or else they are the members of its largest list of modules. Of a model that sees
     they are those of its language model: encoders stay whole.
     """
-    config, decoder = module.config.get_text_config(), ""
+    config = module.config.get_text_config()
+    decoder = ""
     if config is not module.config:
         decoder = next(name for name, submodule in module.named_modules() if submodule is module.get_decoder())
-    prefix, kind = decoder or module.base_model_prefix, type(config)
+    prefix = decoder or module.base_model_prefix
+    kind = type(config)
     if decoder and not config.base_model_tp_plan and config.model_type in STYLES_OF:
         from transformers import CONFIG_MAPPING
 
         kind = CONFIG_MAPPING[STYLES_OF[config.model_type]]
-    own = dict(kind.base_model_tp_plan or {})
-    own = {name: style for name, style in NORMS_OF_HEADS.items() if own.get(QUERIES) == "colwise"} | own
-    tensor = {f"{prefix}.{name}": style for name, style in own.items()}
+    layer_styles = dict(kind.base_model_tp_plan or {})
+    layer_styles = {
+        name: style for name, style in NORMS_OF_HEADS.items() if layer_styles.get(QUERIES) == "colwise"
+    } | layer_styles
+    tensor = {f"{prefix}.{name}": style for name, style in layer_styles.items()}
     head = type(module)._tp_plan or {}
     # they are for every model of the class: one without dense layers, say, has no mlp.gate_proj
     styles = {name: f"{style}?" for name, style in (tensor | dict(head)).items()}
-    called = {type(each).__name__ for name, each in module.named_modules() if PASSED_BY not in name.split(".")}
+    called = {type(child).__name__ for name, child in module.named_modules() if PASSED_BY not in name.split(".")}
     blocks = tuple(name for name in module._no_split_modules or () if name in called) or _largest_list(module)
     if decoder:
         blocks = _whole_layers(module, blocks, decoder)
@@ -126,15 +132,16 @@ def _whole_layers(module: nn.Module, blocks: tuple[str, ...], decoder: str) -> t
 
     transformers names the attention alone of SmolVLM's and Qwen2-Audio's encoders.
     """
-    parts, found = dict(module.named_modules()), dict.fromkeys(blocks)
-    for name, submodule in parts.items():
+    modules = dict(module.named_modules())
+    class_names = dict.fromkeys(blocks)
+    for name, submodule in modules.items():
         layer, _, _ = name.rpartition(".")
         if type(submodule).__name__ not in blocks or not layer or name.startswith(f"{decoder}."):
             continue
-        if isinstance(parts[layer.rpartition(".")[0]], nn.ModuleList):
-            found.pop(type(submodule).__name__, None)
-            found[type(parts[layer]).__name__] = None
-    return tuple(found)
+        if isinstance(modules[layer.rpartition(".")[0]], nn.ModuleList):
+            class_names.pop(type(submodule).__name__, None)
+            class_names[type(modules[layer]).__name__] = None
+    return tuple(class_names)
 
 
 def _largest_list(module: nn.Module) -> tuple[str, ...]:

@@ -9,17 +9,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.algorithms.device import on_host
 
-_whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_whole_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember_whole(part: Tensor, whole: Tensor) -> None:
     """Keeps the position ids ``[B, T]`` of whole rows, of which ``part`` is a rank's part."""
-    _whole[part] = whole
+    _whole_rows[part] = whole
 
 
 def whole_positions(part: Tensor) -> Tensor | None:
     """Those of whole rows, where they are known."""
-    return _whole.get(part)
+    return _whole_rows.get(part)
 
 
 def document_bounds(position_ids: Tensor, chunk: int | None = None) -> list[list[int]]:

@@ -49,7 +49,9 @@ class Converted:
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype, table: nn.Module | None = None) -> None:
         """``table`` is a part whose weight the layer reads, in place of its own."""
-        self.layer, self.dtype, self.table = layer, dtype, table
+        self.layer = layer
+        self.dtype = dtype
+        self.table = table
         self.replaced: Callable[..., Any] | None = vars(layer).get("forward")
         """What stood in for it before, if anything did."""
         self._of_class = type(layer).forward  # for the compiler, which cannot look it up in every class
@@ -68,16 +70,16 @@ class Converted:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
         layer = copy.deepcopy(self.layer, memo)
-        made = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
-        made.replaced = copy.deepcopy(self.replaced, memo)
-        return made
+        duplicate = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
+        duplicate.replaced = copy.deepcopy(self.replaced, memo)
+        return duplicate
 
 
 def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function within which a layer's own float32 weights are of another dtype."""
     if type(layer) is nn.Embedding:  # the rows that are looked up, not the table
-        found = forward(*args, **kwargs)
-        return found.to(dtype) if found.dtype == torch.float32 else found
+        embedded = forward(*args, **kwargs)
+        return embedded.to(dtype) if embedded.dtype == torch.float32 else embedded
     return with_weights_in(layer, dtype, forward, *args, **kwargs)
 
 
@@ -86,12 +88,12 @@ def with_weights_in(
 ) -> Any:
     """The same, whatever the layer is."""
     # An attribute of the instance stands before a parameter of the same name, which stays where it is.
-    mine = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
-    vars(layer).update(mine)
+    converted_weights = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
+    vars(layer).update(converted_weights)
     try:
         return forward(*args, **kwargs)
     finally:
-        for name in mine:
+        for name in converted_weights:
             del vars(layer)[name]
 
 

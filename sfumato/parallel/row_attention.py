@@ -37,10 +37,10 @@ class RowAttention:
         """The one of this name; None where it does not know windows, soft caps and sinks in packed rows."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        found = AttentionInterface().get(name)
-        if not set(CHANGES) <= {*getattr(found, "knows", ())}:
+        attention = AttentionInterface().get(name)
+        if not set(CHANGES) <= {*getattr(attention, "knows", ())}:
             return None
-        return cls(found, AttentionMaskInterface()[name])
+        return cls(attention, AttentionMaskInterface()[name])
 
     def __call__(
         self,
@@ -72,8 +72,8 @@ class RowAttention:
         def attend(query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
             mask = None if window is None else self._window(window, position_ids)
             settings = {"softcap": softcap, "s_aux": None if sinks is None else sinks[heads]}
-            found = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
-            return found[0].transpose(1, 2)
+            result = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
+            return result[0].transpose(1, 2)
 
         return attention_of_rows(attend, *inputs, schedule).transpose(1, 2)
 
@@ -81,7 +81,8 @@ class RowAttention:
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key > query - size)  # it is asked within a document only
 
-        length, device = position_ids.shape[1], position_ids.device
+        length = position_ids.shape[1]
+        device = position_ids.device
         return self.window_of(q_length=length, mask_function=sees, local_size=size, device=device)
 
 

@@ -76,9 +76,12 @@ class _Sequence:
     """What attention must do to be found."""
 
     def __init__(self, module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
-        self.module, self.mesh, self.plan = module, mesh, plan
+        self.module = module
+        self.mesh = mesh
+        self.plan = plan
         self.name = type(module).__name__
-        self.groups, self.group = SequenceGroups.of(mesh), mesh.group("cp")
+        self.groups = SequenceGroups.of(mesh)
+        self.group = mesh.group("cp")
         self.blocks = find_blocks(module, plan)
         self.called: set[nn.Module] = set()
         """Attention modules that have used the distributed attention."""
@@ -99,14 +102,14 @@ class _Sequence:
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """The tensor, of one shape, of every rank that shares the sequence."""
-        found = [torch.empty_like(values) for _ in range(self.groups.size)]
-        dist.all_gather(found, values.contiguous(), group=self.group)
-        return found
+        gathered = [torch.empty_like(values) for _ in range(self.groups.size)]
+        dist.all_gather(gathered, values.contiguous(), group=self.group)
+        return gathered
 
     def gather_lengths(self, *lengths: int) -> list[tuple[int, ...]]:
         """The lengths of every rank."""
-        found = self.gather(torch.tensor(lengths, device=self.mesh.device))
-        return [tuple(rank_lengths.tolist()) for rank_lengths in found]
+        gathered = self.gather(torch.tensor(lengths, device=self.mesh.device))
+        return [tuple(rank_lengths.tolist()) for rank_lengths in gathered]
 
 
 class _LanguageSequence(_Sequence):
@@ -151,11 +154,12 @@ class _LanguageSequence(_Sequence):
         check_heads(self.name, config.num_attention_heads // self.mesh.layout.tp, self.groups.ulysses_size)
         window = getattr(config, "sliding_window", None) is not None
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-        other = sorted(set(kinds) - ({"full_attention"} if self.of_rows is None else {"full_attention", WINDOWS}))
-        if other:
+        unsupported = sorted(set(kinds) - ({"full_attention"} if self.of_rows is None else {"full_attention", WINDOWS}))
+        if unsupported:
             remedy = f"{OFF}, or take train.ulysses_parallel_size alone, with model.attention packed"
             raise ConfigError(
-                f"{self.name} has {', '.join(other)}, unknown to {UNKNOWN_TO}: {remedy if other == [WINDOWS] else OFF}"
+                f"{self.name} has {', '.join(unsupported)}, unknown to {UNKNOWN_TO}: "
+                f"{remedy if unsupported == [WINDOWS] else OFF}"
             )
         if getattr(config, "attention_dropout", 0.0):
             raise ConfigError(
@@ -187,15 +191,15 @@ class _LanguageSequence(_Sequence):
     def schedule(self, position_ids: Tensor) -> tuple[Schedule, Tensor]:
         """The layout that the position ids [B or 1, S] of all ranks mean, and those of whole rows; one exchange for all
         layers."""
-        found = self._schedules.get(position_ids)
-        if found is None:
-            whole = whole_positions(position_ids) if self._whole is None else self._whole
-            whole = self._joined(position_ids) if whole is None else whole
-            found = causal_schedule(self.groups, _documents(whole)), whole
-            self._schedules[position_ids] = found
-        return found
+        layout = self._schedules.get(position_ids)
+        if layout is None:
+            row_positions = whole_positions(position_ids) if self._whole is None else self._whole
+            row_positions = self._join_positions(position_ids) if row_positions is None else row_positions
+            layout = causal_schedule(self.groups, _documents(row_positions)), row_positions
+            self._schedules[position_ids] = layout
+        return layout
 
-    def _joined(self, position_ids: Tensor) -> Tensor:
+    def _join_positions(self, position_ids: Tensor) -> Tensor:
         """Position ids [B or 1, S of all] of whole rows."""
         lengths = [rank_lengths[0] for rank_lengths in self.gather_lengths(position_ids.shape[1])]
         chunks = head_tail_chunks(sum(lengths), self.groups.size)
@@ -203,11 +207,11 @@ class _LanguageSequence(_Sequence):
         if lengths != [len(head) + len(tail) for head, tail in pairs]:
             raise ConfigError(f"{self.name}: ranks hold {lengths} tokens, which is no cut of shard_sequence")
         padded = functional.pad(position_ids, (0, max(lengths) - position_ids.shape[1]))
-        whole = position_ids.new_empty(position_ids.shape[0], sum(lengths))
+        joined = position_ids.new_empty(position_ids.shape[0], sum(lengths))
         for part, (head, tail) in zip(self.gather(padded), pairs, strict=True):
-            whole[:, head.start : head.stop] = part[:, : len(head)]
-            whole[:, tail.start : tail.stop] = part[:, len(head) : len(head) + len(tail)]
-        return whole
+            joined[:, head.start : head.stop] = part[:, : len(head)]
+            joined[:, tail.start : tail.stop] = part[:, len(head) : len(head) + len(tail)]
+        return joined
 
 
 def _documents(position_ids: Tensor) -> list[list[int]]:
@@ -233,14 +237,14 @@ def _language_attention(
         name = type(module).__name__
         raise ConfigError(f"{name} is not in a block of its model's plan ({ATTENTION}): add its block to the plan")
     shared.called.add(module)
-    schedule, whole = shared.schedule(position_ids)
+    schedule, row_positions = shared.schedule(position_ids)
     changes = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window if pattern is None else pattern}
-    wrong = [name for name, change in changes.items() if change is not None]
-    if not wrong:
+    active = [name for name, change in changes.items() if change is not None]
+    if not active:
         return sequence_attention(query, key, value, schedule, scale).transpose(1, 2)
     if shared.of_rows is None or pattern != changes["sliding_window"]:
-        raise ConfigError(f"{type(module).__name__} uses {', '.join(wrong)}, unknown to {UNKNOWN_TO}: {OFF}")
-    return shared.of_rows(module, (query, key, value), schedule, whole, scale, pattern, softcap, s_aux)
+        raise ConfigError(f"{type(module).__name__} uses {', '.join(active)}, unknown to {UNKNOWN_TO}: {OFF}")
+    return shared.of_rows(module, (query, key, value), schedule, row_positions, scale, pattern, softcap, s_aux)
 
 
 class _DiffusionSequence(_Sequence):
@@ -252,30 +256,31 @@ class _DiffusionSequence(_Sequence):
         super().__init__(module, mesh, plan)
         self.cut: dict[str, int] = {}
         """Whole lengths of what this forward pass has cut, by place."""
-        self._open, self._guard = False, None
-        self._known: dict[str, dict[tuple[tuple[str, int], ...], list[tuple[int, ...]]]] = {}
+        self._open = False
+        self._guard = None
+        self._lengths_by_cut: dict[str, dict[tuple[tuple[str, int], ...], list[tuple[int, ...]]]] = {}
         self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}
 
     def plug_in(self) -> None:
         """Plants the cuts and wraps the processors."""
         self.module.register_forward_pre_hook(self._start)
         for pattern, cuts in self.plan.sequence.items():
-            for name, target in self._matching(pattern).items():
+            for name, target in self._find_modules(pattern).items():
                 self._plant(name, target, cuts)
-        whole = {name for pattern in self.plan.replicated_context for name in self._matching(pattern)}
+        replicated = {name for pattern in self.plan.replicated_context for name in self._find_modules(pattern)}
         for name, submodule in self.module.named_modules():
             if getattr(submodule, "processor", None) is not None:
-                self._wrap(name, submodule, name in whole)
-        self.blocks = {name: block for name, block in self.blocks.items() if not reads_whole(name, block, whole)}
+                self._wrap(name, submodule, name in replicated)
+        self.blocks = {name: block for name, block in self.blocks.items() if not reads_whole(name, block, replicated)}
         self._check_attention()
         self.module.register_forward_hook(self._finish, always_call=True)
 
-    def _matching(self, pattern: str) -> dict[str, nn.Module]:
+    def _find_modules(self, pattern: str) -> dict[str, nn.Module]:
         fits = matcher(pattern)
-        found = {name: submodule for name, submodule in self.module.named_modules() if fits(name)}
-        if not found:
+        matching = {name: submodule for name, submodule in self.module.named_modules() if fits(name)}
+        if not matching:
             raise ConfigError(f"{self.name} has no module {pattern!r}, which its plan for sequence parallelism names")
-        return found
+        return matching
 
     def _plant(self, name: str, target: nn.Module, cuts: Mapping[str | int, Split] | Gather) -> None:
         if isinstance(cuts, Gather):
@@ -310,13 +315,16 @@ class _DiffusionSequence(_Sequence):
     def _part(self, place: str, value: Any, dim: int) -> Any:
         """This rank's part of a tensor, or of each in a tuple or list. Its gradient is that of a slice."""
         if isinstance(value, tuple | list):
-            return type(value)(self._part(f"{place}.{index}", part, dim) for index, part in enumerate(value))
-        total, size, rank = value.shape[dim], self.groups.size, self.groups.rank
+            return type(value)(self._part(f"{place}.{index}", member, dim) for index, member in enumerate(value))
+        total = value.shape[dim]
+        size = self.groups.size
+        rank = self.groups.rank
         if total < size:
             raise ConfigError(f"{self.name}: {total} tokens at {place} cannot be shared by {size} ranks: {SIZES}")
-        self.cut[place], self._open = total, True
-        own = range_of_rank(total, rank, size)
-        return value.narrow(dim, own.start, len(own)).contiguous()
+        self.cut[place] = total
+        self._open = True
+        tokens = range_of_rank(total, rank, size)
+        return value.narrow(dim, tokens.start, len(tokens)).contiguous()
 
     def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
@@ -351,13 +359,15 @@ class _DiffusionSequence(_Sequence):
                     raise ConfigError(f"{where}; sequence parallelism needs attention that {self.seam}: {OFF}")
 
     def _start(self, module: nn.Module, args: Any) -> None:
-        self.cut, self._open = {}, False
+        self.cut = {}
+        self._open = False
         if not self.checked:
             self._guard = _Redirect(self._unwrapped_attention)
             self._guard.__enter__()
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
-        guard, self._guard = self._guard, None
+        guard = self._guard
+        self._guard = None
         if guard is not None:
             guard.__exit__(None, None, None)
         if not self.checked and output is not None:
@@ -388,17 +398,17 @@ class _DiffusionSequence(_Sequence):
         """What stands in for torch's function: the same arguments, with this rank's tokens."""
         where = f"{self.name}: {name}"
         if dropout_p or is_causal:
-            what = "dropout" if dropout_p else "is_causal"
-            raise ConfigError(f"{where} uses {what}, unknown to sequence parallelism: {OFF}")
+            feature = "dropout" if dropout_p else "is_causal"
+            raise ConfigError(f"{where} uses {feature}, unknown to sequence parallelism: {OFF}")
         if not self.cut:
             raise ConfigError(f"{where} ran before the sequence was cut: name it in replicated_context of the plan")
         mask = None if attn_mask is None else self._key_mask(name, attn_mask, key.shape[2])
         lengths = self.agree(f"{name}, call {call}", query.shape[2], key.shape[2])
-        whole = tuple(zip(*lengths, strict=True))
-        if whole not in self._schedules:
-            self._schedules[whole] = full_schedule(self.groups, *whole)
+        all_lengths = tuple(zip(*lengths, strict=True))
+        if all_lengths not in self._schedules:
+            self._schedules[all_lengths] = full_schedule(self.groups, *all_lengths)
         self.called.add(module)
-        return sequence_attention(query, key, value, self._schedules[whole], scale, mask)
+        return sequence_attention(query, key, value, self._schedules[all_lengths], scale, mask)
 
     def _key_mask(self, name: str, mask: Tensor, num_keys: int) -> Tensor:
         """[B or 1, Sk] of a mask that is the same for all queries and heads."""
@@ -417,31 +427,33 @@ class _DiffusionSequence(_Sequence):
         Recomputation may follow the forward pass of another batch, so what is cut is not known then; with one known
         answer it is that one, and with several the ranks, which all know the same, exchange again.
         """
-        known = self._known.setdefault(place, {})
+        lengths_by_cut = self._lengths_by_cut.setdefault(place, {})
         if torch._C._current_graph_task_id() == -1:
             key = tuple(self.cut.items())
-            if key not in known:
-                known[key] = self.gather_lengths(*lengths)
-            found = known[key]
+            if key not in lengths_by_cut:
+                lengths_by_cut[key] = self.gather_lengths(*lengths)
+            agreed = lengths_by_cut[key]
         else:
-            answers = list(known.values())
-            one = bool(answers) and all(answer == answers[0] for answer in answers)
-            found = answers[0] if one else self.gather_lengths(*lengths)
-        if found[self.groups.rank] != lengths:
-            raise RuntimeError(f"{place}: lengths {lengths} where {found[self.groups.rank]} were agreed on")
-        return found
+            answers = list(lengths_by_cut.values())
+            is_unanimous = bool(answers) and all(answer == answers[0] for answer in answers)
+            agreed = answers[0] if is_unanimous else self.gather_lengths(*lengths)
+        if agreed[self.groups.rank] != lengths:
+            raise RuntimeError(f"{place}: lengths {lengths} where {agreed[self.groups.rank]} were agreed on")
+        return agreed
 
 
 class _Join(torch.autograd.Function):
     """The whole sequence on every rank. Each computes the same loss from it and takes its own part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dim: int, lengths: list[int], shared: _Sequence) -> Tensor:
-        ctx.dim, ctx.start, ctx.length = dim, sum(lengths[: shared.groups.rank]), part.shape[dim]
-        moved = part.movedim(dim, 0)
-        room = moved.new_zeros(max(lengths), *moved.shape[1:])
-        room[: len(moved)] = moved
-        parts = zip(shared.gather(room), lengths, strict=True)
+    def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], shared: _Sequence) -> Tensor:
+        ctx.dim = dim
+        ctx.start = sum(lengths[: shared.groups.rank])
+        ctx.length = shard.shape[dim]
+        moved = shard.movedim(dim, 0)
+        padded_shard = moved.new_zeros(max(lengths), *moved.shape[1:])
+        padded_shard[: len(moved)] = moved
+        parts = zip(shared.gather(padded_shard), lengths, strict=True)
         return torch.cat([padded[:length].movedim(0, dim) for padded, length in parts], dim=dim)
 
     @staticmethod
@@ -460,7 +472,8 @@ class _Redirect(TorchFunctionMode):
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.attention, self.num_calls = attention, 0
+        self.attention = attention
+        self.num_calls = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
@@ -473,7 +486,9 @@ class RedirectedProcessor:
     """Runs an attention module's own processor with another function in place of torch's attention."""
 
     def __init__(self, processor: Any, attention: Callable[..., Tensor], name: str) -> None:
-        self.processor, self.attention, self.name = processor, attention, name
+        self.processor = processor
+        self.attention = attention
+        self.name = name
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return type(self).__call__(self, *args, **kwargs)

@@ -64,13 +64,13 @@ def whole(tensor: Tensor) -> Tensor:
     if not any(_cut_twice_in_blocks(tensor, dim) for dim in range(tensor.ndim)):
         return tensor.full_tensor()
     shard = local(tensor.detach())
-    found = shard.new_zeros(tensor.shape)
+    joined = shard.new_zeros(tensor.shape)
     positions = [torch.cat([torch.arange(*span) for span in ranges]) for ranges in ranges_of(tensor)]
-    found[torch.meshgrid(*(places.to(shard.device) for places in positions), indexing="ij")] = shard
+    joined[torch.meshgrid(*(places.to(shard.device) for places in positions), indexing="ij")] = shard
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
-            dist.all_reduce(found, group=tensor.device_mesh.get_group(axis))
-    return found
+            dist.all_reduce(joined, group=tensor.device_mesh.get_group(axis))
+    return joined
 
 
 def placed_like(shard: Tensor, like: DTensor) -> DTensor:
@@ -90,8 +90,8 @@ def shard_of(whole: Tensor, like: Tensor) -> Tensor:
         Plain tensor; it may share memory with ``whole``.
     """
     for dim, ranges in enumerate(ranges_of(like)):
-        parts = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
     return whole
 
 
@@ -103,20 +103,20 @@ def ranges_of(tensor: Tensor) -> list[list[tuple[int, int]]]:
     """
     if not isinstance(tensor, DTensor):
         return [[(0, size)] for size in tensor.shape]
-    found = []
+    ranges_by_dim = []
     for dim, size in enumerate(tensor.shape):
-        cuts = _cuts(tensor, dim)
+        cuts = _cuts_along(tensor, dim)
         if _cut_twice_in_blocks(tensor, dim):
-            (_, count, rank), *others = cuts
-            cuts = [*others, (1, count, rank)]
+            (_, count, rank), *other_cuts = cuts
+            cuts = [*other_cuts, (1, count, rank)]
         positions = torch.arange(size)
         for blocks, count, rank in cuts:
             positions = torch.cat([_chunk(block, count)[rank] for block in _chunk(positions, blocks)])
-        found.append(_ranges(positions))
-    return found
+        ranges_by_dim.append(_ranges(positions))
+    return ranges_by_dim
 
 
-def _cuts(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
+def _cuts_along(tensor: DTensor, dim: int) -> list[tuple[int, int, int]]:
     """How a dimension is cut, in the order of the mesh: blocks cut alike, shards of each, and which is this rank's."""
     axes = zip(tensor.placements, tensor.device_mesh.shape, tensor.device_mesh.get_coordinate(), strict=True)
     return [
@@ -131,7 +131,7 @@ def _cut_twice_in_blocks(tensor: DTensor, dim: int) -> bool:
 
     DTensor has no placements for that; those that fsdp2 notes are of another order, and full_tensor mixes up rows.
     """
-    return sum(blocks > 1 for blocks, _, _ in _cuts(tensor, dim)) > 1
+    return sum(blocks > 1 for blocks, _, _ in _cuts_along(tensor, dim)) > 1
 
 
 def _chunk(positions: Tensor, count: int) -> list[Tensor]:
@@ -164,7 +164,8 @@ class Shards:
         self.shapes = whole_shapes(module)
         self.group = None
         if isinstance(module, FullyShardedDataParallel) and mesh.layout.fsdp > 1:
-            self.group, self.rank = mesh.group("fsdp"), mesh.rank_in("fsdp")
+            self.group = mesh.group("fsdp")
+            self.rank = mesh.rank_in("fsdp")
             numels = mesh.gather({name: parameter.numel() for name, parameter in self.parameters.items()}, over="fsdp")
             self.numels = {name: [counts[name] for counts in numels] for name in self.parameters}
 
@@ -180,10 +181,10 @@ class Shards:
             return whole(placed_like(shard, parameter))
         if self.group is None:
             return shard
-        mine = functional.pad(shard.reshape(-1), (0, max(self.numels[name]) - shard.numel()))
-        padded = [torch.empty_like(mine) for _ in self.numels[name]]
-        dist.all_gather(padded, mine, group=self.group)
-        parts = [flat[:numel] for flat, numel in zip(padded, self.numels[name], strict=True)]
+        padded_shard = functional.pad(shard.reshape(-1), (0, max(self.numels[name]) - shard.numel()))
+        gathered = [torch.empty_like(padded_shard) for _ in self.numels[name]]
+        dist.all_gather(gathered, padded_shard, group=self.group)
+        parts = [flat[:numel] for flat, numel in zip(gathered, self.numels[name], strict=True)]
         return torch.cat(parts).view(self.shapes[name])
 
     def shard(self, name: str, full: Tensor) -> Tensor:
@@ -221,21 +222,23 @@ def chunks_of(shards: Shards, name: str) -> list[Chunk]:
     shape = shards.shapes[name]
     if shards.group is not None:  # fsdp1: a range of the flattened tensor
         start = sum(shards.numels[name][: shards.rank])
-        found, position = [], 0
+        range_chunks = []
+        position = 0
         for offsets, sizes in chunks_of_range(shape, start, start + shards.numels[name][shards.rank]):
-            found.append(Chunk(offsets, sizes, (slice(position, position + prod(sizes)),)))
+            range_chunks.append(Chunk(offsets, sizes, (slice(position, position + prod(sizes)),)))
             position += prod(sizes)
-        return found
-    along = []
+        return range_chunks
+    spans_by_dim = []
     for ranges in ranges_of(shards.parameters[name]):
-        position, spans = 0, []
+        position = 0
+        spans = []
         for start, stop in ranges:
             spans.append((start, stop - start, slice(position, position + stop - start)))
             position += stop - start
-        along.append(spans)
+        spans_by_dim.append(spans)
     chunks = [
         Chunk(tuple(span[0] for span in spans), tuple(span[1] for span in spans), tuple(span[2] for span in spans))
-        for spans in product(*along)
+        for spans in product(*spans_by_dim)
     ]
     return [chunk for chunk in chunks if 0 not in chunk.sizes or 0 in shape]
 

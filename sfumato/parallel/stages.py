@@ -122,19 +122,19 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
                 "a pipeline's stages get no attention_mask: leave it out; position_ids separate packed documents, and "
                 "padding on the right needs labels -100 only"
             )
-        found = {}
+        fields = {}
         for name, tensor in batch.items():
             if tensor.shape[:2] != shape:
-                found[name] = tensor
+                fields[name] = tensor
                 continue
             if name == "position_ids":
                 places = (torch.arange(length, device=tensor.device) - shape[1]) % length  # 0 after the row's end
-                found[name] = places.to(tensor.dtype).repeat(rows, 1)
-                found[name][shape[0] :] = torch.arange(length, device=tensor.device)
+                fields[name] = places.to(tensor.dtype).repeat(rows, 1)
+                fields[name][shape[0] :] = torch.arange(length, device=tensor.device)
             else:
-                found[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
-            found[name][: shape[0], : shape[1]] = tensor
-        padded.append(found)
+                fields[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
+            fields[name][: shape[0], : shape[1]] = tensor
+        padded.append(fields)
     return padded
 
 
@@ -165,12 +165,16 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In one that
     sees they are those of its language model; all that is beside that goes before.
     """
-    name, config = type(module).__name__, getattr(module.config, "get_text_config", lambda: module.config)()
-    plan, head = getattr(config, "base_model_pp_plan", None), getattr(type(module), "_pp_plan", None)
-    decoder, before = module, []
+    name = type(module).__name__
+    config = getattr(module.config, "get_text_config", lambda: module.config)()
+    plan = getattr(config, "base_model_pp_plan", None)
+    head = getattr(type(module), "_pp_plan", None)
+    decoder = module
+    before = []
     if config is not module.config:
-        decoder, head = module.get_decoder(), [_name_of(module, module.get_output_embeddings())]
-        before = _beside(module, decoder)
+        decoder = module.get_decoder()
+        head = [_find_name(module, module.get_output_embeddings())]
+        before = _find_parts_around(module, decoder)
         plan = plan or (DECODER if all(hasattr(decoder, part) for part in DECODER) else None)
     elif plan and head:
         decoder = module.base_model
@@ -188,18 +192,18 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     return [*before, *parts[: places[0]]], [*parts[places[0]]], after
 
 
-def _name_of(module: nn.Module, part: nn.Module) -> str:
+def _find_name(module: nn.Module, part: nn.Module) -> str:
     return next(name for name, submodule in module.named_modules() if submodule is part)
 
 
-def _beside(module: nn.Module, decoder: nn.Module) -> list[Part]:
+def _find_parts_around(module: nn.Module, decoder: nn.Module) -> list[Part]:
     """Encoders, projectors and single weights of a model that sees, beside its language model and the head."""
-    found: list[Part] = []
+    children: list[Part] = []
     for owner in {module, module.base_model}:
-        kept = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
-        found += [child for child in owner.children() if id(child) not in kept]
-        found += owner.parameters(recurse=False)
-    return found
+        excluded = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
+        children += [child for child in owner.children() if id(child) not in excluded]
+        children += owner.parameters(recurse=False)
+    return children
 
 
 def check_added_features(module: nn.Module, layers: int) -> None:
@@ -212,12 +216,12 @@ def check_added_features(module: nn.Module, layers: int) -> None:
     Raises:
         ConfigError: when it has fewer.
     """
-    wanted = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    if layers < wanted:
+    num_needed = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if layers < num_needed:
         raise ConfigError(
             f"train.pipeline_parallel_size: {type(module).__name__} adds features of images to the output of its first "
-            f"{wanted} layers (vision_config.deepstack_visual_indexes), of which the first stage has {layers}: lower "
-            "it, or take a train.pipeline_schedule with one stage in each rank"
+            f"{num_needed} layers (vision_config.deepstack_visual_indexes), of which the first stage has {layers}: "
+            "lower it, or take a train.pipeline_schedule with one stage in each rank"
         )
 
 
@@ -236,23 +240,23 @@ def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
     """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
     name = type(module).__name__
     shell = copy_around(module, {id(part): absent(part) for part in parts})
-    left = [weight for weight, _ in shell.named_parameters()]
+    leftover = [weight for weight, _ in shell.named_parameters()]
     if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
     device = next((buffer.device for buffer in shell.buffers()), torch.device("cpu"))
     hidden = torch.arange(2 * module.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
     try:
         with torch.no_grad():
-            handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
+            returned = hidden if leftover else shell(inputs_embeds=hidden, use_cache=False).logits
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it asks the embedding, which is elsewhere
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: given hidden states alone it stops with {error}; set "
             "train.pipeline_parallel_size to 1"
         ) from error
-    if left or not torch.equal(handed, hidden):
-        does = f"has weights ({', '.join(left[:3])})" if left else "changes hidden states"
+    if leftover or not torch.equal(returned, hidden):
+        fault = f"has weights ({', '.join(leftover[:3])})" if leftover else "changes hidden states"
         raise ConfigError(
-            f"{name} {does} outside its embedding, layers, norm and head, so that every stage of a pipeline would do "
+            f"{name} {fault} outside its embedding, layers, norm and head, so that every stage of a pipeline would do "
             "it again; set train.pipeline_parallel_size to 1"
         )
 
@@ -260,18 +264,18 @@ def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
 def copy_around(module: nn.Module, parts: dict[int, Part | None]) -> nn.Module:
     """A copy of a model with these parts in the place of those with these ids; configurations, of its language model,
     too, stay the same."""
-    configs = [each.config for each in module.modules() if hasattr(each, "config")]
+    configs = [submodule.config for submodule in module.modules() if hasattr(submodule, "config")]
     return copy.deepcopy(module, parts | {id(config): config for config in configs})
 
 
 def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
     """The plan without tensor-parallel styles of parts that only other stages have."""
-    here = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
-    here |= {name for name, _ in stage.named_parameters()}
-    gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
+    stage_names = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
+    stage_names |= {name for name, _ in stage.named_parameters()}
+    absent_names = {*dict(module.named_modules()), *dict(module.named_parameters())} - stage_names
     tensor = {}
     for pattern, style in plan.tensor.items():
         matches = matcher(pattern)
-        if any(map(matches, here)) or not any(map(matches, gone)):
+        if any(map(matches, stage_names)) or not any(map(matches, absent_names)):
             tensor[pattern] = style
     return replace(plan, tensor=tensor)

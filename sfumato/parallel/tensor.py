@@ -36,8 +36,8 @@ class Style:
         """Reads ``kind`` or ``kind:blocks``."""
         kind, _, blocks = text.partition(":")
         if kind not in STYLES or (blocks and not blocks.isdigit()):
-            known = ", ".join(sorted(STYLES))
-            raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {known}")
+            names = ", ".join(sorted(STYLES))
+            raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {names}")
         return cls(kind, int(blocks) if blocks else STYLES[kind].blocks)
 
     @property
@@ -81,22 +81,24 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
             f"{len(lists)}: set it to false"
         )
     cutter = Cutter(module, mesh.device_mesh("tp"))
-    found = match_plan(module, plan.tensor)
-    _match_tied_embeddings(module, found)
+    module_styles = match_plan(module, plan.tensor)
+    _match_tied_embeddings(module, module_styles)
     blocks = find_blocks(module, plan)
-    groups = _groups(blocks, found) if sequence_parallel else {}
-    _check_heads(module, found, cutter.ranks.size)
-    _check_owners(module, found)
+    groups = _find_groups(blocks, module_styles) if sequence_parallel else {}
+    _check_heads(module, module_styles, cutter.ranks.size)
+    _check_owners(module, module_styles)
     for parameter in trainable_parameters(module).values():  # each rank may have drawn its own at random
         if not parameter.is_meta:
             dist.broadcast(parameter.data, group=mesh.group("tp"), group_src=0)
 
-    inside = tuple(f"{name}." for name in blocks)
-    parts = tuple(f"{name}." for name, is_partial in groups.items() if is_partial)
+    block_prefixes = tuple(f"{name}." for name in blocks)
+    partial_prefixes = tuple(f"{name}." for name, is_partial in groups.items() if is_partial)
     handled: set[nn.Module] = set()
-    for name, style in found.items():
-        handled |= _apply(style, _Site(module, name, cutter, name.startswith(parts), name.startswith(inside)))
-    _reduce_heads(module, found, cutter.ranks.size)
+    for name, style in module_styles.items():
+        handled |= _apply(
+            style, _Site(module, name, cutter, name.startswith(partial_prefixes), name.startswith(block_prefixes))
+        )
+    _reduce_heads(module, module_styles, cutter.ranks.size)
     if sequence_parallel:
         share_sequence(module, blocks, groups, handled, cutter.ranks)
 
@@ -116,7 +118,8 @@ def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
-    placement, size = parameter.placements[-1], parameter.device_mesh.size(-1)
+    placement = parameter.placements[-1]
+    size = parameter.device_mesh.size(-1)
     if placement.is_replicate() or placement.dim != 0:
         return None
     if getattr(placement, "split_factor", 1) == 1 and not parameter.shape[0] % size:
@@ -142,7 +145,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         ConfigError: for an unknown style, or a pattern that matches nothing and does not end in ``?``.
     """
     names = [*dict(module.named_modules()), *dict(module.named_parameters())]
-    found: dict[str, Style] = {}
+    module_styles: dict[str, Style] = {}
     for pattern, text in plan.items():
         style = Style.of(text.removesuffix("?"), pattern)
         matching = [*filter(matcher(pattern), names)]
@@ -151,27 +154,28 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
                 f"plan of tensor parallelism: {pattern!r} ({text}) matches nothing in {type(module).__name__}; "
                 "correct the name, or end the style with ? if not every model has it"
             )
-        found |= dict.fromkeys(matching, style)
-    return found
+        module_styles |= dict.fromkeys(matching, style)
+    return module_styles
 
 
-def _match_tied_embeddings(module: nn.Module, found: dict[str, Style]) -> None:
+def _match_tied_embeddings(module: nn.Module, module_styles: dict[str, Style]) -> None:
     """An embedding whose weight is that of a cut head is cut too."""
     heads = {
         id(getattr(_base(module.get_submodule(name)), "weight", None))
-        for name, style in found.items()
+        for name, style in module_styles.items()
         if style.meaning.cuts == "outputs" and not _is_parameter(module, name)
     }
     for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.Embedding) and id(submodule.weight) in heads and name not in found:
-            found[name] = Style("embedding_rowwise")
+        if isinstance(submodule, nn.Embedding) and id(submodule.weight) in heads and name not in module_styles:
+            module_styles[name] = Style("embedding_rowwise")
 
 
-def _check_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
-    for name, style in found.items():
+def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
+    for name, style in module_styles.items():
         if style.kind != "colwise" or _is_parameter(module, name):
             continue
-        parent, layer = _parent(module, name), _base(module.get_submodule(name))
+        parent = _parent(module, name)
+        layer = _base(module.get_submodule(name))
         counts = [getattr(parent, "heads", None), getattr(parent, "num_heads", None)]
         width = getattr(parent, "head_dim", None)
         if isinstance(width, int) and not getattr(layer, "out_features", 0) % width:
@@ -184,11 +188,11 @@ def _check_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> No
                 )
 
 
-def _check_owners(module: nn.Module, found: Mapping[str, Style]) -> None:
-    for name, style in found.items():
+def _check_owners(module: nn.Module, module_styles: Mapping[str, Style]) -> None:
+    for name, style in module_styles.items():
         if style.meaning.cuts and _is_parameter(module, name):
             owner = name.rpartition(".")[0]
-            if owner not in found or found[owner].kind not in ("moe_tp_experts", "local_params"):
+            if owner not in module_styles or module_styles[owner].kind not in ("moe_tp_experts", "local_params"):
                 raise ConfigError(
                     f"plan of tensor parallelism: {name} is a bare parameter ({style.kind}); its module {owner} needs "
                     "the style moe_tp_experts or local_params"
@@ -204,21 +208,22 @@ class _Site:
     name: str
     """The module or parameter in it."""
     cutter: Cutter
-    parts: bool
+    in_partial_group: bool
     """Whether it stands in a partial group."""
-    inside: bool
+    in_block: bool
     """Whether it stands in a block, where shards must be equal."""
 
 
 def _apply(style: Style, site: _Site) -> set[nn.Module]:
     """Applies a style. Returns the modules whose parameters it has taken care of."""
     if _is_parameter(site.module, site.name):
-        owner, _, own = site.name.rpartition(".")
+        owner, _, key = site.name.rpartition(".")
         dims = site.module.get_parameter(site.name).ndim
         dim = max(dims - 2, 0) if style.meaning.cuts == "outputs" else dims - 1
-        site.cutter.cut(site.module.get_submodule(owner), own, dim, owner, style.blocks)
+        site.cutter.cut(site.module.get_submodule(owner), key, dim, owner, style.blocks)
         return set()
-    target, meaning = site.module.get_submodule(site.name), style.meaning
+    target = site.module.get_submodule(site.name)
+    meaning = style.meaning
     if meaning.cuts:
         return _apply_linear(target, style, site)
     if meaning.layer is not None:
@@ -229,14 +234,16 @@ def _apply(style: Style, site: _Site) -> set[nn.Module]:
 def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module]:
     """Cuts a linear layer and its adapters: of an adapter's two matrices the one at the cut side."""
     layer, firsts, seconds = _linear_parts(module, site.name, style.kind)
-    cutter, blocks, is_whole = site.cutter, style.blocks, style.meaning.is_whole
-    settings = {"tp_ranks": cutter.ranks, "tp_parts": site.parts}
+    cutter = site.cutter
+    blocks = style.blocks
+    is_whole = style.meaning.is_whole
+    settings = {"tp_ranks": cutter.ranks, "tp_parts": site.in_partial_group}
     if style.meaning.cuts == "inputs":
         for linear in (layer, *firsts):
             cutter.cut(linear, "weight", 1, site.name, blocks)
             styles.become(linear, styles.Rowwise, tp_whole_input=is_whole, **settings)
         return {layer, *firsts}
-    even = site.inside and not is_whole
+    even = site.in_block and not is_whole
     for linear in (layer, *seconds):
         if blocks == 1 or linear is layer:
             cutter.cut(linear, "weight", 0, site.name, blocks, even)
@@ -252,29 +259,34 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
     _check_type(layer, nn.Linear, name, kind)
     if layer is module:
         return layer, [], []
-    known = ("base_layer.", "lora_A.", "lora_B.")
-    others = [parameter_name for parameter_name, _ in module.named_parameters() if not parameter_name.startswith(known)]
-    if others or getattr(module, "lora_variant", None) or not hasattr(module, "lora_A"):
+    lora_prefixes = ("base_layer.", "lora_A.", "lora_B.")
+    other_parameters = [
+        parameter_name
+        for parameter_name, _ in module.named_parameters()
+        if not parameter_name.startswith(lora_prefixes)
+    ]
+    if other_parameters or getattr(module, "lora_variant", None) or not hasattr(module, "lora_A"):
         raise ConfigError(
             f"{name}: tensor parallelism cuts plain LoRA adapters only, not {type(module).__name__} with "
-            f"{', '.join(others) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain LoRA"
+            f"{', '.join(other_parameters) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain "
+            "LoRA"
         )
     return layer, list(module.lora_A.values()), list(module.lora_B.values())
 
 
-def _check_type(module: nn.Module, wanted: type[nn.Module], name: str, kind: str) -> None:
-    if not isinstance(module, wanted):
+def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: str) -> None:
+    if not isinstance(module, expected):
         raise ConfigError(
             f"plan of tensor parallelism: {name} is a {type(module).__name__}, but the style {kind} is for "
-            f"torch.nn.{wanted.__name__}"
+            f"torch.nn.{expected.__name__}"
         )
 
 
-def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
+def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
     """diffusers' attention divides features by its number of heads, or inner_dim by it; it has this rank's now."""
     parents = {
         _parent(module, name)
-        for name, style in found.items()
+        for name, style in module_styles.items()
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
     for parent in parents:
@@ -293,8 +305,8 @@ def _parent(module: nn.Module, name: str) -> nn.Module:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own in module.get_submodule(owner)._parameters
+    owner, _, key = name.rpartition(".")
+    return key in module.get_submodule(owner)._parameters
 
 
 def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True) -> _Apply:
@@ -317,7 +329,7 @@ def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 
 def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
-    if not site.parts:
+    if not site.in_partial_group:
         config = site.module.config.get_text_config()
         if not hasattr(config, "qk_rope_head_dim"):
             raise ConfigError(
@@ -338,7 +350,7 @@ def _apply_experts(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 
 def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
-    if site.parts:
+    if site.in_partial_group:
         styles.become(module, styles.Summed, tp_ranks=site.cutter.ranks)
         return {module}
     return _apply_role(styles.Local)(module, site)
@@ -395,7 +407,7 @@ STYLES: dict[str, Meaning] = {
 }
 
 
-def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict[str, bool]:
+def _find_groups(blocks: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> dict[str, bool]:
     """The groups of layers in each block that need the whole sequence, and whether they are partial.
 
     A group is a child of a block (attention, feed-forward). One whose styles all can leave their sums to its ends is
@@ -410,8 +422,12 @@ def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict
                 "which would be used on a part of the sequence: set it to false"
             )
         for child, submodule in block.named_children():
-            meant = [style.meaning for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")]
-            if any(True for _ in submodule.parameters()) and (meant or not type(submodule).__name__.endswith("Norm")):
-                sums = any(meaning.cuts == "inputs" for meaning in meant)
-                groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meant)
+            meanings = [
+                style.meaning for key, style in module_styles.items() if f"{key}.".startswith(f"{name}.{child}.")
+            ]
+            if any(True for _ in submodule.parameters()) and (
+                meanings or not type(submodule).__name__.endswith("Norm")
+            ):
+                sums = any(meaning.cuts == "inputs" for meaning in meanings)
+                groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meanings)
     return groups

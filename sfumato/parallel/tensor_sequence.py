@@ -34,7 +34,8 @@ class SequenceGroup(nn.Module):
     """A group of layers that runs on the whole sequence and returns this rank's part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        sequence, ranks = self.tp_sequence, self.tp_sequence.ranks
+        sequence = self.tp_sequence
+        ranks = self.tp_sequence.ranks
         # read anew in each block: before it is recomputed other sequences may have passed
         if kwargs.get("position_ids") is not None:
             sequence.length = kwargs["position_ids"].shape[-1]

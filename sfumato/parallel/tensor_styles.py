@@ -91,7 +91,10 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, total, ranks, parts):
-        ctx.dim, ctx.width, ctx.ranks, ctx.parts = dim, tensor.shape[dim], ranks, parts
+        ctx.dim = dim
+        ctx.width = tensor.shape[dim]
+        ctx.ranks = ranks
+        ctx.parts = parts
         return _all_gather(tensor, dim, total, ranks)
 
     @staticmethod
@@ -103,7 +106,9 @@ class _Gather(torch.autograd.Function):
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, ranks, sums):
-        ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
+        ctx.dim = dim
+        ctx.total = tensor.shape[dim]
+        ctx.ranks = ranks
         return (_reduce_scatter if sums else _shard)(tensor, dim, ranks)
 
     @staticmethod
@@ -160,13 +165,14 @@ class Cutter:
     """Makes parameters DTensors of which this rank keeps a shard. One for a model: it knows tied weights."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        self.device_mesh, self.ranks = device_mesh, TensorRanks.of(device_mesh)
+        self.device_mesh = device_mesh
+        self.ranks = TensorRanks.of(device_mesh)
         owners: dict[int, int] = {}
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
         self._tied = {identity for identity, count in owners.items() if count > 1}
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._cut_tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def cut(self, module: nn.Module, name: str, dim: int, where: str, blocks: int = 1, even: bool = True) -> None:
         """Replaces a parameter by its DTensor.
@@ -186,22 +192,24 @@ class Cutter:
         if parameter is None:
             return
         dim %= parameter.ndim
-        size, parts = parameter.shape[dim], blocks * self.ranks.size
-        if (even or blocks > 1) and size % parts:
+        size = parameter.shape[dim]
+        num_shards = blocks * self.ranks.size
+        if (even or blocks > 1) and size % num_shards:
             raise ConfigError(
-                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {parts} equal shards "
-                f"({size} / {parts} = {size / parts:g}): lower train.tensor_parallel_size {self.ranks.size}"
+                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {num_shards} equal "
+                f"shards ({size} / {num_shards} = {size / num_shards:g}): lower train.tensor_parallel_size "
+                f"{self.ranks.size}"
             )
         placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
-        known = self._made.get(id(parameter))
-        if known and known[1].placements != (placement,):
+        earlier = self._cut_tied.get(id(parameter))
+        if earlier and earlier[1].placements != (placement,):
             raise ConfigError(
                 f"{where}.{name} is tied to a weight that is cut otherwise: give both the same style in the plan"
             )
-        made = known[1] if known else self._distribute(parameter, placement)
+        distributed = earlier[1] if earlier else self._distribute(parameter, placement)
         if id(parameter) in self._tied:
-            self._made[id(parameter)] = (parameter, made)
-        module.register_parameter(name, made)
+            self._cut_tied[id(parameter)] = (parameter, distributed)
+        module.register_parameter(name, distributed)
 
     def _distribute(self, parameter: nn.Parameter, placement: Shard | _StridedShard) -> nn.Parameter:
         if isinstance(placement, Shard):
@@ -293,8 +301,8 @@ class Local(nn.Module):
     """A module that computes with this rank's shards of its own parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-        with showing(self, **{name: self._of_rank(parameter) for name, parameter in own.items()}):
+        parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
@@ -371,18 +379,18 @@ def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:
 
 
 @functools.cache
-def _class_of(role: type[nn.Module], known: type[nn.Module]) -> type[nn.Module]:
-    return type(known.__name__, (role, known), {"__module__": known.__module__})
+def _class_of(role: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    return type(base.__name__, (role, base), {"__module__": base.__module__})
 
 
 @contextmanager
 def showing(module: nn.Module, **values: Any) -> Iterator[None]:
     """While it lasts, a module's attributes have other values; its parameters stay registered as they are."""
-    before = {name: module.__dict__[name] for name in values if name in module.__dict__}
+    overwritten = {name: module.__dict__[name] for name in values if name in module.__dict__}
     module.__dict__.update(values)
     try:
         yield
     finally:
         for name in values:
             del module.__dict__[name]
-        module.__dict__.update(before)
+        module.__dict__.update(overwritten)

@@ -71,7 +71,9 @@ class Held:
     """A tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
 
     def read(self, slices: Slices) -> Tensor:
         return self.tensor[slices]
@@ -82,7 +84,9 @@ class Stacked:
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([part.shape for part in parts], "stacked")
-        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.parts = parts
+        self.dim = dim
+        self.dtype = parts[0].dtype
         self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
 
     def read(self, slices: Slices) -> Tensor:
@@ -98,25 +102,31 @@ class Joined:
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([part.shape[:dim] + part.shape[dim + 1 :] for part in parts], "joined")
-        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.parts = parts
+        self.dim = dim
+        self.dtype = parts[0].dtype
         self.ends = list(accumulate((part.shape[dim] for part in parts), initial=0))
         self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
 
     def read(self, slices: Slices) -> Tensor:
-        wanted, found = slices[self.dim], []
-        for part, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
-            first, last = max(wanted.start, start), min(wanted.stop, stop)
-            if first < last or not found:
+        bounds = slices[self.dim]
+        pieces = []
+        for source, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
+            first, last = max(bounds.start, start), min(bounds.stop, stop)
+            if first < last or not pieces:
                 inside = slice(first - start, last - start) if first < last else slice(0, 0)
-                found.append(part.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
-        return torch.cat(found, self.dim)
+                pieces.append(source.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
+        return torch.cat(pieces, self.dim)
 
 
 class Narrowed:
     """A range of a tensor along a dimension."""
 
     def __init__(self, whole: TensorSource, dim: int, start: int, stop: int) -> None:
-        self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
+        self.whole = whole
+        self.dim = dim
+        self.start = start
+        self.dtype = whole.dtype
         self.shape = (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
 
     def read(self, slices: Slices) -> Tensor:
@@ -137,7 +147,10 @@ class Swapped:
     """A tensor with two dimensions exchanged."""
 
     def __init__(self, whole: TensorSource, first: int, second: int) -> None:
-        self.whole, self.first, self.second, self.dtype = whole, first, second, whole.dtype
+        self.whole = whole
+        self.first = first
+        self.second = second
+        self.dtype = whole.dtype
         self.shape = self._swap(whole.shape)
 
     def _swap(self, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -186,7 +199,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
     Raises:
         ConfigError: when a file is missing, damaged or of an unknown dtype, or two hold the same tensor.
     """
-    found: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     with ExitStack() as stack:
         for path in _files(files):
             try:
@@ -194,13 +207,13 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}; fetch the weights again") from error
             for name in file.keys():  # noqa: SIM118
-                if name in found:
+                if name in sources:
                     raise ConfigError(f"{path}: tensor {name!r} is in another file too: remove one of them")
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ConfigError(f"{path}: tensor {name!r} has dtype {view.get_dtype()}, which is not supported")
-                found[name] = FileTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
-        yield found
+                sources[name] = FileTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+        yield sources
 
 
 def _files(files: Path | Sequence[Path]) -> list[Path]:
@@ -219,8 +232,8 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not an index of weights: {error!r}; fetch it again") from error
             return [files / name for name in sorted(set(names))]
-    wanted = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
-    raise ConfigError(f"{files} has neither {wanted}: give a folder that save_pretrained wrote")
+    expected = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
+    raise ConfigError(f"{files} has neither {expected}: give a folder that save_pretrained wrote")
 
 
 def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
@@ -260,8 +273,8 @@ def converted(
         mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, TensorSource] = {}
+    converter_of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, TensorSource] = {}
     groups: dict[str, dict[str, list[TensorSource]]] = {}
     for name in sorted(
         stored, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
@@ -271,14 +284,14 @@ def converted(
             new, pattern = name, None
         if pattern is not None:
             groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
-        elif new in found:
+        elif new in sources:
             raise ConfigError(f"two tensors of the files are {new!r} in transformers")
         else:
-            found[new] = stored[name]
-    for name, parts in groups.items():
+            sources[new] = stored[name]
+    for name, stored_parts in groups.items():
         with suppress(ConfigError) if skip_others else nullcontext():
-            found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
-    return found
+            sources |= _combined(name, stored_parts, converter_of_pattern[next(iter(stored_parts))], shapes)
+    return sources
 
 
 def _combined(
@@ -297,9 +310,9 @@ def _combined(
             case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
                 state = [[chunk] for chunk in equal_parts(state[0][0], op.dim, len(names))]
             case "Transpose":
-                whole = state[0][0]
-                keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
-                state = [[whole if keep else Swapped(whole, op.dim0, op.dim1)]]
+                tensor = state[0][0]
+                keep = getattr(op, "check_dims", False) and tensor.shape == shapes.get(name)
+                state = [[tensor if keep else Swapped(tensor, op.dim0, op.dim1)]]
             case other:
                 raise ConfigError(
                     f"{name}: transformers converts it by {other}, which cannot be read in parts: load the model with "
@@ -314,10 +327,10 @@ def _combined(
 def _plain_classes(module: nn.Module) -> Iterator[None]:
     """Inside, modules have transformers' classes, not those of fsdp2 and of ours that are made of them: transformers
     looks conversions up by class name."""
-    known = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
-    sharded = {submodule: type(submodule) for submodule, cls in known.items() if cls is not type(submodule)}
+    plain_classes = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
+    sharded = {submodule: type(submodule) for submodule, cls in plain_classes.items() if cls is not type(submodule)}
     for submodule in sharded:
-        submodule.__class__ = known[submodule]
+        submodule.__class__ = plain_classes[submodule]
     try:
         yield
     finally:
@@ -326,4 +339,4 @@ def _plain_classes(module: nn.Module) -> Iterator[None]:
 
 
 def _plain_class(cls: type) -> type:
-    return next(each for each in cls.__mro__ if not issubclass(each, FSDPModule) and "sfumato." not in each.__module__)
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule) and "sfumato." not in base.__module__)

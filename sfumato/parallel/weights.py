@@ -33,7 +33,7 @@ NAMED = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExpectedTensor:
     """What a module must be given under a name."""
 
     shape: tuple[int, ...]
@@ -71,24 +71,24 @@ def load_weights(
             or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
             Afterwards, when a weight is not finite.
     """
-    here = _loadable(module).items()
-    wanted = {name: Wanted(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in here}
-    wanted = mesh.merge(wanted, over="pp")
+    loadable = _loadable(module).items()
+    expected = {name: ExpectedTensor(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in loadable}
+    expected = mesh.merge(expected, over="pp")
     shared = from_rank0 and mesh.size > 1
     with ExitStack() as stack:
-        found: dict[str, TensorSource] = {}
+        sources: dict[str, TensorSource] = {}
         problems: list[str] = []
         if mesh.is_first or not shared:
             try:
                 stored = _rename(stack.enter_context(open_weights(files)), rename)
-                found, problems = _match(stored, wanted, module, strict)
+                sources, problems = _match_files(stored, expected, module, strict)
             except ConfigError as error:
                 problems = [str(error)]
         _raise_everywhere(problems, mesh)
         make_real(module, device or mesh.device)
         targets = _loadable(module)
-        for name in mesh.gather(list(found), over="world")[0] if shared else found:
-            source = _from_first(found.get(name), mesh) if shared else found[name]
+        for name in mesh.gather(list(sources), over="world")[0] if shared else sources:
+            source = _from_first(sources.get(name), mesh) if shared else sources[name]
             if name in targets:
                 _copy(read_shard(source, targets[name]), targets[name])
     refuse_not_finite(targets, files, mesh)
@@ -131,12 +131,12 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
     _raise_everywhere(problems, mesh)
     for name in mesh.gather(list(tensors) if mesh.is_first else [], over="world")[0] if shared else tensors:
-        mine = Held(tensors[name]) if mesh.is_first or not shared else None
-        whole = (_from_first(mine, mesh) if shared else mine).tensor
+        held = Held(tensors[name]) if mesh.is_first or not shared else None
+        whole_tensor = (_from_first(held, mesh) if shared else held).tensor
         if name in parameters:
-            _copy(shards.shard(name, whole), parameters[name])
+            _copy(shards.shard(name, whole_tensor), parameters[name])
         elif name in buffers:
-            _copy(whole, buffers[name])
+            _copy(whole_tensor, buffers[name])
 
 
 def whole_weights(
@@ -158,23 +158,23 @@ def whole_weights(
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
-    mine = {name: (tuple(shards.shapes[name]), parameter.dtype) for name, parameter in parameters.items()}
-    mine |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+    own_specs = {name: (tuple(shards.shapes[name]), parameter.dtype) for name, parameter in parameters.items()}
+    own_specs |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
-    found: dict[str, Tensor] = {}
-    for number, specs in enumerate(mesh.gather(mine, over="pp")):
+    weights: dict[str, Tensor] = {}
+    for owner_stage, specs in enumerate(mesh.gather(own_specs, over="pp")):
         for name, (shape, dtype) in specs.items():
-            if number == stage:
-                whole = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
+            if owner_stage == stage:
+                tensor = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
                 if stage > 0 and ranks[0] == 0:
-                    dist.send(whole.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
+                    dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
-                whole = torch.empty(shape, dtype=dtype, device=mesh.device)
-                dist.recv(whole, src=ranks[number], group=mesh.group("pp"))
+                tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+                dist.recv(tensor, src=ranks[owner_stage], group=mesh.group("pp"))
             if mesh.is_first:
-                found.setdefault(name, whole.detach().to("cpu", copy=not share))
-    return found
+                weights.setdefault(name, tensor.detach().to("cpu", copy=not share))
+    return weights
 
 
 def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]:
@@ -184,8 +184,8 @@ def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]
         module: plain or as ``parallelize`` returned it; what is on meta is passed over.
         mesh: the ranks, all of which must call it; None looks at this process alone.
     """
-    found = not_finite(all_parameters(module) | persistent_buffers(module))
-    return found if mesh is None else together(found, mesh)
+    names = not_finite(all_parameters(module) | persistent_buffers(module))
+    return names if mesh is None else together(names, mesh)
 
 
 def refuse_not_finite(
@@ -241,17 +241,17 @@ def real_stand_ins(module: nn.Module) -> Iterator[None]:
     Adapters that are made inside are then real, with the same random values as beside real weights; peft would put
     them on meta. For initialisations that do not look at the weights.
     """
-    kept = []
+    replaced = []
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
                 stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                kept.append((owner, name, parameter))
+                replaced.append((owner, name, parameter))
                 owner._parameters[name] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
     try:
         yield
     finally:
-        for owner, name, parameter in kept:
+        for owner, name, parameter in replaced:
             parameter.requires_grad_(owner._parameters[name].requires_grad)
             owner._parameters[name] = parameter
 
@@ -275,7 +275,7 @@ def initialise_on_meta(
         ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
     """
     _refuse_fsdp1(module)
-    wanted = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
+    names = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
     tensors: dict[str, Tensor] = {}
     problems = []
     if mesh.is_first:
@@ -283,11 +283,11 @@ def initialise_on_meta(
             torch.manual_seed(seed)
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        lacking = [name for name in wanted if name not in tensors]
-        problems = [f"the module that was built has no {listed(lacking, NAMED)}"] if lacking else []
+        missing = [name for name in names if name not in tensors]
+        problems = [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
     _raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
-    load_whole(module, {name: tensors[name].detach() for name in wanted if name in tensors}, mesh, from_rank0=True)
+    load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
 
 
 def make_real(module: nn.Module, device: torch.device) -> None:
@@ -298,8 +298,8 @@ def make_real(module: nn.Module, device: torch.device) -> None:
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((owner, key))
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    for (first, name), *others in places.values():
-        for owner, key in others:  # tied weights stay one
+    for (first, name), *tied in places.values():
+        for owner, key in tied:  # tied weights stay one
             owner._parameters[key] = first._parameters[name]
 
 
@@ -320,9 +320,9 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     on_meta = [name for name, parameter in parameters.items() if name.startswith(adapters) and parameter.is_meta]
     if on_meta:
         raise ConfigError(f"adapters are on meta: {listed(on_meta, NAMED)}; add them inside real_stand_ins")
-    found = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
-    found |= buffers
-    return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in found.items()}
+    loadable = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
+    loadable |= buffers
+    return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in loadable.items()}
 
 
 def _refuse_fsdp1(module: nn.Module) -> None:
@@ -357,47 +357,49 @@ def _rename(
     return renamed
 
 
-def _match(
-    stored: dict[str, TensorSource], wanted: dict[str, Wanted], module: nn.Module, strict: bool
+def _match_files(
+    stored: dict[str, TensorSource], expected_tensors: dict[str, ExpectedTensor], module: nn.Module, strict: bool
 ) -> tuple[dict[str, TensorSource], list[str]]:
     """A tensor for each name that is wanted, and what is wrong."""
     root = _transformers_model(module)
     if root is not None:
-        stored = converted(stored, root, {name: expected.shape for name, expected in wanted.items()})
+        stored = converted(stored, root, {name: expected.shape for name, expected in expected_tensors.items()})
     root = module if root is None else root
     names_of: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), set()).add(plain_name(name))
     same = [names for names in names_of.values() if len(names) > 1]
     same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
-    found, missing, misfits = {}, [], []
-    for name, expected in wanted.items():
+    sources = {}
+    missing = []
+    misfits = []
+    for name, expected in expected_tensors.items():
         names = [name, *sorted(chain.from_iterable(group for group in same if name in group))]
-        source = next((stored[known] for known in names if known in stored), None)
+        source = next((stored[alias] for alias in names if alias in stored), None)
         if source is not None:
-            found[name] = source
+            sources[name] = source
             misfits += _misfit(name, source, expected)
         elif expected.is_meta or (strict and not _ignores(root, "missing", name)):
             missing.append(name)
-    allowed = {*wanted, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
+    allowed = {*expected_tensors, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
     extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
     problems = [f"the files have no {listed(missing, NAMED)}; is this the folder of another model?"] if missing else []
     problems += [f"the module has no place for {listed(extra, NAMED)} of the files"] if extra else []
-    return found, problems + misfits
+    return sources, problems + misfits
 
 
-def _misfit(name: str, source: TensorSource, wanted: Wanted) -> list[str]:
-    if source.shape != wanted.shape:
-        return [f"{name} has shape {source.shape} in the files, the module wants {wanted.shape}"]
-    if wanted.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
+def _misfit(name: str, source: TensorSource, expected: ExpectedTensor) -> list[str]:
+    if source.shape != expected.shape:
+        return [f"{name} has shape {source.shape} in the files, the module wants {expected.shape}"]
+    if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
         return [f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"]
     return []
 
 
-def _ignores(model: nn.Module, what: str, name: str) -> bool:
+def _ignores(model: nn.Module, kind: str, name: str) -> bool:
     """Whether the model's class says that this name may be missing or unexpected."""
-    patterns = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
-    computed = (r"rotary_emb\.inv_freq$",) if what == "unexpected" else ()
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    computed = (r"rotary_emb\.inv_freq$",) if kind == "unexpected" else ()
     return any(re.search(pattern, name) for pattern in (*patterns, *computed))
 
 
@@ -413,9 +415,9 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
 
 
 def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
-    together = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
-    if together:
-        raise ConfigError(f"weights: {listed(together, NAMED, '; ')}")
+    all_problems = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
+    if all_problems:
+        raise ConfigError(f"weights: {listed(all_problems, NAMED, '; ')}")
 
 
 def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
