@@ -7,7 +7,7 @@ worse ones below, whatever the rewards: some objectives need that, others cannot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -24,7 +24,7 @@ LARGEST = 1e100
 
 @dataclass(frozen=True)
 class Advantages:
-    """What ``compute`` of every class of this file returns."""
+    """Advantages of one step's samples, as ``compute`` of every class in this file returns them."""
 
     values: Float32[Tensor, "samples"]
     """float32 ``[N]``; 0 where the reward is missing."""
@@ -37,17 +37,22 @@ class Advantages:
     metrics: dict[str, float]
     """Statistics for the log."""
     rewards: Float64[Tensor, "samples"] | None = None
-    """float64 ``[N]``: what they were made of, NaN where it is missing; None where nobody knows."""
+    """float64 ``[N]``: the rewards that they were computed from, NaN where one is missing; None where unknown."""
     components: Mapping[str, Float[Tensor, "samples"]] = field(default_factory=dict)
-    """``[N]``: values of each reward by name, of which these were combined; empty where nobody knows."""
+    """``[N]`` by name of the reward: the values that were combined into ``rewards``; empty where unknown."""
 
     def rows(self, index: Sequence[int]) -> Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
-        parts = (self.values, self.failed, self.no_spread, self.left_out)
-        rewards = None if self.rewards is None else self.rewards[chosen]
-        components = {name: values[chosen] for name, values in self.components.items()}
-        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics, rewards, components)
+        return Advantages(
+            values=self.values[chosen],
+            failed=self.failed[chosen],
+            no_spread=self.no_spread[chosen],
+            left_out=self.left_out[chosen],
+            metrics=self.metrics,
+            rewards=None if self.rewards is None else self.rewards[chosen],
+            components={name: values[chosen] for name, values in self.components.items()},
+        )
 
     def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
         """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
@@ -56,7 +61,7 @@ class Advantages:
 
 
 class RewardSumAdvantage:
-    """What needs only the weighted sum of a sample's rewards; a subclass says what it makes of that."""
+    """Base of advantages that need only the weighted sum of a sample's rewards; a subclass implements ``of_sums``."""
 
     def compute(
         self,
@@ -70,8 +75,8 @@ class RewardSumAdvantage:
         Args:
             rewards: float64 ``[N]``, NaN where scoring failed.
             group_ids: int64 ``[N]``.
-            components: ``[N]`` values of each reward; what needs only their weighted sum ignores them.
-            weights: weight of each component.
+            components: ``[N]`` values of each reward; they are handed on to the result, and not computed with.
+            weights: weight of each component; not used here, since ``rewards`` are the weighted sums.
 
         Raises:
             ValueError: when the shapes differ, or a reward is beyond ``LARGEST``.
@@ -129,6 +134,7 @@ class LeaveOneOut(RewardSumAdvantage):
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         """As ``RewardSumAdvantage.of_sums``."""
+        # Reward - mean of the n - 1 others = (reward - mean of all n) n / (n - 1).
         values = _map_groups(rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)))
         scored = values[torch.isfinite(rewards)]
         if self.std == "global" and len(scored) > self.ddof:
@@ -159,7 +165,9 @@ class GDPO:
         components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
-        """As ``RewardSumAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
+        """As ``RewardSumAdvantage.compute``, from the ``components`` whose weight is not 0.
+
+        A sample for which one of these is NaN counts as failed.
 
         Raises:
             ValueError: also when a weighted component is missing.
@@ -169,6 +177,7 @@ class GDPO:
         missing = [name for name in used_weights if name not in (components or {})]
         if not used_weights or missing:
             raise ValueError(f"gdpo needs every weighted reward by itself; missing: {', '.join(missing) or 'all'}")
+        assert components is not None  # without components every weighted one is missing
         used_rewards = {name: components[name].to(rewards) for name in used_weights}
         failed = ~torch.isfinite(torch.stack([rewards, *used_rewards.values()])).all(dim=0)
         combined = torch.zeros_like(rewards)
@@ -220,6 +229,8 @@ class BestWorst(RewardSumAdvantage):
             top, bottom = self.top, self.bottom
             if top + bottom > len(members):
                 top, bottom = min(top, len(members) // 2), min(bottom, len(members) // 2)
+            # Both sorts are stable, so of equal rewards the first of the group comes first in both; what is among the
+            # worst already is skipped at the upper end.
             worst = rewards[members].argsort(stable=True)[:bottom]
             best = rewards[members].argsort(stable=True, descending=True)
             sign[members[worst]] = -1.0
@@ -263,7 +274,10 @@ class RawReward(RewardSumAdvantage):
 
 
 def _map_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of_group`` of the scored rewards of every group that has spread; 0 elsewhere, as for a sample that is alone."""
+    """Applies ``of_group`` to the scored rewards of each group; 0 where a reward is missing or the group lacks spread.
+
+    A group of one scored sample lacks spread.
+    """
     values = torch.zeros_like(rewards)
     for members in groups_of(group_ids, ~torch.isfinite(rewards) | _lacks_spread(rewards, group_ids)):
         values[members] = of_group(rewards[members])
@@ -271,7 +285,7 @@ def _map_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor],
 
 
 def _clip_and_summarise(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
-    """Advantages that compare the samples of a group."""
+    """Clamps the values of advantages that compare the samples of a group, and adds flags and metrics."""
     values = values if clip is None else values.clamp(-clip, clip)
     return _summarise(rewards, group_ids, values, ~torch.isfinite(rewards), _lacks_spread(rewards, group_ids))
 
@@ -287,7 +301,12 @@ def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
-    """Indices, int64 ``[members]``, of each group of ids ``[N]``, ascending, but for those marked; none is empty."""
+    """Yields the indices of each group's samples, int64 ``[members]``, in ascending order of group ids.
+
+    Args:
+        group_ids: int64 ``[N]``.
+        without: bool ``[N]``: samples that are left out; a group of which all are yields nothing.
+    """
     for group in torch.unique(group_ids[~without]):
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 
@@ -297,6 +316,7 @@ def _has_spread(values: Tensor) -> bool:
 
 
 def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """bool ``[N]``: whether all scored rewards of the sample's group are equal, or none is scored."""
     lacks_spread = torch.ones(len(rewards), dtype=torch.bool)
     for members in groups_of(group_ids, ~torch.isfinite(rewards)):
         if _has_spread(rewards[members]):
@@ -306,9 +326,9 @@ def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def _group_stds(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
     """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
-    scored = [rewards[members] for members in groups_of(group_ids, failed)]
-    scored = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in scored]
-    return scored + [0.0] * (len(torch.unique(group_ids)) - len(scored))
+    groups = [rewards[members] for members in groups_of(group_ids, failed)]
+    stds = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in groups]
+    return stds + [0.0] * (len(torch.unique(group_ids)) - len(stds))
 
 
 def _summarise(
@@ -319,10 +339,11 @@ def _summarise(
     no_spread: Tensor,
     left_out: Tensor | None = None,
 ) -> Advantages:
-    spreads = _group_stds(rewards, group_ids, failed)
+    """Puts values and flags ``[N]`` together with the step's metrics; None of ``left_out`` leaves out none."""
+    stds = _group_stds(rewards, group_ids, failed)
     metrics = {
-        "advantage/group_std": sum(spreads) / max(len(spreads), 1),
-        "advantage/groups_without_spread": sum(spread == 0 for spread in spreads) / max(len(spreads), 1),
+        "advantage/group_std": sum(stds) / max(len(stds), 1),
+        "advantage/groups_without_spread": sum(std == 0 for std in stds) / max(len(stds), 1),
         "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
     }
     left_out = torch.zeros_like(failed) if left_out is None else left_out

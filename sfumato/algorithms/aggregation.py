@@ -38,7 +38,7 @@ def row_weights(
         max_length: divisor of ``seq-mean-token-sum-norm``, a constant of the run (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        float32 ``[R]``, or float64 where the counts are. They know no mask: the caller multiplies by it.
+        float32 ``[R]``, or float64 where the counts are. The mask is not applied: the caller multiplies by it.
 
     Raises:
         ValueError: for an unknown mode, or a count or ``max_length`` that is not above 0 and is divided by.

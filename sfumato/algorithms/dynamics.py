@@ -22,7 +22,14 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def gaussian_step(mean: Tensor, std: Tensor, diffusion: Tensor, velocity: Tensor) -> GaussianStep:
-    """A step whose log-probability is the whole Gaussian log-density, of float32 fields ``[B, ...]`` and ``[B]``."""
+    """A step whose log-probability is the complete Gaussian log-density, constants included.
+
+    Args:
+        mean: float32 ``[B, ...]``.
+        std: float32 ``[B]``, above 0.
+        diffusion: float32 ``[B]``, as in ``GaussianStep``.
+        velocity: float32 ``[B, ...]``.
+    """
     return GaussianStep(
         mean=mean,
         std=std,
@@ -88,8 +95,8 @@ class GaussianStep:
         """mean((x' - mu_old)(mu - mu_old)) / S: S (log p(x') - log p_old(x')) + mean((mu - mu_old)^2) / 2S.
 
         Its mean under the old policy is 0, where the plain log-ratio's is -mean((mu - mu_old)^2) / 2S^2, and its scale
-        is the same at every step. Densities are whole here, also where dynamics leave 1 / 2S^2 out. Args and what it
-        returns are those of ``log_ratio``.
+        is the same at every step. The full Gaussian densities are taken, also where the dynamics' own log-probability
+        leaves out 1 / 2S^2 (``CPS``). Arguments and result are those of ``log_ratio``.
         """
         return mean_over_sample((next_latents - old_mean) * (self.mean - old_mean)) / self.std
 
@@ -103,7 +110,7 @@ class GaussianStep:
 
 
 class Dynamics:
-    """Base of every class of this file with a type: a stochastic or deterministic denoising step."""
+    """Base of every dynamics that a configuration can choose: a stochastic or deterministic denoising step."""
 
     def step(
         self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
@@ -153,6 +160,7 @@ class FlowSDE(Dynamics):
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt)."""
+        # 1 - sigma would be 0 at pure noise; Flow-GRPO takes the schedule's second sigma there.
         bounded = torch.where(sigma == 1, torch.full_like(sigma, sigma_max), sigma)
         s = torch.sqrt(sigma / (1 - bounded)) * self.noise_level
         return reverse_sde_step(v, x, sigma, sigma_next, s)

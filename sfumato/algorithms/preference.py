@@ -71,9 +71,13 @@ def preference_loss(
 
 
 def log1mexp(log_p: Float[Tensor, "pairs"]) -> Float[Tensor, "pairs"]:
-    """log(1 - p) of log p, which must not be above 0; exact to rounding at both ends. At p = 1 it is that of the
-    largest number below."""
+    """log(1 - p) of log p, which must not be above 0; exact to rounding near p = 0 and p = 1.
+
+    At p = 1 the result is not -inf, but that of the largest log p below 0.
+    """
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
+    # p above a half: log(-expm1(log p)); below: log1p(-exp(log p)). ``where`` on the arguments, too, since the branch
+    # that is not taken would give NaN gradients.
     is_large = log_p > -0.6931471805599453
     near_one = torch.log(-torch.expm1(log_p.where(is_large, -1.0)))
     return near_one.where(is_large, torch.log1p(-log_p.where(~is_large, -1.0).exp()))

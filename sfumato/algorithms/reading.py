@@ -1,7 +1,7 @@
 """Numbers that stay on the device until they are needed, and are read together.
 
-A number that is read from a GPU lets the host wait until all work so far is done. What a step counts (losses, sums for
-the log) is therefore kept in tensors and read once.
+Reading a number from a GPU makes the host wait until all work so far is done. Losses and sums for the log of a step are
+therefore kept in tensors and read once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Numbers(Sequence[float]):
-    """Numbers of tensors, in the order in which these were added. They are read when the first is asked for."""
+    """The elements of tensors as numbers, in the order in which the tensors were added. The first access reads all."""
 
     def __init__(self, *tensors: Tensor) -> None:
         """``tensors`` as in ``add``."""
@@ -77,6 +77,7 @@ class Numbers(Sequence[float]):
 
 def read(*numbers: Numbers) -> None:
     """Reads all numbers that have not been read, with one copy from each device that they are on."""
+    # All tensors of a device are joined into one, so that the host waits for each device once.
     unread = [(entry, tensor.reshape(-1)) for entry in numbers for tensor in entry._tensors]
     by_device: dict[torch.device, list[Tensor]] = {}
     for _, tensor in unread:

@@ -1,6 +1,6 @@
 """Containers of tensors with one row per sample, whose ``rows``, ``cat`` and ``to`` follow from their fields.
 
-A field is declared once, where it stands; what no one declares is shared by all samples:
+Each field says by its default how it is split; one without ``by_row`` or ``by_group`` is shared by all samples:
 
     @dataclass(frozen=True)
     class Trajectories(TensorRows):
@@ -8,14 +8,14 @@ A field is declared once, where it stands; what no one declares is shared by all
         latents: Tensor = by_row()                # [B, W, ...]
         means: Tensor | None = by_row(None)       # [B, W, ...]
 
-Used by conditionings (``models/diffusion``) and by what a rollout keeps (``rollout``).
+Used by conditionings (``models/diffusion``) and by the results of rollouts (``rollout``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
@@ -31,12 +31,15 @@ def by_row(default: Any = dataclasses.MISSING) -> Any:
 
 
 def by_group(default: Any = dataclasses.MISSING) -> Any:
-    """A field with one row per group of samples that begins in a part: ``rows`` leaves it whole, ``cat`` joins it."""
+    """A field with one row per group of samples. ``rows`` leaves it as it is, ``cat`` joins those of all containers."""
     return dataclasses.field(default=default, metadata={"axis": "group"})
 
 
 class TensorRows:
-    """The base of such a dataclass."""
+    """Base of dataclasses with fields by row."""
+
+    if TYPE_CHECKING:  # subclasses are dataclasses
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     def row_fields(self) -> list[str]:
         """Names of the fields with one row per sample."""
@@ -48,7 +51,7 @@ class TensorRows:
             index = torch.tensor(index, dtype=torch.long)
         if isinstance(index, torch.Tensor) and index.dtype == torch.bool:
             index = on_host(index).nonzero()[:, 0]
-        on_devices: dict[torch.device, torch.Tensor | slice] = {}
+        on_devices: dict[torch.device, torch.Tensor | slice] = {}  # the index is copied to each device once
 
         def index_on(device: torch.device) -> torch.Tensor | slice:
             if device not in on_devices:
@@ -69,7 +72,7 @@ class TensorRows:
         )
 
     def to(self, device: torch.device | str) -> Self:
-        """The same with all tensors on another device."""
+        """The same with all tensors on another device; fields that all samples share stay readable by ``on_host``."""
 
         def move(value: Any, remember: bool) -> Any:
             return _map_value(value, lambda tensor: to_device(tensor, device, remember), lambda inner: inner.to(device))
@@ -79,7 +82,7 @@ class TensorRows:
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of several, in order; what all samples share is that of the first.
+        """Joins the rows of several containers, in order; fields that all samples share come from the first.
 
         Raises:
             ValueError: when a field has rows in some of the parts only, or a shared list or number differs.
@@ -106,7 +109,7 @@ class TensorRows:
 
 
 def _map_value(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[TensorRows], TensorRows]) -> Any:
-    """A field's value with its tensors, or the containers in it, changed; whatever else it is stays."""
+    """Applies ``tensors`` to the tensors in a field's value and ``inner`` to its containers; other values stay."""
     if isinstance(value, torch.Tensor):
         return tensors(value)
     if isinstance(value, dict):
@@ -115,6 +118,7 @@ def _map_value(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[
 
 
 def _join_values(values: list[Any]) -> Any:
+    """Joins the values that one field has in several containers."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values)

@@ -20,14 +20,14 @@ class Solver(Protocol):
     def step(
         self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: Any = None
     ) -> tuple[Tensor, Any]:
-        """The next latents, and what the next step must be given as ``memory``.
+        """The next latents, and the ``memory`` that the next step must be called with.
 
         Args:
             velocity: v ``[B, ...]`` at ``latents``, any float dtype.
             latents: x ``[B, ...]``, any float dtype.
             sigmas: ``[T + 1]``, the whole schedule, descending to 0.
             index: the step i, 0 to T - 1.
-            memory: what the step before returned; None where there was none, after which a solver begins anew.
+            memory: what the previous step returned; None before the first step, or to begin anew.
 
         Returns:
             float32 ``[B, ...]``, and the memory.

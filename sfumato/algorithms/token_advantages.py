@@ -1,10 +1,10 @@
 """From the advantages or rewards of samples to advantages of their tokens.
 
-What a configuration chooses here takes what ``algorithms.advantages`` made of a step's rewards (with ``type: raw`` the
-rewards themselves) and gives every token a number:
+The classes of this file take a step's sample advantages from ``algorithms.advantages`` (with ``type: raw`` the rewards
+themselves) and compute an advantage for every token:
 
 ========== ============ ================================================================
-this       of samples   together
+of tokens  of samples   together
 ========== ============ ================================================================
 ``sample`` ``group``    GRPO, Dr. GRPO
 ``sample`` ``rloo``     RLOO
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What ``compute`` of every part of this file returns, in the dtype that it was given."""
+    """The result of ``compute``, in the dtype of its arguments."""
 
     values: Float[Tensor, "rows"]
     """``[R]``; 0 outside the mask."""
@@ -46,10 +46,14 @@ class TokenAdvantages:
 
 @dataclass(frozen=True)
 class TokenAdvantage:
-    """Base of the parts. A subclass states ``type: ClassVar[str]``, what it takes, and ``_of_tokens``."""
+    """Base of token advantages.
+
+    A subclass declares ``type``, ``takes_rewards`` and ``needs_values``, and implements ``_token_advantages``.
+    """
 
     takes_rewards: ClassVar[bool]
-    """Takes rewards (``advantage.type: raw``) and penalties; else advantages of samples, which penalties went into."""
+    """Whether it takes rewards (``advantage.type: raw``) and penalties of tokens; else advantages of samples, from
+    whose rewards penalties are taken before."""
     needs_values: ClassVar[bool] = False
     """Needs a critic's values."""
 
@@ -70,7 +74,7 @@ class TokenAdvantage:
         """Advantages of the tokens of a step.
 
         Args:
-            of_samples: ``[N]``: the advantage or the reward of the sample that each sequence is of.
+            of_samples: ``[N]``: the advantage or the reward of each sequence's sample.
             sequences: of the rows.
             mask: bool ``[R]``: tokens that the policy drew and that are learned from.
             penalties: ``[R]``: taken from each token's reward, such as ``coef`` times an estimate of the KL.
@@ -157,12 +161,13 @@ class GAE(TokenAdvantage):
     def _token_advantages(
         self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
     ) -> Tensor:
+        assert values is not None  # needs_values: ``compute`` refuses to run without
         return gae(token_terms, values, sequences, mask, self.gamma, self.lam)
 
 
 @dataclass(frozen=True)
 class Distillation(TokenAdvantage):
-    """How much likelier a teacher finds a token than the policy does: rewards are watched, and have no part in it.
+    """log p_teacher - log p of each token: rewards are logged, but not learned from.
 
     The penalty is ``coef`` times the k1 estimate of the KL to the teacher (``distillation``).
     """
@@ -294,13 +299,13 @@ def whitened(
     Args:
         values: ``[R]``.
         mask: bool ``[R]``.
-        reduce: sums a tensor over ranks; all of them call it twice, those without rows too.
+        reduce: sums a tensor over ranks; it is called twice on every rank, also on those without rows.
         ddof: divisor N - ddof of the variance.
         eps: added to the variance.
         shift_mean: false adds the mean again.
 
     Returns:
-        ``[R]``, 0 outside the mask; the values themselves, less their mean, where there are no more than ``ddof``.
+        ``[R]``, 0 outside the mask; not divided where there are at most ``ddof`` rows, which have no variance.
     """
     wide = masked(values.double(), mask)
     count, total = reduce(torch.stack([mask.sum().double(), wide.sum()]))
@@ -362,7 +367,11 @@ def value_loss(
 
 
 def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the masked-in rows, int64 ``[K]``, and which of them are the last of their sequence, bool ``[K]``."""
+    """Indices of the masked-in rows, int64 ``[K]``, and whether each is the last of its sequence, bool ``[K]``.
+
+    Raises:
+        ValueError: when the shapes differ, or rows of a sequence are not next to each other.
+    """
     of_row = sequences.of_row.to(mask.device)
     if mask.shape != of_row.shape:
         raise ValueError(f"mask {tuple(mask.shape)} and the rows of sequences {tuple(of_row.shape)} must both be [R]")
@@ -376,10 +385,12 @@ def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scan_backwards(terms: Tensor, is_last: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_t+1 within each run of rows that ends where ``last`` is true; ``[K]``, in float64 inside.
+    """y_t = x_t + factor y_t+1 within each run of rows that ends where ``is_last`` is true; ``[K]``.
 
-    In log2 K rounds over all rows, each of which joins every row's sum with that of the rows after it.
+    A parallel scan in float64: log2 K rounds over all rows instead of a loop over tokens.
     """
+    # After each round ``sums`` holds the discounted sums over the next ``distance`` rows, and ``carry`` the factor
+    # (0 beyond the end of a sequence) of the rows behind these.
     sums = terms.detach().double()
     carry = torch.full_like(sums, factor).masked_fill(is_last, 0.0)
     distance = 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TokenObjective(Protocol):
-    """What an objective offers."""
+    """A policy objective on tokens."""
 
     def loss(
         self,
@@ -268,7 +268,7 @@ class SAPO:
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """-A log p, whatever drew the token (REINFORCE, Williams 1992): for samples of the newest policy.
+    """-A log p, without a ratio (REINFORCE, Williams 1992): only correct for samples of the newest policy.
 
     The value that is returned is -A, with the gradient of the formula, for log p itself is not known here.
     """
@@ -315,7 +315,10 @@ def sequence_log_ratio(
 def _clip_surrogate(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, dual_clip: float | None
 ) -> RowLosses:
-    """``clipped_surrogate``, bounded where the advantage is below 0; and how many rows have no gradient for it."""
+    """``clipped_surrogate``, with losses bounded by ``dual_clip`` |A| where the advantage is below 0.
+
+    The statistics also count the rows that the clip leaves without a gradient, and those at the bound.
+    """
     losses, stats = clipped_surrogate(log_ratio, advantages, low, high, mask)
     with torch.no_grad():
         ratio = torch.exp(log_ratio)
@@ -331,7 +334,7 @@ def _clip_surrogate(
 
 
 def _score(log_ratio: Tensor) -> Tensor:
-    """Exactly 1, with the gradient of the log-probability."""
+    """Exactly 1, with the gradient of the log-probability: the score function, as a factor of a loss."""
     return 1 + (log_ratio - log_ratio.detach())
 
 

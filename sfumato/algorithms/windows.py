@@ -1,6 +1,6 @@
 """Windows: which denoising steps are stochastic and trained. The last step (sigma' = 0) never is.
 
-A window is a function of (seed, iteration) alone, so a resumed run needs no state of it.
+A window is a function of (seed, iteration) alone, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RandomWindow:
 class SlidingWindow:
     """A run of consecutive steps that moves from noise to image, and starts again at the end (MixGRPO, 2507.21802).
 
-    At the end of the range the window shrinks. Upstream then also spends iterations on an empty one; here there is
-    none.
+    At the end of the range the window shrinks. Upstream also spends iterations on an empty window there; here a window
+    is never empty.
     """
 
     type: ClassVar[str] = "sliding"
@@ -106,7 +106,7 @@ class SlidingWindow:
         self.check(num_steps)
         first, end = self._range(num_steps)
         if self.strategy == "random":
-            places = max(end - self.size - first, 0) + 1
+            places = max(end - self.size - first, 0) + 1  # a range shorter than the window has one place
             start = first + int(torch.randint(places, (), generator=keyed_generator(seed, "window", iteration)))
         else:
             start = self._start(iteration, self.places(num_steps))

@@ -54,7 +54,7 @@ class CRD(ForwardProcessObjective):
             raise ValueError("beta and advantage_clip must be above 0, and temperature not below 0")
 
     def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
-        """r above: float32 ``[R]``, with gradients."""
+        """r of the class's formula: float32 ``[R]``, with gradients."""
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
@@ -81,6 +81,7 @@ class CRD(ForwardProcessObjective):
         return [_softmax(q, good), _softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
 
     def _fit(self, r: Tensor, q: Tensor, weights: Tensor) -> Tensor:
+        """Losses ``[R]`` of centred implicit rewards against centred q; ``weights`` ``[R, R]`` as of ``_weights``."""
         implicit = self.beta * (r - weights @ r.detach())
         target = q - weights @ q
         if self.form == "bce":

@@ -1,4 +1,4 @@
-"""Objectives that learn from each final sample by itself, whatever the others of its group are."""
+"""Objectives that learn from each final sample by itself, not from comparisons within a group."""
 
 from __future__ import annotations
 
