@@ -48,7 +48,7 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
         seed: the run's seed.
 
     Returns:
-        What gives the masks the batch's keys, or None when the model drops nothing.
+        The object that sets the keys of a batch, or None when the model has no dropout.
 
     Raises:
         ConfigError: when the model has dropout that cannot be keyed.
@@ -67,7 +67,7 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
 
 
 def check_dropout_is_whole(module: nn.Module) -> None:
-    """Looks at what ``parallelize`` made of a model with dropout.
+    """Checks a model with dropout after ``parallelize``.
 
     Raises:
         ConfigError: when tensor parallelism has cut the input of an adapter's dropout, whose masks would then depend on
@@ -89,6 +89,7 @@ def check_dropout_is_whole(module: nn.Module) -> None:
 
 
 def _is_cut_along_input(weight: Tensor) -> bool:
+    """Whether tensor parallelism has cut a weight ``[out, in]`` along ``in``."""
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()
@@ -108,9 +109,10 @@ class DropoutKeys:
     def batch(self, step: int, sample_ids: Sequence[int] | Tensor, positions: Tensor | None = None) -> Iterator[None]:
         """Inside, the model's dropout belongs to these samples. Holds the forward *and* the backward pass.
 
-        Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. What is cut along the sequence needs ``positions``; then
-        every dropout input must have that length, so a model whose dropouts see streams of different lengths (image
-        and text apart) cannot be cut. Features must be whole: tensor parallelism over an adapter's input is refused.
+        Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. A sequence that is cut over ranks needs ``positions``;
+        then every dropout input must have that length, so a model whose dropouts see streams of different lengths
+        (separate image and text streams) cannot be cut. Features must be whole: tensor parallelism over an adapter's
+        input is refused.
 
         Args:
             step: the optimiser step; also count the pass in it if a batch is used several times.
@@ -152,7 +154,7 @@ class KeyedDropout(nn.Dropout):
 
     name: str
     features: int | None
-    """Size of the last dimension where it is known: a smaller one has been cut."""
+    """Size of the last dimension where it is known: an input with fewer features has been cut over ranks."""
     row_keys: Tensor | None
     positions: Tensor | None
 
@@ -210,12 +212,12 @@ def keep_mask(row_keys: Tensor, shape: Sequence[int], p: float, positions: Tenso
             counter = torch.arange(shape[axis], device=device)
         keys = _mix(keys[..., None] + (counter + 1) * GAMMA)
     bits = _mix(keys[..., None] + (torch.arange(shape[-1], device=device) + 1) * GAMMA)
-    threshold = min(int(p * 2**64), 2**64 - 1) - 2**63
+    threshold = min(int(p * 2**64), 2**64 - 1) - 2**63  # bits are signed: the smallest share p of them is dropped
     return bits >= threshold
 
 
 def _mix(state: Tensor) -> Tensor:
-    """The finaliser of splitmix64; shifts are logical, which int64 has not."""
+    """The finaliser of splitmix64. Its shifts are logical: the sign bits that int64 shifts in are masked off."""
     state = (state ^ ((state >> 30) & (2**34 - 1))) * FIRST
     state = (state ^ ((state >> 27) & (2**37 - 1))) * SECOND
     return state ^ ((state >> 31) & (2**33 - 1))
@@ -226,7 +228,7 @@ def _hash(text: str) -> int:
 
 
 def _input_features(module: nn.Module, name: str) -> int | None:
-    """Features of the input of an adapter's dropout: peft keeps it at ``LAYER.lora_dropout.ADAPTER``."""
+    """Size of the input features of an adapter's dropout ``LAYER.lora_dropout.ADAPTER`` (peft's names); else None."""
     layer, _, adapter = name.rpartition(".lora_dropout.")
     if not layer:
         return None

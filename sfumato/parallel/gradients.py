@@ -1,4 +1,4 @@
-"""The one owner of gradient scale: sums over ranks, clipping, and the check before any weight changes.
+"""The only place that scales gradients: sums over ranks, clipping, and the check before any weight changes.
 
 Every loss is a sum divided by a count over all ranks and micro-batches, so gradients are *summed* over ranks.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -39,25 +39,26 @@ def reduce_and_clip(
         module: what ``parallelize`` returned; its trainable parameters' gradients are changed in place.
         max_norm: largest total norm.
         mesh: the ranks.
-        where: what was being computed (step, samples), for the error.
+        where: the step and samples, for the error.
         losses: of this rank's micro-batches, which are read here, too; the error gives their names.
-        more: what else is to be read with them.
+        more: other numbers to read in the same copy.
 
     Returns:
         The norm before clipping.
 
     Raises:
         NonFiniteError: when a loss of any rank or the norm is NaN or infinite; nothing has been updated then. It names
-            what a loss is of, or the ranks and the parameters.
+            the loss, or the ranks and the parameters.
     """
     parameters = trainable_parameters(module)
     flat = isinstance(module, FullyShardedDataParallel)
     for parameter in parameters.values():
         if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
             parameter.grad = torch.zeros_like(parameter)
-    gradients = {name: local(parameter.grad) for name, parameter in parameters.items()}
-    largest = _largest_values(gradients) if mesh.size > 1 else None  # of this rank's own, before they are summed
-    if flat:  # its reduction is a mean
+    gradients = {name: local(cast("Tensor", parameter.grad)) for name, parameter in parameters.items()}
+    # Before ranks are summed: afterwards NaN has spread, and no longer tells which rank it comes from.
+    largest = _largest_values(gradients) if mesh.size > 1 else None
+    if flat:  # fsdp1 has averaged gradients over ranks; they are to be sums
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
         _all_reduce_unsharded(
@@ -72,7 +73,8 @@ def reduce_and_clip(
         (f"{name or where}: the loss is {value}" for name, value in losses.named() if not isfinite(value)), ""
     )
     if mesh.size > 1:
-        square = math.inf if bad_loss else total**2  # so that all ranks end here, with the same message
+        # An infinite square on one rank makes the sum infinite on all, so that all of them raise below.
+        square = math.inf if bad_loss else total**2
         total = float(torch.tensor(math.sqrt(mesh.sum(square, over="world"))))
     if bad_loss or not isfinite(total):
         bad_gradients = (
@@ -88,7 +90,7 @@ def reduce_and_clip(
 
 
 def _raise_not_finite(bad_loss: str, bad_gradients: list[str], mesh: Mesh, where: str) -> NoReturn:
-    """Tells what is not finite, the same on every rank but for the parameters; all ranks call it."""
+    """Raises the error of ``reduce_and_clip``: the same on every rank but for the parameters. All ranks call it."""
     reports = mesh.gather((bad_loss, bool(bad_gradients)), over="world")
     for loss, _ in reports:
         if loss:
@@ -102,7 +104,7 @@ def _raise_not_finite(bad_loss: str, bad_gradients: list[str], mesh: Mesh, where
 
 
 def _largest_values(gradients: Mapping[str, Tensor]) -> Numbers:
-    """The largest absolute value of each gradient, which is finite just where all are."""
+    """The largest absolute value of each gradient by name; it is finite exactly where the whole gradient is."""
     non_empty = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
     norms = Numbers()
     for name, value in zip(
@@ -113,13 +115,16 @@ def _largest_values(gradients: Mapping[str, Tensor]) -> Numbers:
 
 
 def _count_copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
-    """How many ranks hold each element of each parameter."""
+    """The number of ranks that hold a copy of each element, for each parameter."""
     ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
     return [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
 
 
 def _total_norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
-    """The norm of this rank's gradients, float32, in which an element of n copies counts 1/n."""
+    """The norm of this rank's gradients, float32, in which the square of an element with n copies counts 1 / n.
+
+    Its square, summed over ranks, is then that of the whole model's gradient.
+    """
     if not gradients:  # a pipeline stage may have nothing that is trained
         return torch.zeros(())
     norms = torch.stack(torch._foreach_norm(gradients)).float()
@@ -149,7 +154,7 @@ def _is_reduced(parameter: Tensor) -> bool:
 
 
 def _all_reduce_unsharded(gradients: list[Tensor], mesh: Mesh) -> None:
-    """Sums gradients of whole weights over all ranks that saw other data, in buckets."""
+    """Sums gradients of unsharded weights over all ranks with other data, in place, in buckets of one dtype."""
     if mesh.size_of("gradient") == 1 or not gradients:
         return
     buckets: list[list[Tensor]] = [[]]
@@ -163,14 +168,17 @@ def _all_reduce_unsharded(gradients: list[Tensor], mesh: Mesh) -> None:
     flat_buckets = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
     works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flat_buckets]
     for bucket, flat, work in zip(buckets, flat_buckets, works, strict=True):
-        work.wait()
+        cast("dist.Work", work).wait()  # None only on ranks outside of the group
         for gradient, reduced in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(reduced.view_as(gradient))
 
 
 class SequenceSum(torch.autograd.Function):
-    """The sum of values over ranks. Each computes the same from it, so that the gradients of all ranks' parts are those
-    of one loss; or something else, whose gradients are to be summed."""
+    """The sum of values over ranks, with gradients.
+
+    Without ``sum_gradients`` all ranks compute the same loss from the sum, so the gradient of a rank's values is the
+    gradient of the sum. With it ranks compute different parts of a loss, whose gradients are added up over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:
