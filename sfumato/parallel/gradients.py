@@ -3,6 +3,9 @@
 Every loss is a sum divided by a count over all ranks and micro-batches, so gradients are *summed* over ranks.
 """
 
+# torch has no public names for its _foreach functions.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import math

@@ -1,9 +1,12 @@
-"""Attention of one block with its log-sum-exp, forward and backward, by a CPU or CUDA kernel or plain mathematics."""
+"""Attention of one block with its log-sum-exp, forward and backward, by torch's CPU or CUDA kernels or plain matmuls.
+
+The kernels are called by their aten names, since torch's public function does not return the log-sum-exp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch.nn import functional
 from sfumato.errors import ConfigError
 
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
+"""Arguments of transformers' attention functions that change the scores unless they are None."""
 
 
 def attend(
@@ -33,7 +36,9 @@ def attend(
     inputs = _for_kernel(query, key, value, kernel)
     match kernel:
         case "cpu_flash":
-            result = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+            result: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, causal, scale=scale
+            )
         case "cuda_flash":
             result = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
         case "cuda_efficient":
@@ -43,7 +48,7 @@ def attend(
                 wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
                 scores = _scores(*wide[:2], scale, causal)
                 result = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
-    return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the latter
+    return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the log-sum-exp
 
 
 def attend_backward(
@@ -54,9 +59,10 @@ def attend_backward(
     causal: bool,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value (``inputs``) from one part of an attention.
+    """Gradients of query, key and value (``inputs``) from one tile of an attention.
 
-    ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
+    ``grad``, the gradient of the output, and ``result``, output and log-sum-exp as of ``attend``, are those of the
+    whole attention, joined over all tiles: with the joined log-sum-exp each tile gives its share of the gradients.
     """
     kernel = kernel or choose_kernel(inputs[0], inputs[2])
     aten = torch.ops.aten
@@ -69,12 +75,13 @@ def attend_backward(
             gradients = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
         case "cuda_flash":
             sizes = (None, None, padded[0].shape[2], padded[1].shape[2])
-            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of the dropout that there is not
+            # The kernel's signature asks for the random state of dropout, which is not used here.
+            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
             trailing = (*sizes, 0.0, causal, state, state[0])
             operation = aten._scaled_dot_product_flash_attention_backward
             gradients = operation(grad, *padded, out, lse.contiguous(), *trailing, scale=scale)
         case "cuda_efficient":
-            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # it works on 32 rows at a time
+            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel takes 32 rows at a time
             state = torch.zeros((), dtype=torch.int64, device=grad.device)
             trailing = (state, state, 0.0, [True, True, True, False], causal)
             operation = aten._scaled_dot_product_efficient_attention_backward
@@ -85,16 +92,20 @@ def attend_backward(
                 weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
                 slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
                 gradients = slope @ key, slope.mT @ query, weights.mT @ grad
-    return tuple(
-        gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
-        for gradient, like in zip(gradients, inputs, strict=False)
+    # Cuts off padded features and sums over repeated heads. Some kernels return more than these three gradients.
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        tuple(
+            gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)
+            for gradient, like in zip(gradients, inputs, strict=False)
+        ),
     )
 
 
 def choose_kernel(query: Tensor, value: Tensor) -> str:
     """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
 
-    math keeps whole score matrices and computes in float32; it runs everywhere and checks the others.
+    math keeps whole score matrices and computes in float32; it runs everywhere, and tests compare the others with it.
     """
     if query.device.type == "cpu":
         return "cpu_flash"
@@ -107,8 +118,8 @@ def choose_kernel(query: Tensor, value: Tensor) -> str:
     return "math"
 
 
-def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple[Tensor, ...]:
-    """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
+def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Pads features to one width with zeros, which change no score, and repeats key heads where the kernel needs it."""
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if kernel.startswith("cuda") else 0
     query, key, value = (functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
@@ -130,15 +141,15 @@ def packed_causal(
     """An attention function for transformers' registry: causal attention of packed documents and nothing else.
 
     Args:
-        attend: makes ``[B, S, H, Dv]`` of the module whose attention it is, query ``[B, H, S, D]``, key
-            ``[B, Hk, S, D]``, value ``[B, Hk, S, Dv]``, position ids ``[B, S]`` and the scale of the scores.
-        known_by: what does not know the rest, for the message.
-        remedy: what to do then.
-        knows: names of settings that ``attend`` is given too, after what stands in for a mask (``pattern``, which is no
-            tensor) or None; a window is then known by its pattern. None: it is given no more than the six.
+        attend: computes ``[B, S, H, Dv]`` from the attention module, query ``[B, H, S, D]``, key ``[B, Hk, S, D]``,
+            value ``[B, Hk, S, Dv]``, position ids ``[B, S]`` and the scale of the scores.
+        known_by: the name of ``attend`` in the message about an unsupported argument.
+        remedy: what a user should do then, for the message.
+        knows: names of settings that ``attend`` supports and gets by name, together with ``pattern``: what the model's
+            mask function returned, where that is no tensor (a window), else None. None: it gets the six arguments.
 
     Returns:
-        The function, which raises ConfigError for what changes the scores otherwise.
+        The function, which raises ConfigError for arguments that change the scores and are not supported.
     """
 
     def attention(
@@ -153,11 +164,11 @@ def packed_causal(
         **settings: Any,
     ) -> tuple[Tensor, None]:
         name = type(module).__name__
-        extra = {}
+        extra: dict[str, Any] = {}
         if knows is not None:
             extra = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
             extra |= {setting: settings.pop(setting, None) for setting in knows}
-            if extra["pattern"] is not None:
+            if extra["pattern"] is not None:  # it stands for mask and window, which are then supported
                 attention_mask = None
                 settings = {**settings, "sliding_window": None}
         unsupported = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
@@ -167,6 +178,7 @@ def packed_causal(
         )
         unsupported += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
         window = settings.get("sliding_window")
+        # A window of at least the row's length changes nothing.
         is_wide = knows is not None and window is not None and window >= query.shape[2]
         unsupported += ["sliding_window"] * (window is not None and not is_wide)
         if unsupported:
@@ -176,6 +188,6 @@ def packed_causal(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend(module, query, key, value, position_ids, scale, **extra), None
 
-    disabled = torch.compiler.disable(attention)
-    disabled.knows = tuple(knows or ())
+    disabled = cast("Any", torch.compiler.disable(attention))
+    disabled.knows = tuple(knows or ())  # ``RowAttention.of`` reads it
     return disabled

@@ -24,7 +24,8 @@ FIELDS = {
     "ulysses": "ulysses_parallel_size",
     "tp": "tensor_parallel_size",
 }
-"""The field of the configuration that holds the size of an axis; data parallelism has what they leave."""
+"""The field of the configuration that holds the size of an axis; the remaining factor of the processes is data
+parallelism."""
 
 VIEWS = {
     "data": ("dp_replicate", "dp_shard"),
@@ -55,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """The layout that a configuration means on so many processes.
+        """The layout of a configuration on ``world_size`` processes.
 
         Raises:
             ConfigError: when the sizes do not fit, with the arithmetic.
@@ -117,12 +118,12 @@ class Layout:
         return getattr(self, axis)
 
     def rank_in(self, axis: str, rank: int) -> int:
-        """Where a process is in an axis or view."""
+        """The rank within an axis or view of the process with this global rank."""
         if axis in ("efsdp", "ep"):
             position = self.rank_in("fsdp", rank)
             return position // self.ep if axis == "efsdp" else position % self.ep
         place = {}
-        for single_axis in reversed(AXES):
+        for single_axis in reversed(AXES):  # the last axis is the fastest
             rank, place[single_axis] = divmod(rank, getattr(self, single_axis))
         position = 0
         for single_axis in VIEWS.get(axis, (axis,)):
@@ -161,4 +162,4 @@ REFUSED = (
     ("fsdp1", "pipeline parallelism", "take fsdp2"),
     ("expert parallelism", "tensor parallelism", "experts are not cut along both; raise one of the two sizes"),
 )
-"""Pairs that are refused, and why."""
+"""Pairs of settings that exclude each other, and why."""

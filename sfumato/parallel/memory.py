@@ -1,7 +1,7 @@
 """Less memory and more speed for the repeated blocks: recomputation, activations in CPU memory, compilation.
 
 Only the ``forward`` of each block is replaced, on the instance: parameter names, classes and hooks stay as they are, so
-what FSDP, tensor and sequence parallelism do around a block happens once, outside of the recomputation.
+the hooks of FSDP, tensor and sequence parallelism around a block run once, outside of the recomputation.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ MIN_OFFLOAD_BYTES = 256 * 2**10
 """Smaller tensors stay: a copy of them takes longer to start than to run."""
 
 RECOMPILE_LIMIT = 32
-"""Variants of blocks that are compiled; further ones run uncompiled, with torch's warning."""
+"""Number of variants of blocks that are compiled; more of them run uncompiled, with torch's warning."""
 
 
 def apply_memory_savings(
@@ -102,15 +102,15 @@ def apply_memory_savings(
     block runs as it was.
 
     ``compile`` treats sizes as fixed until a second size comes and then compiles once more for any size, so packed
-    rows of unequal lengths cost two compilations of each kind of block. What writes to a cache of keys and values,
-    which grows with each call, runs uncompiled.
+    rows of unequal lengths cost two compilations of each kind of block. Calls with a cache of keys and values, which
+    grows with each call, run uncompiled.
 
     Args:
         module: the model, after tensor, expert and sequence parallelism.
         config: ``activation_checkpointing``, ``enable_activation_offload``, ``compile``.
         blocks: its repeated blocks by name.
         backend: of ``torch.compile``.
-        device: type of device on which the blocks will run, on which it depends whether they are compiled.
+        device: type of device on which the blocks will run; the configuration may compile for some types only.
 
     Raises:
         ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
@@ -140,7 +140,10 @@ def apply_memory_savings(
 
 
 class BlockForward:
-    """What stands in for the forward of one block."""
+    """A callable in the place of one block's ``forward``.
+
+    The original function becomes the block's attribute ``class_forward``.
+    """
 
     def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
         self.block = block
@@ -149,11 +152,16 @@ class BlockForward:
         self.offload = offload
         replaced = vars(block).get("forward")
         if isinstance(replaced, Converted):
-            block.class_forward = replaced.of_block
+            block.class_forward = replaced.of_block  # pyright: ignore[reportArgumentType]
         else:
-            block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
+            # An attribute, since the compiler cannot look ``forward`` up in every class.
+            block.class_forward = type(block).forward  # pyright: ignore[reportArgumentType]
         run = MethodType(FORWARDS[mode], block)
-        self.run = run if backend is None else torch.compile(run, backend=backend, **_compile_settings())
+        self.run = (
+            run
+            if backend is None
+            else torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+        )
         self.uncompiled = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,16 +177,19 @@ class BlockForward:
 
 
 def _compile_settings() -> dict[str, int]:
-    """All blocks share one cache: kinds of block, with and without gradients, of fixed and of any size."""
+    """Arguments of ``torch.compile`` that raise its limit of recompilations.
+
+    All blocks share one cache, which holds each kind of block with and without gradients, of fixed and of any size.
+    """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": RECOMPILE_LIMIT}
-    settings = torch._dynamo.config  # torch 2.11 knows one limit for all that a process compiles, 8 if it is left
+    settings = torch._dynamo.config  # torch 2.11 has one limit for the whole process, 8 by default
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
     return {}
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return block.class_forward(block, *args, **kwargs)
+    return cast("Any", block).class_forward(block, *args, **kwargs)
 
 
 def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -189,12 +200,14 @@ def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _recompute(block, args, kwargs, context_fn=_selective_contexts)
 
 
-FORWARDS = {"none": _plain, "full": _full, "selective": _selective}
+FORWARDS: dict[str, Callable[..., Any]] = {"none": _plain, "full": _full, "selective": _selective}
+"""The forward of a block for each ``activation_checkpointing``."""
 
 
 def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+    """Runs a block under non-reentrant checkpointing; ``settings`` are arguments of torch's ``checkpoint``."""
     if not torch.is_grad_enabled():
-        return block.class_forward(block, *args, **kwargs)
+        return cast("Any", block).class_forward(block, *args, **kwargs)
     for name in CACHES:
         if kwargs.get(name) is not None:
             raise ConfigError(
@@ -205,13 +218,19 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     count = len(args)
 
     def forward(*values: Any) -> Any:
-        return block.class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
+        return cast("Any", block).class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    # Tensors given by position are saved for the backward pass, where offload sees them; those given by name are not.
+    # ``checkpoint`` saves tensors that it gets by position for the backward pass, where offload sees them, but holds
+    # those that it gets by name. So all go by position.
     return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
-def _selective_contexts() -> tuple[Any, Any]:
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of one checkpointed call, of its forward pass and its recomputation.
+
+    They save attention, collectives and every second matrix product.
+    """
+    # Counted apart for the forward pass and the recomputation, so that both take the same products.
     counts = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -246,12 +265,14 @@ class ActivationOffload:
         self.stay = stay
         self._streams: dict[torch.device, Any] = {}
         self._under_way: deque[Any] = deque()
+        """Events at the ends of the copies of the last blocks."""
         self._last: weakref.ref[_Call] | None = None
+        """The call before, without keeping it alive."""
 
     @contextmanager
     def hold(self, block: nn.Module) -> Iterator[None]:
-        """Inside, what autograd saves is moved, except the weights of the block."""
-        while len(self._under_way) > 1:
+        """While it lasts, tensors that autograd saves are moved, except the weights of the block."""
+        while len(self._under_way) > 1:  # copies run at most two blocks behind the computation
             self._under_way.popleft().synchronize()
         call = _Call(block, self._last)
         self._last = weakref.ref(call)
@@ -261,7 +282,7 @@ class ActivationOffload:
             self._under_way.append(_event_on(call.stream, call.device))
 
     def moves(self, tensor: Tensor, weights: set[int]) -> bool:
-        """Whether a saved plain tensor goes to CPU memory; ``weights`` are the block's weights' storages."""
+        """Whether a saved plain tensor goes to CPU memory; ``weights`` are the storages of the block's weights."""
         return (
             tensor.layout == torch.strided
             and tensor.device.type not in self.stay
@@ -277,13 +298,13 @@ class ActivationOffload:
         if shard.device not in self._streams:
             self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
         host_copy = call.copy_of(shard.detach(), self._streams[shard.device])
-        if shard is tensor:
+        if not isinstance(tensor, DTensor):
             return host_copy, None
         return host_copy, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 class _Call:
-    """One call of a block: what it moved. It lives as long as one of its copies does."""
+    """The copies of one call of a block. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
         values = (
@@ -309,12 +330,15 @@ class _Call:
             self.stream = stream
             self.device = tensor.device
             host_copy = _HostCopy(tensor, stream, self)
-            # The weak reference keeps the storage's address from being given to another one.
+            # The storage's address is part of the key. A weak reference keeps it from being reused for another storage.
             self.copies[key] = (StorageWeakRef(storage), weakref.ref(host_copy))
         return host_copy
 
     def bring_back(self) -> None:
-        """Starts the copies back of the call before, and waits for this one's; once, when this one's are needed."""
+        """Prefetches: when the first copy of this call is needed, starts its copies back and those of the call before.
+
+        The host waits for this call's. Later calls of this method do nothing.
+        """
         if self._awaited:
             return
         self._awaited = True
@@ -325,6 +349,7 @@ class _Call:
         previous = self._previous() if self._previous else None
         if previous is not None and previous.device == self.device:
             self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+            # In the order in which the backward pass needs them.
             for _, reference in reversed(previous.copies.values()):
                 saved = reference()
                 if saved is not None:
@@ -333,7 +358,7 @@ class _Call:
 
 
 class _HostCopy:
-    """A tensor in CPU memory that can come back."""
+    """A copy of a tensor in pinned CPU memory, which can be copied back to the tensor's device."""
 
     def __init__(self, tensor: Tensor, stream: Any, call: _Call) -> None:
         self.device = tensor.device
@@ -342,12 +367,12 @@ class _HostCopy:
         self._back: Tensor | None = None
         self._ready: Any = None
         backend = torch.get_device_module(self.device)
-        stream.wait_stream(backend.current_stream(self.device))
+        stream.wait_stream(backend.current_stream(self.device))  # the tensor may still be computed
         with backend.stream(stream):
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_cpu)
             self._host.copy_(tensor, non_blocking=True)
         if not tensor.is_cpu:
-            tensor.record_stream(stream)
+            tensor.record_stream(stream)  # its memory is not reused before the copy is over
 
     def fetch(self) -> None:
         """Starts the copy back."""
@@ -363,9 +388,10 @@ class _HostCopy:
         self.fetch()
         current = torch.get_device_module(self.device).current_stream(self.device)
         current.wait_event(self._ready)
-        if not self._back.is_cpu:
-            self._back.record_stream(current)
-        return self._back
+        back = cast("Tensor", self._back)  # ``fetch`` has set it
+        if not back.is_cpu:
+            back.record_stream(current)
+        return back
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -378,19 +404,20 @@ def _unpack(packed: Any) -> Tensor:
     return DTensor.from_local(host_copy.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _event_on(stream: Any, device: torch.device) -> Any:
+def _event_on(stream: Any, device: torch.device | None) -> Any:
+    """An event of the device's backend that is recorded on a stream now."""
     event = torch.get_device_module(device).Event()
     event.record(stream)
     return event
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Address of the memory that a tensor, of any shape and dtype, or this rank's shard of it lies in."""
+    """Address of the storage of a tensor, or of this rank's shard of a DTensor."""
     return local(tensor.detach()).untyped_storage()._cdata
 
 
 def is_converted_weight(tensor: Tensor) -> bool:
-    """Whether autocast made this tensor, of any shape and dtype, from a leaf."""
-    base = tensor._base if tensor._is_view() else tensor
+    """Whether this tensor, or the tensor that it is a view of, is autocast's conversion of a leaf such as a weight."""
+    base = cast("Tensor", tensor._base) if tensor._is_view() else tensor
     node = base.grad_fn
     return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")

@@ -3,6 +3,9 @@
 Process groups say nothing while a network is down, and name an address at most when a process has gone.
 """
 
+# torch.distributed offers its stores without naming them in __all__.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os

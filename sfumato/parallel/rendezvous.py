@@ -5,6 +5,9 @@ one machine meet in a file that only their user can open, or at loopback, and th
 on several machines the store listens at the address that MASTER_ADDR names, and not on every network of its machine.
 """
 
+# torch.distributed offers its stores without naming them in __all__.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import contextlib
