@@ -1,4 +1,4 @@
-"""The stages of a pipeline: who has which layers, what cannot be cut, and micro-batches of one shape."""
+"""The stages of a pipeline: their layers and ranks, checks of models and settings, and micro-batches of one shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,26 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, matcher
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Batch = Mapping[str, Tensor]
 
 Part = nn.Module | nn.Parameter
-"""What one stage has and others have not."""
+"""A part of a model that one stage has and others have not."""
 
 TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Schedules with two stages in each rank."""
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-"""Schedules that compute gradients of inputs and of weights apart."""
+"""Schedules that compute the gradients of inputs and those of weights separately."""
 
 PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
-"""The values of padding by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
+"""Values of padding by field; 0 in the others. Positions of padding start at 0: it is a document of its own."""
 
 
 class Absent(nn.Module):
-    """Stands for a part that another stage has: hands on what it is given."""
+    """Stands for a part that another stage has: returns its first argument."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Returns the hidden states, any shape."""
@@ -40,7 +43,7 @@ class Absent(nn.Module):
 
 
 def absent(part: Part) -> Absent | None:
-    """What stands for a part in other stages."""
+    """The replacement of a part in other stages: ``Absent`` for a module, None for a parameter."""
     return Absent() if isinstance(part, nn.Module) else None
 
 
@@ -50,10 +53,10 @@ def weights_of(part: Part) -> list[nn.Parameter]:
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage has.
+    """The number of layers of each stage.
 
     The embedding and the head count as one layer each, so the first and the last stage have about one layer less; every
-    stage has at least one. What does not divide goes to the earlier stages.
+    stage has at least one. A remainder goes to the earlier stages.
 
     Raises:
         ConfigError: when there are fewer layers than stages.
@@ -74,7 +77,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[int]:
 
 
 def ranks_of_stages(config: ParallelConfig) -> list[int]:
-    """The rank (within the axis pp) of each stage: in turn, or for zbv down and up again."""
+    """The rank (within the axis pp) of each stage: ranks in order, twice for two stages in each; zbv then backwards."""
     ranks = list(range(config.pipeline_parallel_size))
     if config.pipeline_schedule == "zbv":
         return ranks + ranks[::-1]
@@ -82,7 +85,7 @@ def ranks_of_stages(config: ParallelConfig) -> list[int]:
 
 
 def check_micro_batches(config: ParallelConfig, num: int) -> None:
-    """Whether the schedule can run so many micro-batches in a step.
+    """Checks that the schedule can run ``num`` micro-batches in a step.
 
     Raises:
         ConfigError: when it cannot, with the arithmetic.
@@ -103,11 +106,11 @@ def check_micro_batches(config: ParallelConfig, num: int) -> None:
 
 
 def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of one shape: the most rows and the longest length of all, a multiple of ``multiple``.
+    """Pads micro-batches to one shape: the largest number of rows, and the longest length rounded up to a multiple.
 
     Args:
         micro_batches: fields of shape (rows, length, ...) are padded, as ``train_step`` says; others stay.
-        multiple: what the length is a multiple of.
+        multiple: the length becomes a multiple of it.
 
     Raises:
         ConfigError: for a field that stages would not see.
@@ -139,6 +142,7 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
 
 
 def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
+    """Raises ConfigError for settings that do not go with a pipeline, or with its schedule."""
     schedule = config.pipeline_schedule
     if config.pipeline_parallel_size < 2 or not mesh.distributed:
         raise ConfigError("a pipeline needs train.pipeline_parallel_size above 1")
@@ -156,15 +160,19 @@ def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
 
 
 DECODER = ("embed_tokens", "layers", "norm")
-"""Parts of the language models that see of which transformers' configuration does not say them (Qwen3-VL)."""
+"""Parts of the language model of multimodal models whose configuration in transformers names none (Qwen3-VL)."""
 
 
 def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
-    """What goes before the layers, the layers, and what goes after them, in order.
+    """The parts of a model before its layers, the layers, and the parts after them, in order.
 
-    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In one that
-    sees they are those of its language model; all that is beside that goes before.
+    The names come from ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In a
+    multimodal model they are those of its language model; everything around that goes before the layers.
+
+    Raises:
+        ConfigError: when the model does not declare its parts, or has not exactly one list of layers.
     """
+    model = cast("PreTrainedModel", module)
     name = type(module).__name__
     config = getattr(module.config, "get_text_config", lambda: module.config)()
     plan = getattr(config, "base_model_pp_plan", None)
@@ -172,12 +180,12 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     decoder = module
     before = []
     if config is not module.config:
-        decoder = module.get_decoder()
-        head = [_find_name(module, module.get_output_embeddings())]
+        decoder = model.get_decoder()
+        head = [_find_name(module, cast("nn.Module", model.get_output_embeddings()))]
         before = _find_parts_around(module, decoder)
         plan = plan or (DECODER if all(hasattr(decoder, part) for part in DECODER) else None)
     elif plan and head:
-        decoder = module.base_model
+        decoder = model.base_model
     if not plan or not head:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: only causal language models of transformers can, which say "
@@ -189,32 +197,36 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     if len(places) != 1:
         raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
     after = parts[places[0] + 1 :] + [module.get_submodule(path) for path in head]
-    return [*before, *parts[: places[0]]], [*parts[places[0]]], after
+    return [*before, *parts[: places[0]]], [*cast("nn.ModuleList", parts[places[0]])], after
 
 
 def _find_name(module: nn.Module, part: nn.Module) -> str:
+    """The name of a submodule."""
     return next(name for name, submodule in module.named_modules() if submodule is part)
 
 
 def _find_parts_around(module: nn.Module, decoder: nn.Module) -> list[Part]:
-    """Encoders, projectors and single weights of a model that sees, beside its language model and the head."""
+    """Encoders, projectors and single weights of a multimodal model, besides its language model and the head."""
+    model = cast("PreTrainedModel", module)
     children: list[Part] = []
-    for owner in {module, module.base_model}:
-        excluded = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
+    for owner in {module, model.base_model}:
+        excluded = {id(decoder), id(model.base_model), id(model.get_output_embeddings())}
         children += [child for child in owner.children() if id(child) not in excluded]
         children += owner.parameters(recurse=False)
     return children
 
 
 def check_added_features(module: nn.Module, layers: int) -> None:
-    """Whether the first stage has all layers to whose output features of images are added: later ones see no image.
+    """Checks that the first stage has all layers to whose outputs features of images are added.
+
+    Later stages get no images.
 
     Args:
         module: the whole model.
-        layers: of the first stage.
+        layers: number of layers of the first stage.
 
     Raises:
-        ConfigError: when it has fewer.
+        ConfigError: when these are too few.
     """
     num_needed = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
     if layers < num_needed:
@@ -226,6 +238,7 @@ def check_added_features(module: nn.Module, layers: int) -> None:
 
 
 def check_ties(before: Sequence[Part], after: Sequence[Part]) -> None:
+    """Raises ConfigError when the first and the last stage would train, or load, copies of one tied weight."""
     first = {id(parameter): parameter for part in before for parameter in weights_of(part)}
     tied = [parameter for part in after for parameter in weights_of(part) if id(parameter) in first]
     if any(parameter.requires_grad or parameter.is_meta for parameter in tied):
@@ -237,18 +250,25 @@ def check_ties(before: Sequence[Part], after: Sequence[Part]) -> None:
 
 
 def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
-    """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
+    """Checks that a model changes hidden states only in its parts; anything else every stage would do again.
+
+    The model without its parts must have no weights and return hidden states as they are.
+
+    Raises:
+        ConfigError: when it does not.
+    """
+    model = cast("PreTrainedModel", module)
     name = type(module).__name__
     shell = copy_around(module, {id(part): absent(part) for part in parts})
     leftover = [weight for weight, _ in shell.named_parameters()]
     if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
     device = next((buffer.device for buffer in shell.buffers()), torch.device("cpu"))
-    hidden = torch.arange(2 * module.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
+    hidden = torch.arange(2 * model.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
     try:
         with torch.no_grad():
             returned = hidden if leftover else shell(inputs_embeds=hidden, use_cache=False).logits
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it asks the embedding, which is elsewhere
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it needs the embedding, which is absent
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: given hidden states alone it stops with {error}; set "
             "train.pipeline_parallel_size to 1"
@@ -262,14 +282,19 @@ def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def copy_around(module: nn.Module, parts: dict[int, Part | None]) -> nn.Module:
-    """A copy of a model with these parts in the place of those with these ids; configurations, of its language model,
-    too, stay the same."""
+    """A deep copy of a model in which parts are replaced. Configurations are shared with the original.
+
+    Args:
+        module: the model.
+        parts: the replacement of each part by the id of the part.
+    """
+    # A memo of deepcopy: what it holds for an id is taken in place of a copy.
     configs = [submodule.config for submodule in module.modules() if hasattr(submodule, "config")]
     return copy.deepcopy(module, parts | {id(config): config for config in configs})
 
 
 def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
-    """The plan without tensor-parallel styles of parts that only other stages have."""
+    """The plan without tensor-parallel styles of parts that only other stages have, which would match nothing."""
     stage_names = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
     stage_names |= {name for name, _ in stage.named_parameters()}
     absent_names = {*dict(module.named_modules()), *dict(module.named_parameters())} - stage_names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -22,10 +22,13 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor_sequence import share_sequence
 from sfumato.parallel.tensor_styles import Cutter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class Style:
-    """What a plan says of one module or parameter."""
+    """The style that a plan gives a module or parameter."""
 
     kind: str
     blocks: int = 1
@@ -42,16 +45,17 @@ class Style:
 
     @property
     def meaning(self) -> Meaning:
-        """Its entry in the table."""
+        """Its entry in ``STYLES``."""
         return STYLES[self.kind]
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, sequence_parallel: bool) -> None:
     """Shares the matrices of a model among tensor-parallel ranks.
 
-    Weights become DTensors on ``mesh.device_mesh("tp")``, cut from what each rank has, which may be on the meta device;
-    other weights stay plain and whole, with equal gradients on all ranks. Trainable ones are first made equal to those
-    of the first rank. What modules take and return stays plain, and, outside of groups of cut layers, whole.
+    Weights become DTensors on ``mesh.device_mesh("tp")``, cut from the whole weights of each rank, which may be on the
+    meta device; other weights stay plain and whole, with equal gradients on all ranks. Trainable ones are first made
+    equal to those of the first rank. Inputs and outputs of modules stay plain tensors, and whole outside of groups of
+    cut layers.
 
     Args:
         module: an unmodified transformers or diffusers model; LoRA adapters may be in it. Changed in place.
@@ -104,10 +108,10 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
 
 
 def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Along which dimension fsdp2 cuts a weight further, for its ``shard_placement_fn``: None leaves the choice to it.
+    """The dimension along which fsdp2 cuts a weight further, for its ``shard_placement_fn``; None is fsdp2's default.
 
-    Pieces of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: there
-    would be no DTensor placement to say where they lie.
+    Shards of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: no
+    DTensor placement could describe the result.
 
     Args:
         parameter: after ``apply_tensor_parallel``.
@@ -120,7 +124,7 @@ def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
         return None
     placement = parameter.placements[-1]
     size = parameter.device_mesh.size(-1)
-    if placement.is_replicate() or placement.dim != 0:
+    if placement.is_replicate() or cast("Shard", placement).dim != 0:
         return None
     if getattr(placement, "split_factor", 1) == 1 and not parameter.shape[0] % size:
         return None
@@ -159,7 +163,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 
 
 def _match_tied_embeddings(module: nn.Module, module_styles: dict[str, Style]) -> None:
-    """An embedding whose weight is that of a cut head is cut too."""
+    """Adds a style for an embedding whose weight is tied to a cut head: both share one parameter."""
     heads = {
         id(getattr(_base(module.get_submodule(name)), "weight", None))
         for name, style in module_styles.items()
@@ -171,6 +175,7 @@ def _match_tied_embeddings(module: nn.Module, module_styles: dict[str, Style]) -
 
 
 def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
+    """Raises ConfigError when tensor-parallel ranks cannot share the attention heads evenly."""
     for name, style in module_styles.items():
         if style.kind != "colwise" or _is_parameter(module, name):
             continue
@@ -179,7 +184,7 @@ def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: in
         counts = [getattr(parent, "heads", None), getattr(parent, "num_heads", None)]
         width = getattr(parent, "head_dim", None)
         if isinstance(width, int) and not getattr(layer, "out_features", 0) % width:
-            counts.append(layer.out_features // width)
+            counts.append(cast("int", layer.out_features) // width)
         for heads in counts:
             if isinstance(heads, int) and heads % size:
                 raise ConfigError(
@@ -189,6 +194,7 @@ def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: in
 
 
 def _check_owners(module: nn.Module, module_styles: Mapping[str, Style]) -> None:
+    """Raises ConfigError for a cut bare parameter whose module does not compute with this rank's shards."""
     for name, style in module_styles.items():
         if style.meaning.cuts and _is_parameter(module, name):
             owner = name.rpartition(".")[0]
@@ -209,13 +215,17 @@ class _Site:
     """The module or parameter in it."""
     cutter: Cutter
     in_partial_group: bool
-    """Whether it stands in a partial group."""
+    """Whether it is in a partial group of layers, see ``_find_groups``."""
     in_block: bool
-    """Whether it stands in a block, where shards must be equal."""
+    """Whether it is in a block, where shards must be of equal size."""
 
 
 def _apply(style: Style, site: _Site) -> set[nn.Module]:
-    """Applies a style. Returns the modules whose parameters it has taken care of."""
+    """Applies a style.
+
+    Returns:
+        The modules whose parameters are handled: ``share_sequence`` need not sum their gradients.
+    """
     if _is_parameter(site.module, site.name):
         owner, _, key = site.name.rpartition(".")
         dims = site.module.get_parameter(site.name).ndim
@@ -232,7 +242,10 @@ def _apply(style: Style, site: _Site) -> set[nn.Module]:
 
 
 def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module]:
-    """Cuts a linear layer and its adapters: of an adapter's two matrices the one at the cut side."""
+    """Cuts a linear layer and, of each adapter's two matrices, the one at the side that is cut.
+
+    The second matrix of an adapter has the layer's outputs, the first one its inputs; the other stays whole.
+    """
     layer, firsts, seconds = _linear_parts(module, site.name, style.kind)
     cutter = site.cutter
     blocks = style.blocks
@@ -255,7 +268,7 @@ def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module
 
 def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
     """A linear layer, and the first and second matrices of its LoRA adapters."""
-    layer = _base(module)
+    layer = cast("nn.Linear", _base(module))
     _check_type(layer, nn.Linear, name, kind)
     if layer is module:
         return layer, [], []
@@ -271,7 +284,9 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
             f"{', '.join(other_parameters) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain "
             "LoRA"
         )
-    return layer, list(module.lora_A.values()), list(module.lora_B.values())
+    firsts = list(cast("Mapping[str, nn.Linear]", module.lora_A).values())
+    seconds = list(cast("Mapping[str, nn.Linear]", module.lora_B).values())
+    return layer, firsts, seconds
 
 
 def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: str) -> None:
@@ -283,7 +298,7 @@ def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: s
 
 
 def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
-    """diffusers' attention divides features by its number of heads, or inner_dim by it; it has this rank's now."""
+    """Sets the numbers of heads and features that diffusers' attention reshapes by to those of one rank."""
     parents = {
         _parent(module, name)
         for name, style in module_styles.items()
@@ -296,7 +311,7 @@ def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: i
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """The layer below an adapter."""
+    """The layer that an adapter wraps, or the module itself."""
     return getattr(module, "base_layer", module)
 
 
@@ -305,12 +320,13 @@ def _parent(module: nn.Module, name: str) -> nn.Module:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
+    """Whether a name is that of a parameter, not of a module."""
     owner, _, key = name.rpartition(".")
     return key in module.get_submodule(owner)._parameters
 
 
 def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True) -> _Apply:
-    """Gives a module a role of ``tensor_styles``, and cuts its weight along a dimension if one is given."""
+    """A function that gives a module a role of ``tensor_styles`` and cuts its weight along ``dim``, if one is given."""
 
     def apply(module: nn.Module, site: _Site) -> set[nn.Module]:
         if dim is not None:
@@ -330,7 +346,7 @@ def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
     if not site.in_partial_group:
-        config = site.module.config.get_text_config()
+        config = cast("PreTrainedModel", site.module).config.get_text_config()
         if not hasattr(config, "qk_rope_head_dim"):
             raise ConfigError(
                 f"{site.name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration"
@@ -357,27 +373,28 @@ def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 
 _Apply = Callable[[nn.Module, _Site], set[nn.Module]]
-"""Changes a module in place. Returns the modules whose parameters it has taken care of."""
+"""Changes a module in place. Returns the modules whose parameters are handled, as ``_apply``."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a style does: cuts a linear layer or bare parameter, or applies a function to a module."""
+    """The effect of a style: it cuts a linear layer or bare parameter, or applies a function to a module."""
 
     cuts: Literal["", "outputs", "inputs"] = ""
     is_whole: bool = False
-    """Whether cut outputs are gathered, or inputs come whole; otherwise they stay, and come, cut."""
+    """Whether outputs are gathered after the layer, or inputs come whole; otherwise both are cut outside, too."""
     blocks: int = 1
     """Equal blocks of a fused matrix where the plan does not say."""
     leaves_sums: bool = False
-    """Whether it can leave all sums to the ends of the group of layers it stands in, see ``_groups``."""
+    """Whether it can leave all sums over ranks to the ends of its group of layers, see ``_find_groups``."""
     layer: type[nn.Module] | None = None
-    """The only class of module that it is for."""
+    """The class of module that it is restricted to."""
     apply: _Apply | None = None
+    """Applied where nothing is cut."""
 
 
 STYLES: dict[str, Meaning] = {
-    # Linear layers and bare parameters. Of a head that is cut logits stay cut; ``token_log_probs`` takes such a head.
+    # Linear layers and bare parameters. Logits of a cut head stay cut; ``token_log_probs`` supports such a head.
     "colwise": Meaning("outputs", leaves_sums=True),
     "packed_colwise": Meaning("outputs", blocks=2, leaves_sums=True),
     "colwise_gather_output": Meaning("outputs", is_whole=True),
@@ -408,11 +425,12 @@ STYLES: dict[str, Meaning] = {
 
 
 def _find_groups(blocks: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> dict[str, bool]:
-    """The groups of layers in each block that need the whole sequence, and whether they are partial.
+    """The groups of layers that need the whole sequence, by name, and whether each is partial.
 
-    A group is a child of a block (attention, feed-forward). One whose styles all can leave their sums to its ends is
-    partial: a gather before it, a reduce-scatter after it. Others, such as mixtures of experts whose router must see
-    whole gradients, run as without sequence parallelism: a gather before them, and each rank keeps its part.
+    A group is a child of a block (attention, feed-forward). It is partial if all its styles can leave their sums to its
+    ends: it has a gather before it and a reduce-scatter after it. Others, such as mixtures of experts whose router must
+    see whole gradients, run as without sequence parallelism: a gather before them, and each rank keeps its part of the
+    output.
     """
     groups = {}
     for name, block in blocks.items():

@@ -1,4 +1,4 @@
-"""Weights in safetensors files: tensors of which a part can be read, as they stand or as transformers combines them."""
+"""Weights in safetensors files: tensors that can be read in parts, as stored or as transformers combines them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,11 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 from sfumato.parallel.shards import ranges_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 FILES = ("model", "diffusion_pytorch_model")
-"""What transformers and diffusers call a weight file, without its ending."""
+"""Names of weight files of transformers and diffusers, without their endings."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,16 +41,18 @@ DTYPES = {
 }
 
 Slices = tuple[slice, ...]
+"""One slice, with start and stop, for each dimension."""
 
 
 class TensorSource(Protocol):
-    """A tensor of which a part can be had without the rest."""
+    """A tensor that can be read in parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, slices: Slices) -> Tensor:
-        """The part within one slice (with start and stop) for each dimension."""
+        """The part of the tensor within these slices."""
+        ...
 
 
 @dataclass
@@ -55,6 +60,7 @@ class FileTensor:
     """A tensor in a safetensors file."""
 
     file: Any
+    """The open file, of ``safe_open``, which has no type of its own."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -113,7 +119,7 @@ class Joined:
         pieces = []
         for source, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
             first, last = max(bounds.start, start), min(bounds.stop, stop)
-            if first < last or not pieces:
+            if first < last or not pieces:  # an empty range still reads one empty piece, which has shape and dtype
                 inside = slice(first - start, last - start) if first < last else slice(0, 0)
                 pieces.append(source.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
         return torch.cat(pieces, self.dim)
@@ -135,7 +141,7 @@ class Narrowed:
 
 
 def equal_parts(whole: TensorSource, dim: int, count: int) -> list[TensorSource]:
-    """A tensor's equal parts along a dimension; the last may be shorter."""
+    """Parts of equal size of a tensor along a dimension; the last ones may be shorter, or empty."""
     size = whole.shape[dim]
     length = -(-size // count)
     return [
@@ -168,7 +174,7 @@ def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
 
 
 def read_shard(source: TensorSource, like: Tensor) -> Tensor:
-    """What this rank holds of a tensor, reading nothing else.
+    """Reads this rank's shard of a tensor, and no other part of it.
 
     Args:
         source: the tensor, of the whole shape of ``like``.
@@ -181,6 +187,7 @@ def read_shard(source: TensorSource, like: Tensor) -> Tensor:
 
 
 def _read_ranges(source: TensorSource, ranges: list[list[tuple[int, int]]], slices: Slices) -> Tensor:
+    """Reads the ranges of the dimensions after those that ``slices`` fixes, and joins them."""
     dim = len(slices)
     if dim == len(ranges):
         return source.read(slices)
@@ -190,7 +197,7 @@ def _read_ranges(source: TensorSource, ranges: list[list[tuple[int, int]]], slic
 
 @contextmanager
 def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
-    """The tensors of a weight folder, by the names in its files; they can be read inside the block.
+    """The tensors of a weight folder, by the names in its files. They can be read while the context lasts.
 
     Args:
         files: a folder that transformers' or diffusers' ``save_pretrained`` wrote (one file, or several and an
@@ -217,6 +224,11 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
 
 
 def _files(files: Path | Sequence[Path]) -> list[Path]:
+    """Paths of the weight files that ``files`` of ``open_weights`` stands for.
+
+    Raises:
+        ConfigError: when a folder has no weights, or its index cannot be read.
+    """
     if not isinstance(files, str | Path):
         return list(files)
     files = Path(files)
@@ -237,14 +249,14 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
 
 
 def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
-    """The file that holds a tensor of that name, for a message; where none has it under that name, all of them."""
+    """The file that holds a tensor of that name, for a message; where none has it under that name, all files."""
     try:
         paths = sorted(files.glob("*.safetensors")) if isinstance(files, Path) and files.is_dir() else _files(files)
         for path in paths if len(paths) > 1 else ():
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118
                     return path
-    except (OSError, SafetensorError, ConfigError):  # whoever reads them says so
+    except (OSError, SafetensorError, ConfigError):  # reading the weights reports it
         paths = []
     return paths[0] if len(paths) == 1 else files if isinstance(files, Path) else ", ".join(map(str, files))
 
@@ -255,32 +267,36 @@ def converted(
     shapes: dict[str, tuple[int, ...]],
     skip_others: bool = False,
 ) -> dict[str, TensorSource]:
-    """Tensors under the names that a transformers model has for them, as its conversion mapping says.
+    """Renames and combines tensors as transformers' conversion mapping of a model says.
 
     Args:
         stored: by the names in the files.
-        model: of any class that is made of transformers'.
+        model: a transformers model, whose class may be derived by fsdp2 or tensor parallelism.
         shapes: of the model's tensors.
         skip_others: leave out tensors that cannot be read in parts.
 
+    Returns:
+        Tensors by the model's names.
+
     Raises:
-        ConfigError: when there is one that cannot be, and they are not left out.
+        ConfigError: when a tensor cannot be read in parts and is not left out, or two get the same name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     with _plain_classes(model):
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(cast("PreTrainedModel", model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, TensorSource] = {}
     groups: dict[str, dict[str, list[TensorSource]]] = {}
+    # In numerical order, so that experts that are stored one by one are stacked in the order of their numbers.
     for name in sorted(
         stored, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
     ):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
-        if new not in shapes and name in shapes:
+        new, pattern = rename_source_key(name, renamings, converters, cast("str", model.base_model_prefix), shapes)
+        if new not in shapes and name in shapes:  # the file has the model's own name already
             new, pattern = name, None
         if pattern is not None:
             groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
@@ -297,7 +313,17 @@ def converted(
 def _combined(
     name: str, parts: dict[str, list[TensorSource]], converter: Any, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, TensorSource]:
-    """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
+    """Applies a transformers converter to the tensors that match its patterns, without reading them.
+
+    Args:
+        name: the model's name of the first target.
+        parts: tensors by the pattern that they match.
+        converter: a ``WeightConverter``.
+        shapes: of the model's tensors.
+
+    Raises:
+        ConfigError: for an operation that cannot be done in parts.
+    """
     first = converter.target_patterns[0]
     names = [name.replace(first, pattern) for pattern in converter.target_patterns]
     state = [parts[pattern] for pattern in converter.source_patterns if pattern in parts]
@@ -325,8 +351,10 @@ def _combined(
 
 @contextmanager
 def _plain_classes(module: nn.Module) -> Iterator[None]:
-    """Inside, modules have transformers' classes, not those of fsdp2 and of ours that are made of them: transformers
-    looks conversions up by class name."""
+    """While it lasts, modules have transformers' classes instead of the derived ones of fsdp2 and sfumato.
+
+    transformers looks conversions up by class name.
+    """
     plain_classes = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
     sharded = {submodule: type(submodule) for submodule, cls in plain_classes.items() if cls is not type(submodule)}
     for submodule in sharded:
@@ -339,4 +367,5 @@ def _plain_classes(module: nn.Module) -> Iterator[None]:
 
 
 def _plain_class(cls: type) -> type:
+    """The first class in the order of inheritance that neither fsdp2 nor sfumato has made."""
     return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule) and "sfumato." not in base.__module__)
