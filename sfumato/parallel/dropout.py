@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +57,14 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
     refuse_unkeyed_dropout(module)
     dropouts: dict[str, KeyedDropout] = {}
     for name, submodule in module.named_modules():
-        if type(submodule) in (nn.Dropout, KeyedDropout) and submodule.p > 0:
+        if type(submodule) in (nn.Dropout, KeyedDropout) and cast("nn.Dropout", submodule).p > 0:
             submodule.__class__ = KeyedDropout
-            submodule.name = name
-            submodule.row_keys = None
-            submodule.positions = None
-            submodule.features = _input_features(module, name)
-            dropouts[name] = submodule
+            keyed = cast("KeyedDropout", submodule)
+            keyed.name = name
+            keyed.row_keys = None
+            keyed.positions = None
+            keyed.features = _input_features(module, name)
+            dropouts[name] = keyed
     return DropoutKeys(module, dropouts, seed) if dropouts else None
 
 
@@ -78,7 +80,9 @@ def check_dropout_is_whole(module: nn.Module) -> None:
         if not isinstance(adapters, nn.ModuleDict):
             continue
         weights = [
-            submodule.lora_A[key].weight for key, dropout in adapters.items() if isinstance(dropout, KeyedDropout)
+            cast("Mapping[str, nn.Linear]", submodule.lora_A)[key].weight
+            for key, dropout in adapters.items()
+            if isinstance(dropout, KeyedDropout)
         ]
         if any(_is_cut_along_input(weight) for weight in weights):
             raise ConfigError(
@@ -163,7 +167,7 @@ class KeyedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return input
         self._check(input)
-        keep = keep_mask(self.row_keys.to(input.device), input.shape, self.p, self.positions)
+        keep = keep_mask(cast("Tensor", self.row_keys).to(input.device), input.shape, self.p, self.positions)
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
     def _check(self, input: Tensor) -> None:
@@ -232,9 +236,9 @@ def _input_features(module: nn.Module, name: str) -> int | None:
     layer, _, adapter = name.rpartition(".lora_dropout.")
     if not layer:
         return None
-    projection = module.get_submodule(layer).lora_A
+    projection = cast("Mapping[str, nn.Linear]", module.get_submodule(layer).lora_A)
     weight = projection[adapter].weight if adapter in projection else None
-    return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # not of a convolution
+    return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # a convolution has more dimensions
 
 
 def refuse_unkeyed_dropout(module: nn.Module) -> None:
@@ -242,7 +246,11 @@ def refuse_unkeyed_dropout(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         label = name or type(module).__name__
         kind = type(submodule)
-        if issubclass(kind, _DropoutNd) and kind not in (nn.Dropout, KeyedDropout) and submodule.p > 0:
+        if (
+            issubclass(kind, _DropoutNd)
+            and kind not in (nn.Dropout, KeyedDropout)
+            and cast("_DropoutNd", submodule).p > 0
+        ):
             raise ConfigError(f"{label} is a {kind.__name__}, whose masks cannot belong to samples: set its p to 0")
         if isinstance(submodule, nn.MultiheadAttention | nn.RNNBase) and submodule.dropout > 0:
             raise ConfigError(

@@ -46,7 +46,7 @@ def attend(
         case "math":
             with torch.autocast(query.device.type, enabled=False):
                 wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
-                scores = _scores(*wide[:2], scale, causal)
+                scores = _scores(wide[0], wide[1], scale, causal)
                 result = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
     return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the log-sum-exp
 

@@ -60,7 +60,7 @@ def parallelize(
     layout = mesh.layout
     blocks = find_blocks(module, plan)
     submodels = [module.get_submodule(name) for name in plan.parts] or [module]
-    experts: dict[str, nn.Module] = {}
+    experts: Mapping[str, nn.Module] = {}
     if layout.tp > 1:
         for submodel in submodels:
             apply_tensor_parallel(submodel, mesh, plan, config.sequence_parallel)
@@ -157,7 +157,7 @@ def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[Mic
             module.set_requires_gradient_sync(is_last or reduces_every)
             module.set_requires_all_reduce(is_last)
         no_sync = isinstance(module, FullyShardedDataParallel) and not is_last
-        with module.no_sync() if no_sync else nullcontext():
+        with cast("FullyShardedDataParallel", module).no_sync() if no_sync else nullcontext():
             yield batch
 
 

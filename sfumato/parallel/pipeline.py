@@ -336,7 +336,8 @@ def build_pipeline(
 
     dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
     model = cast("PreTrainedModel", module)
-    hidden = (model.config.get_text_config().hidden_size, dtype or model.get_input_embeddings().weight.dtype)
+    embedding = cast("nn.Embedding", model.get_input_embeddings())
+    hidden = (model.config.get_text_config().hidden_size, dtype or embedding.weight.dtype)
     stage_config = config.model_copy(update={"enable_reshard_after_forward": False})
     stages = {}
     for index, rank in enumerate(ranks_of_stages(config)):

@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 from pathlib import PosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,8 +51,10 @@ class _Pickler(pickle.Pickler):
             return make_scalar, (value.tobytes(), value.dtype.str)
         if type(value) is np.ndarray and not value.dtype.hasobject:
             return make_array, (value.tobytes(), value.dtype.str, value.shape)
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and cast("torch.Tensor", value).layout == torch.strided:
+            content = (
+                cast("torch.Tensor", value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
             is_parameter = isinstance(value, torch.nn.Parameter)
             return make_tensor, (content, value.dtype, tuple(value.shape), str(value.device), is_parameter)
         return NotImplemented

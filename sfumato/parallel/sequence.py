@@ -138,7 +138,7 @@ class _LanguageSequence(_Sequence):
         model = cast("PreTrainedModel", self.module)
         config = model.config.get_text_config()
         if self.groups.ring_size == 1:
-            self.of_rows = RowAttention.of(config._attn_implementation)
+            self.of_rows = RowAttention.of(cast("str", config._attn_implementation))
         self._check_config(config)
         settings = (*CHANGES, "sliding_window")
         AttentionInterface.register(ATTENTION, packed_causal(_language_attention, UNKNOWN_TO, OFF, settings))

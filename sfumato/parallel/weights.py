@@ -448,7 +448,7 @@ def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
             header = (tensor.shape, tensor.dtype)
         except (OSError, SafetensorError) as error:
             header = f"rank 0 cannot read a weight: {error}"
-    header = mesh.first(header, among="world")
+    header = cast("tuple[torch.Size, torch.dtype] | str", mesh.first(header, among="world"))
     if isinstance(header, str):
         raise ConfigError(header)
     if source is None:
