@@ -58,7 +58,7 @@ class TensorRows:
                 on_devices[device] = to_device(index, device) if isinstance(index, torch.Tensor) else index
             return on_devices[device]
 
-        def take_rows(value: Any) -> Any:
+        def take_rows(value: object) -> object:
             if isinstance(value, list):
                 return [value[row] for row in torch.arange(len(value))[index_on(torch.device("cpu"))].tolist()]
             return _map_value(value, lambda tensor: tensor[index_on(tensor.device)], lambda inner: inner.rows(index))
@@ -74,7 +74,7 @@ class TensorRows:
     def to(self, device: torch.device | str) -> Self:
         """The same with all tensors on another device; fields that all samples share stay readable by ``on_host``."""
 
-        def move(value: Any, remember: bool) -> Any:
+        def move(value: object, remember: bool) -> object:
             return _map_value(value, lambda tensor: to_device(tensor, device, remember), lambda inner: inner.to(device))
 
         axes = self._axes()  # what all samples share, such as a schedule, is small
@@ -104,11 +104,11 @@ class TensorRows:
         """Names of all fields, and whether each is by row, by group or shared."""
         return [(field.name, field.metadata.get("axis", "shared")) for field in dataclasses.fields(self)]
 
-    def _replace(self, names: Sequence[str], change: Callable[[Any], Any]) -> Self:
+    def _replace(self, names: Sequence[str], change: Callable[[object], object]) -> Self:
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
-def _map_value(value: Any, tensors: Callable[[Tensor], Tensor], inner: Callable[[TensorRows], TensorRows]) -> Any:
+def _map_value(value: object, tensors: Callable[[Tensor], Tensor], inner: Callable[[TensorRows], TensorRows]) -> object:
     """Applies ``tensors`` to the tensors in a field's value and ``inner`` to its containers; other values stay."""
     if isinstance(value, torch.Tensor):
         return tensors(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -151,7 +151,7 @@ def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device:
     rule = _find_rule(name, router, num_experts)
     router.register_buffer(bias, torch.zeros(num_experts, device=device))
 
-    def choose(router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def choose(router: nn.Module, args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, weights, chosen = output
         scores = SCORES[rule.scores](logits.float())
         chosen = (scores.detach() + getattr(router, bias)).topk(chosen.shape[-1], dim=-1).indices
@@ -204,7 +204,7 @@ def _find_rule(name: str, router: nn.Module, num_experts: int) -> _Rule:
 def _make_counter(counts: Tensor) -> Callable[..., None]:
     """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
 
-    def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
         if recomputed or not torch.is_grad_enabled():
             return

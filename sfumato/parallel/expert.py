@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeGuard
 
+    from transformers import PreTrainedModel
+
     class ExpertsModule(nn.Module):
         """The attributes by which transformers' ``use_experts_implementation`` describes the experts of a layer."""
 
@@ -77,7 +79,7 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, ExpertsMod
             cut = DTensor.from_local(shard, ranks, [Shard(0)], run_check=False)
             layer_experts.register_parameter(name, nn.Parameter(cut, parameter.requires_grad))
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, torch.compiler.disable(exchanged_experts))
-    cast("Any", module).set_experts_implementation(EXCHANGED)
+    cast("PreTrainedModel", module).set_experts_implementation(EXCHANGED)
     for name, layer_experts in experts.items():
         if layer_experts.config._experts_implementation != EXCHANGED:
             raise ConfigError(
@@ -103,7 +105,7 @@ def apply_grouped_experts(module: nn.Module) -> None:
     if not experts or has_more or has_adapters or not hasattr(module, "set_experts_implementation"):
         return
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
-    cast("Any", module).set_experts_implementation(GROUPED)
+    cast("PreTrainedModel", module).set_experts_implementation(GROUPED)
 
 
 def has_experts(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.precision import Converted
 from sfumato.parallel.shards import local
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    _DTensorLayout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
+    _Packed = Tensor | tuple["_HostCopy", _DTensorLayout | None]
+    """A saved tensor that stays, or its copy, and how to make a DTensor of it again."""
 
 ATTENTION = frozenset(
     {
@@ -172,7 +181,7 @@ class BlockForward:
         with self.offload.hold(self.block):
             return self.run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> BlockForward:
         return BlockForward(copy.deepcopy(self.block, memo), self.mode, self.backend, self.offload)
 
 
@@ -225,7 +234,7 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of one checkpointed call, of its forward pass and its recomputation.
 
     They save attention, collectives and every second matrix product.
@@ -233,7 +242,9 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     # Counted apart for the forward pass and the recomputation, so that both take the same products.
     counts = {False: 0, True: 0}
 
-    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operation: OpOverload, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         name = operation.name().partition(".")[0]
         if name in ATTENTION or name in COMMUNICATION:
             return CheckpointPolicy.MUST_SAVE
@@ -263,8 +274,8 @@ class ActivationOffload:
         """
         self.min_bytes = min_bytes
         self.stay = stay
-        self._streams: dict[torch.device, Any] = {}
-        self._under_way: deque[Any] = deque()
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._under_way: deque[torch.Event] = deque()
         """Events at the ends of the copies of the last blocks."""
         self._last: weakref.ref[_Call] | None = None
         """The call before, without keeping it alive."""
@@ -291,7 +302,7 @@ class ActivationOffload:
             and not is_converted_weight(tensor)
         )
 
-    def _pack(self, call: _Call, tensor: Tensor) -> Any:
+    def _pack(self, call: _Call, tensor: Tensor) -> _Packed:
         shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
         if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
             return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
@@ -314,13 +325,14 @@ class _Call:
         )
         self.weights = {storage_of(value) for value in values if isinstance(value, Tensor)}
         """Storages of the block's weights; gathered ones of fsdp1 are plain attributes."""
-        self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
-        self.stream: Any = None
+        self.copies: dict[tuple[object, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
+        self.stream: torch.Stream | None = None
+        """The stream of the copies; None before the first."""
         self.device: torch.device | None = None
         self._previous = previous
         self._awaited = False
 
-    def copy_of(self, tensor: Tensor, stream: Any) -> _HostCopy:
+    def copy_of(self, tensor: Tensor, stream: torch.Stream) -> _HostCopy:
         """The copy of a tensor; the same one if the tensor has not changed since it was made."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
@@ -348,7 +360,9 @@ class _Call:
         arrived = _event_on(self.stream, self.device)
         previous = self._previous() if self._previous else None
         if previous is not None and previous.device == self.device:
-            self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+            cast("torch.Stream", self.stream).wait_stream(
+                torch.get_device_module(self.device).current_stream(self.device)
+            )
             # In the order in which the backward pass needs them.
             for _, reference in reversed(previous.copies.values()):
                 saved = reference()
@@ -360,12 +374,12 @@ class _Call:
 class _HostCopy:
     """A copy of a tensor in pinned CPU memory, which can be copied back to the tensor's device."""
 
-    def __init__(self, tensor: Tensor, stream: Any, call: _Call) -> None:
+    def __init__(self, tensor: Tensor, stream: torch.Stream, call: _Call) -> None:
         self.device = tensor.device
         self.stream = stream
         self.call = call
         self._back: Tensor | None = None
-        self._ready: Any = None
+        self._ready: torch.Event | None = None
         backend = torch.get_device_module(self.device)
         stream.wait_stream(backend.current_stream(self.device))  # the tensor may still be computed
         with backend.stream(stream):
@@ -394,7 +408,7 @@ class _HostCopy:
         return back
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(packed: _Packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     host_copy, layout = packed
@@ -404,7 +418,7 @@ def _unpack(packed: Any) -> Tensor:
     return DTensor.from_local(host_copy.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _event_on(stream: Any, device: torch.device | None) -> Any:
+def _event_on(stream: torch.Stream | None, device: torch.device | None) -> torch.Event:
     """An event of the device's backend that is recorded on a stream now."""
     event = torch.get_device_module(device).Event()
     event.record(stream)

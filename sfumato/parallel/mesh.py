@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
 from sfumato.parallel.plain_values import from_bytes, to_bytes
 from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store
+
+if TYPE_CHECKING:
+    Value = TypeVar("Value")
 
 BEFORE_THE_FIRST_STEP = 3
 """Factor of ``train.timeout_s`` for the wait of ranks for each other while they load and compile."""
@@ -159,7 +162,7 @@ class Mesh:
             pause = min(2 * pause, POLL_S)
         return store.get(place).decode() if store.check([place]) else None
 
-    def gather(self, value: Any, over: str = "data") -> list[Any]:
+    def gather(self, value: Value, over: str = "data") -> list[Value]:
         """The value of every rank of an axis or view, in rank order, on each of them."""
         size = self.size_of(over)
         if size == 1:
@@ -174,7 +177,7 @@ class Mesh:
         dist.all_gather(values, padded, group=self.group(over))
         return [from_bytes(data.numpy()[: int(length)].tobytes()) for data, length in zip(values, lengths, strict=True)]
 
-    def exchange(self, values: Sequence[Any], over: str = "data") -> list[Any]:
+    def exchange(self, values: Sequence[Value], over: str = "data") -> list[Value]:
         """Sends the i-th of ``values`` to rank i of an axis or view.
 
         Returns:
@@ -189,12 +192,12 @@ class Mesh:
         dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes[self.rank_in(over)], self.group(over))
         return [from_bytes(payload.numpy().tobytes()) for payload in received.split(received_sizes)]
 
-    def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
+    def merge(self, values: Mapping[str, Value], over: str) -> dict[str, Value]:
         """Named values of all ranks of an axis or view; where several ranks have a name, the last rank's value."""
         return {name: value for rank_values in self.gather(values, over) for name, value in rank_values.items()}
 
     def first(self, value: Any, among: str) -> Any:
-        """The value of the first rank of an axis or view, on each of them."""
+        """The value of the first rank of an axis or view, on each of them. Values of the others are not used."""
         return self.gather(value, among)[0]
 
     def range_of_rank(self, count: int) -> range:

@@ -47,7 +47,11 @@ from sfumato.parallel.stages import (
 )
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
 
 LogitsLoss = Callable[[Tensor, Batch], Tensor]
 """From the logits of a micro-batch and the padded micro-batch to its part of the loss."""
@@ -122,11 +126,12 @@ class Pipeline:
         self._config = config
         self._multiple = length_multiple
         self._ranks = ranks_of_stages(config)
-        self._cached_schedule: tuple[tuple[int, ...], Any] | None = None
+        self._cached_schedule: tuple[tuple[int, ...], _PipelineSchedule] | None = None
+        """torch's schedule, and the number of micro-batches, rows and tokens that its buffers are for."""
         self._loss: LogitsLoss | None = None
         self._arguments: StageArguments = positions_alone
         self._batches: list[dict[str, Tensor]] = []
-        self._autocast: Callable[[], Any] = nullcontext
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def has_last(self) -> bool:
@@ -226,7 +231,7 @@ class Pipeline:
             cast("FSDPModule", unit).reshard()
         return logits if self.has_last else None
 
-    def _schedule(self, num_micro_batches: int, rows: int, length: int) -> Any:
+    def _schedule(self, num_micro_batches: int, rows: int, length: int) -> _PipelineSchedule:
         """torch's schedule for micro-batches of this number and shape: the cached one, or one with new buffers."""
         if self._cached_schedule is None or self._cached_schedule[0] != (num_micro_batches, rows, length):
             self._cached_schedule = None  # frees its buffers before new ones are made
@@ -366,6 +371,7 @@ def _call_as_model(
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 
 
-def _take_output(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
+def _take_output(module: nn.Module, args: object, output: CausalLMOutput, last: bool) -> Tensor:
     """Hook after a stage: takes logits, or hidden states where ``Absent`` stands for the head, from its output."""
-    return output.logits if last else output.logits.clone()  # a view, which torch's in-place detach refuses
+    logits = cast("Tensor", output.logits)
+    return logits if last else logits.clone()  # a view, which torch's in-place detach refuses

@@ -28,7 +28,7 @@ NAMES = {
 """Names that are resolved besides those of records: builtin containers."""
 
 
-def to_bytes(value: Any) -> bytes:
+def to_bytes(value: object) -> bytes:
     """A value in a form that ``from_bytes`` reads."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(value)
@@ -45,7 +45,7 @@ def from_bytes(data: bytes | memoryview) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Writes arrays as bytes with dtype and shape, since numpy's and torch's own constructors trust their input."""
         if isinstance(value, np.generic):
             return make_scalar, (value.tobytes(), value.dtype.str)
@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def make_scalar(content: bytes, dtype: str) -> Any:
+def make_scalar(content: bytes, dtype: str) -> np.generic:
     """A numpy scalar."""
     return make_array(content, dtype, ())[()]
 
@@ -107,7 +107,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _is_record(named: Any) -> bool:
+def _is_record(named: object) -> bool:
     """Whether an unpickler may use this object of a module: constructing it only makes a plain value."""
     if isinstance(named, torch.dtype):
         return True

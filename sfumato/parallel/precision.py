@@ -71,7 +71,7 @@ class Converted:
         """The same with the signature of a class's ``forward``, for ``BlockForward``."""
         return self(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+    def __deepcopy__(self, memo: dict[int, object]) -> Converted:
         layer = copy.deepcopy(self.layer, memo)
         duplicate = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
         duplicate.replaced = copy.deepcopy(self.replaced, memo)

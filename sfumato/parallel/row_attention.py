@@ -87,12 +87,12 @@ class RowAttention:
 
 
 def window_for_mask(
-    *args: Any,
-    config: Any = None,
+    *args: object,
+    config: object = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    **_: Any,
+    **_: object,
 ) -> int | None:
     """A mask function for transformers' registry: it returns the window of a layer, or None.
 

@@ -92,7 +92,7 @@ class _Sequence:
         self.checked = False
         """Whether the first forward pass has shown that every block used it."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Sequence:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Sequence:
         raise ConfigError(f"{self.name} cannot be copied after it has been made sequence parallel: copy it before")
 
     def check(self) -> None:
@@ -185,11 +185,11 @@ class _LanguageSequence(_Sequence):
         self._whole = positions if positions.ndim == 2 else positions[0]
         return args, kwargs | shard_embeddings(kwargs, self.mesh)
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _start(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if (self._signature.bind_partial(*args, **kwargs).arguments | kwargs).get("position_ids") is None:
             raise ConfigError(f"{self.name} was called without position_ids: cut the batch with shard_sequence")
 
-    def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _finish(self, module: nn.Module, args: object, output: object) -> None:
         if not self.checked:
             self.check()
 
@@ -306,7 +306,13 @@ class _DiffusionSequence(_Sequence):
             target.register_forward_hook(partial(self._cut_outputs, name, outputs))
 
     def _cut_inputs(
-        self, name: str, cuts: Mapping[str, Split], signature: inspect.Signature, _: nn.Module, args: Any, kwargs: Any
+        self,
+        name: str,
+        cuts: Mapping[str, Split],
+        signature: inspect.Signature,
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = signature.bind(*args, **kwargs)
         for key, cut in cuts.items():
@@ -314,7 +320,7 @@ class _DiffusionSequence(_Sequence):
                 bound.arguments[key] = self._part(f"{name}.{key}", bound.arguments[key], cut.dim)
         return bound.args, bound.kwargs
 
-    def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: Any, output: Any) -> Any:
+    def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: object, output: Any) -> Any:
         parts = [output] if isinstance(output, Tensor) else list(output)
         for index, cut in cuts.items():
             parts[index] = self._part(f"{name}.{index}", parts[index], cut.dim)
@@ -334,7 +340,7 @@ class _DiffusionSequence(_Sequence):
         tokens = range_of_rank(total, rank, size)
         return value.narrow(dim, tokens.start, len(tokens)).contiguous()
 
-    def _join(self, name: str, gather: Gather, module: nn.Module, args: Any, output: Any) -> Tensor:
+    def _join(self, name: str, gather: Gather, module: nn.Module, args: object, output: object) -> Tensor:
         if not isinstance(output, Tensor):
             raise ConfigError(f"{self.name}: {name} returns {type(output).__name__}; only a tensor can be joined")
         lengths = self.agree(name, output.shape[gather.dim])
@@ -354,7 +360,9 @@ class _DiffusionSequence(_Sequence):
             "Callable[..., Tensor]",
             _whole_attention if whole else torch.compiler.disable(partial(self._attention, name, module)),
         )
-        cast("Any", module).set_processor(RedirectedProcessor(module.processor, attention, name))
+        cast("Any", module).set_processor(
+            RedirectedProcessor(cast("Callable[..., Any]", module.processor), attention, name)
+        )
 
     def _check_attention(self) -> None:
         """Raises ConfigError for attention in a block that has no processor; it is recognised by its class name."""
@@ -369,7 +377,7 @@ class _DiffusionSequence(_Sequence):
                     where = f"{self.name}: {block_name}.{name} is a {kind} without processor"
                     raise ConfigError(f"{where}; sequence parallelism needs attention that {self.seam}: {OFF}")
 
-    def _start(self, module: nn.Module, args: Any) -> None:
+    def _start(self, module: nn.Module, args: object) -> None:
         self.cut = {}
         self._open = False
         if not self.checked:
@@ -377,7 +385,7 @@ class _DiffusionSequence(_Sequence):
             self._guard = _Redirect(self._unwrapped_attention)
             self._guard.__enter__()
 
-    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _finish(self, module: nn.Module, args: object, output: object) -> None:
         guard = self._guard
         self._guard = None
         if guard is not None:
@@ -503,7 +511,7 @@ class _Redirect(TorchFunctionMode):
 class RedirectedProcessor:
     """Runs an attention module's own processor with another function in place of torch's attention."""
 
-    def __init__(self, processor: Any, attention: Callable[..., Tensor], name: str) -> None:
+    def __init__(self, processor: Callable[..., Any], attention: Callable[..., Tensor], name: str) -> None:
         self.processor = processor
         self.attention = attention
         self.name = name

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
 class Absent(nn.Module):
     """Stands for a part that another stage has: returns its first argument."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Returns the hidden states, any shape."""
         return hidden_states
 

@@ -19,13 +19,15 @@ class SharedSequence:
         self.length = 0
         """Tokens of all ranks together."""
 
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def enter(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hook before the first block: keeps this rank's part of the hidden states ``[B, S, H]``."""
         hidden, args, kwargs = _take_input(args, kwargs)
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave(self, block: nn.Module, args: object, output: Any) -> Any:
         """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 

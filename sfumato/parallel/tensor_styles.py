@@ -401,7 +401,7 @@ class SeparateOutputs(nn.Module):
         return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 
 
-def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:
+def become(module: nn.Module, role: type[nn.Module], **settings: object) -> None:
     """Gives a module another forward, which may call the original one, by changing its class, as fsdp2 does.
 
     The new class, of the same name, derives from the role and the module's class. All modules of a class share it, so
@@ -423,7 +423,7 @@ def _class_of(role: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextmanager
-def showing(module: nn.Module, **values: Any) -> Iterator[None]:
+def showing(module: nn.Module, **values: object) -> Iterator[None]:
     """While it lasts, attributes of a module have other values. Parameters of these names stay registered.
 
     Values in the instance's dictionary are found before parameters.

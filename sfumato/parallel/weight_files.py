@@ -20,7 +20,11 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.shards import ranges_of
 
 if TYPE_CHECKING:
+    from typing import TypeVar
+
     from transformers import PreTrainedModel
+
+    Value = TypeVar("Value")
 
 FILES = ("model", "diffusion_pytorch_model")
 """Names of weight files of transformers and diffusers, without their endings."""
@@ -159,7 +163,7 @@ class Swapped:
         self.dtype = whole.dtype
         self.shape = self._swap(whole.shape)
 
-    def _swap(self, values: Sequence[Any]) -> tuple[Any, ...]:
+    def _swap(self, values: Sequence[Value]) -> tuple[Value, ...]:
         swapped = list(values)
         swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
         return tuple(swapped)
