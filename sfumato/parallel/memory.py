@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     _DTensorLayout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
     _Packed = Tensor | tuple["_HostCopy", _DTensorLayout | None]
@@ -234,7 +235,7 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """The contexts of one checkpointed call, of its forward pass and its recomputation.
 
     They save attention, collectives and every second matrix product.

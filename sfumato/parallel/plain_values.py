@@ -45,7 +45,7 @@ def from_bytes(data: bytes | memoryview) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
+    def reducer_override(self, value: Any) -> Any:
         """Writes arrays as bytes with dtype and shape, since numpy's and torch's own constructors trust their input."""
         if isinstance(value, np.generic):
             return make_scalar, (value.tobytes(), value.dtype.str)
@@ -62,7 +62,7 @@ class _Pickler(pickle.Pickler):
 
 def make_scalar(content: bytes, dtype: str) -> np.generic:
     """A numpy scalar."""
-    return make_array(content, dtype, ())[()]
+    return cast("np.generic", make_array(content, dtype, ())[()])
 
 
 def make_array(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
