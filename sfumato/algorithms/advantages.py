@@ -1,8 +1,8 @@
 """From rewards to advantages within groups of samples that share a prompt.
 
-N samples; a group is a set of samples with one integer id, whatever their prompts read. A sample whose reward is
-missing (NaN) is left out of every statistic. ``has_both_signs`` says that a group's better samples are above 0 and its
-worse ones below, whatever the rewards: some objectives need that, others cannot have it.
+N samples; samples with the same integer id form a group, even where their prompts differ. A sample whose reward is
+missing (NaN) is left out of every statistic. ``has_both_signs`` says that a group's better samples have advantages
+above 0 and its worse ones below 0, for any rewards: some objectives need that, others do not allow it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 LARGEST = 1e100
-"""Largest magnitude of a reward: deviations of larger ones would be infinite, and advantages 0 whatever they are."""
+"""Largest magnitude of a reward: squared deviations of larger ones would be infinite, and their advantages 0."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Advantages:
         )
 
     def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
-        """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
+        """bool ``[N]``: samples to train on. ``keep_no_spread`` includes those of groups with equal rewards."""
         trained = ~self.failed & ~self.left_out
         return trained if keep_no_spread else trained & ~self.no_spread
 
@@ -146,7 +146,7 @@ class LeaveOneOut(RewardSumAdvantage):
 class GDPO:
     """Each reward standardised within groups, then their weighted sum standardised over the step (arXiv 2601.05242).
 
-    No reward drowns the others, whatever its scale. As Flow-Factory computes it.
+    So no reward dominates the others by its scale. As Flow-Factory computes it.
     """
 
     type: ClassVar[str] = "gdpo"
@@ -261,7 +261,7 @@ class Best(RewardSumAdvantage):
 
 @dataclass(frozen=True)
 class RawReward(RewardSumAdvantage):
-    """The reward itself, whatever its group: weights for reward-weighted regression (flow_grpo, type rwr)."""
+    """The reward itself, without regard to groups: weights for reward-weighted regression (flow_grpo, type rwr)."""
 
     type: ClassVar[str] = "raw"
     has_both_signs: ClassVar[bool] = False
@@ -305,7 +305,7 @@ def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
 
     Args:
         group_ids: int64 ``[N]``.
-        without: bool ``[N]``: samples that are left out; a group of which all are yields nothing.
+        without: bool ``[N]``: samples that are left out. A group without any other sample is skipped.
     """
     for group in torch.unique(group_ids[~without]):
         yield torch.nonzero((group_ids == group) & ~without).flatten()
@@ -325,7 +325,7 @@ def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _group_stds(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
-    """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
+    """Standard deviation of each group's scored rewards; 0 for groups with equal rewards or none."""
     groups = [rewards[members] for members in groups_of(group_ids, failed)]
     stds = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in groups]
     return stds + [0.0] * (len(torch.unique(group_ids)) - len(stds))

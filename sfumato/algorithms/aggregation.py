@@ -31,8 +31,8 @@ def row_weights(
 
     Args:
         mode: which mean.
-        num_decisions_of_sequence_of_row: ``[R]``: the masked-in rows of the whole sequence that a row is of, on
-            whatever rank they are.
+        num_decisions_of_sequence_of_row: ``[R]``: the number of masked-in rows in the whole sequence of each row,
+            counted over all ranks that hold parts of it.
         num_tokens: masked-in rows of the optimiser step, over all ranks and micro-batches.
         num_sequences: sequences of the optimiser step with such a row, over all ranks and micro-batches.
         max_length: divisor of ``seq-mean-token-sum-norm``, a constant of the run (Dr. GRPO, arXiv 2503.20783).

@@ -38,7 +38,7 @@ class Constant:
 
 
 FROZEN = Constant(1.0)
-"""A copy that stays what it was: the reference unless it is told to move."""
+"""A copy that never changes: the default of the reference."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False
 
     Args:
         tensor: of any shape and dtype. From host memory it goes to a GPU through pinned memory.
-        device: where to. What goes to host memory is waited for.
+        device: the target. A copy to host memory is waited for.
         remember: ``on_host`` of the result gives this tensor, which must not be changed.
 
     Returns:
-        The tensor there, or itself where it is there already.
+        The tensor on that device; the same object where it is there already.
     """
     device = torch.device(device)
     source = tensor

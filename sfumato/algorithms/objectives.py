@@ -1,7 +1,7 @@
 """Policy objectives on ratios of probabilities: from log-ratios of decisions and advantages to a loss per row.
 
-``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step, and ``stats`` are detached sums
-over rows, which it divides by their number.
+``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step; ``stats`` are detached sums over
+rows, which the caller divides by the number of rows.
 
 Shapes: R rows, each a decision that a policy made at random: a (sample, trained denoising step) pair, or a token;
 ... latent dimensions.
@@ -177,8 +177,8 @@ class ClippedRatio:
 class Guard(ClippedRatio):
     """The clipped surrogate of the recentred log-ratio, divided by the step size h (``recentred_log_ratio`` of steps).
 
-    1 / h evens out the gradients of the steps. Computed for each sample by itself: flow_grpo averages over the batch
-    what recentring adds (its issue 244), Flow-Factory omits 1 / h.
+    1 / h evens out the gradients of the steps. The term that recentring adds is computed for each sample: flow_grpo
+    averages it over the batch (its issue 244). Flow-Factory omits 1 / h.
     """
 
     type: ClassVar[str] = "guard"

@@ -40,8 +40,8 @@ class Correction:
 
     weights: Float32[Tensor, "rows"]
     """float32 ``[R]``, without gradients: factors of the policy loss, 0 for rows that are left out. The loss is divided
-    by the number of all rows, those left out included: dividing by what is kept would make the step larger the fewer
-    rows are trustworthy."""
+    by the number of all rows, those left out included: divided by the number of the remaining rows the step would grow
+    the fewer rows are trustworthy."""
     log_weights: Float64[Tensor, "rows"]
     """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
     truncated: Bool[Tensor, "rows"]
@@ -79,8 +79,8 @@ class OffPolicy:
             sample_of_row: int64 ``[R]``, any numbers, equal for the rows of one trajectory. All rows of a trajectory
                 must be given, except for level ``step``. Where ranks share trajectories it is ``Sequences``, which
                 sums over these ranks.
-            mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
-                trajectory. None is all.
+            mask: bool ``[R]``: rows that count; the others have a log-ratio of 0 and do not contribute to that of
+                their trajectory. None is all.
         """
         return self._correct(
             lambda level, of=None: log_ratio_of(log_ratio if of is None else of(log_ratio), sample_of_row, level, mask)
@@ -151,7 +151,7 @@ class Rejection(OffPolicy):
     max_ratio: float = 2.0
     """Rows above are left out."""
     weight_level: Level | None = "step"
-    """Level of the weights of what is kept; null weights it by 1."""
+    """Level of the weights of the rows that are not left out; null weights them by 1."""
     cap: float | None = 2.0
     """Largest weight; null truncates none."""
 
@@ -187,7 +187,7 @@ class KLRejection(OffPolicy):
     max_kl: float = 0.05
     """Rows above are left out."""
     weight_level: Level | None = "step"
-    """Level of the weights of what is kept; null weights it by 1."""
+    """Level of the weights of the rows that are not left out; null weights them by 1."""
     cap: float | None = 2.0
     """Largest weight; null truncates none."""
 

@@ -25,7 +25,7 @@ def preference_loss(
     lengths: tuple[Real[Tensor, "pairs"], Real[Tensor, "pairs"]] | None = None,
     gamma: float = 0.0,
 ) -> Float[Tensor, "pairs"]:
-    """Loss of each pair, from how much likelier the policy makes both answers than the reference does.
+    """Loss of each pair, from the log-ratios of policy to reference of both answers.
 
     With h the difference of both: ``sigmoid`` is -log sigmoid(beta h) (DPO, arXiv 2305.18290, eq. 7; with label
     smoothing s, conservative DPO: (1 - s) of it and s of it for -h); ``hinge`` is max(0, 1 - beta h) (SLiC, arXiv

@@ -31,7 +31,7 @@ class Numbers(Sequence[float]):
 
         Args:
             tensor: must not be changed until it is read.
-            name: what it is, for messages; see ``named``.
+            name: name of its elements, which ``named`` and ``sums`` give.
         """
         self._tensors.append(tensor.detach())
         self._names += [name] * tensor.numel()

@@ -77,7 +77,7 @@ class TensorRows:
         def move(value: object, remember: bool) -> object:
             return _map_value(value, lambda tensor: to_device(tensor, device, remember), lambda inner: inner.to(device))
 
-        axes = self._axes()  # what all samples share, such as a schedule, is small
+        axes = self._axes()  # only shared fields, such as a schedule, are remembered on the host: they are small
         return dataclasses.replace(self, **{name: move(getattr(self, name), axis == "shared") for name, axis in axes})
 
     @classmethod

@@ -57,7 +57,7 @@ class Sequences:
 
         Args:
             values: ``[R]``.
-            mask: bool ``[R]``: rows that count; what stands elsewhere, NaN included, reaches neither sum nor gradient.
+            mask: bool ``[R]``: rows that count; other values, NaN included, reach neither sum nor gradient.
 
         Returns:
             ``[N]``, in the dtype of ``values``; 0 without rows.

@@ -13,8 +13,8 @@ of tokens  of samples   together
 ``gae``    ``raw``      PPO with a critic
 ========== ============ ================================================================
 
-Rows of a sequence stand in order and are whole, on one rank. Rows outside the mask (prompts, answers of tools) are
-passed over, as if the sequence were without them, and have an advantage of 0.
+All rows of a sequence are on one rank, next to each other and in order. Rows outside the mask (prompts, answers of
+tools) are skipped, as if the sequence did not have them, and get an advantage of 0.
 
 Shapes: R rows, each a token; N sequences.
 """
@@ -41,7 +41,7 @@ class TokenAdvantages:
     values: Float[Tensor, "rows"]
     """``[R]``; 0 outside the mask."""
     returns: Float[Tensor, "rows"]
-    """``[R]``: what a critic learns, before whitening; 0 outside the mask."""
+    """``[R]``: targets of a critic, from advantages before whitening; 0 outside the mask."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def token_rewards(
     """-penalty at each masked-in row, plus the reward at the last one of each sequence.
 
     Args:
-        rewards: ``[N]``; that of a sequence without masked-in rows is lost.
+        rewards: ``[N]``; the reward of a sequence without masked-in rows is dropped.
         sequences: of the rows.
         mask: bool ``[R]``.
         penalties: ``[R]``; None is 0.
@@ -246,7 +246,7 @@ def discounted_returns(
     """G_t = r_t + gamma G_t+1 over the masked-in rows of each sequence, ``[R]``; 0 elsewhere.
 
     Args:
-        rewards: ``[R]``; what stands outside the mask does not count.
+        rewards: ``[R]``; values outside the mask are ignored.
         sequences: of the rows.
         mask: bool ``[R]``.
         gamma: discount.
@@ -269,7 +269,7 @@ def gae(
     After the last one V is 0.
 
     Args:
-        rewards: ``[R]``; what stands outside the mask does not count.
+        rewards: ``[R]``; values outside the mask are ignored.
         values: ``[R]``.
         sequences: of the rows.
         mask: bool ``[R]``.

@@ -1,8 +1,8 @@
 """Policy objectives on tokens: from log-ratios of R tokens and their advantages to a loss per token.
 
 ``loss(log_ratio, advantages, mask, sequences) -> (losses [R], stats)``: the caller weights the losses by
-``aggregation.row_weights``; ``stats`` are detached sums over rows for the log. Losses are 0, without a gradient,
-outside the mask, whatever stands there.
+``aggregation.row_weights``; ``stats`` are detached sums over rows for the log. Outside the mask losses are 0 without a
+gradient, for any values there.
 
 GRPO, Dr. GRPO, RLOO, REINFORCE++ and PPO differ in their advantages and share ``ppo_clip``. On-policy distillation has
 an advantage too (``token_advantages.distillation``).

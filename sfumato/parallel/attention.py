@@ -3,8 +3,8 @@
 Ulysses (arXiv 2309.14509) trades tokens for heads within a group; the ring (arXiv 2310.01889) passes keys and values
 round, and partial results are joined by their log-sum-exp (arXiv 2205.14135). Together: USP (arXiv 2405.07719).
 
-What a query may see is cut into *tiles* without a mask inside: rectangles, and causal squares. No kernel ever sees a
-mask or padding, and what is masked is not computed.
+The pairs of queries and keys that attend are cut into *tiles* without a mask inside: rectangles, and causal squares.
+Kernels get neither masks nor padding, and masked pairs are not computed.
 
 B batch, H heads, S tokens, D features of a head; a *block* is what one ring rank holds after Ulysses.
 """
@@ -107,7 +107,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Where tokens lie and what is computed, for one shape of attention. Built once, used by all layers."""
+    """The order of tokens in blocks and the tiles to compute, for one layout of documents. All layers share it."""
 
     groups: SequenceGroups
     query_order: tuple[TokenRun, ...]
@@ -286,15 +286,16 @@ def sequence_attention(
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys and values of all ranks that share the sequence.
 
-    All of these ranks must call it, and compute gradients: those of a rank's loss reach the keys and values of all.
+    All of these ranks must call it, and run the backward pass: gradients of a rank's loss flow to the keys and values
+    of all ranks.
 
     Args:
         query: this rank's part, [B, H, S, D], of any floating dtype; partial results are joined in float32.
         key: [B, Hk, Sk, D]; Hk divides H (grouped queries).
         value: [B, Hk, Sk, Dv].
-        schedule: where tokens lie and what they see.
+        schedule: order of tokens and tiles.
         scale: of the scores; None is 1 / sqrt(D).
-        key_mask: [B or 1, Sk] bool, false for keys of this rank that nobody sees.
+        key_mask: [B or 1, Sk] bool, false for keys of this rank that no query attends to.
 
     Returns:
         [B, H, S, Dv], in the dtype of the query (under autocast, in that of autocast).

@@ -121,7 +121,7 @@ class DropoutKeys:
         Args:
             step: the optimiser step; also count the pass in it if a batch is used several times.
             sample_ids: one integer for each row, B of them.
-            positions: int ``[S]`` or ``[B, S]``, where this rank's tokens stand in the whole row; None for 0 to S - 1.
+            positions: int ``[S]`` or ``[B, S]``: positions of this rank's tokens in the whole row; None for 0 to S - 1.
 
         Raises:
             RuntimeError: when a batch is open already; from the model's forward, when an input does not fit.

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers whose experts lie on several ranks: tokens travel to their experts and back.
 
-The way over ranks is that of GShard (arXiv 2006.16668), the products that of MegaBlocks (arXiv 2211.15841): tokens are
-sorted by expert and multiplied in groups of any size. There is no capacity, so no token is ever dropped.
+Tokens are exchanged between ranks as in GShard (arXiv 2006.16668) and multiplied as in MegaBlocks (arXiv 2211.15841):
+they are sorted by expert and multiplied in groups of any size. There is no capacity, so no token is ever dropped.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def find_experts(module: nn.Module, remedy: str) -> dict[str, ExpertsModule]:
     """The experts modules, one for each layer that has experts, by name and in order.
 
     Raises:
-        ConfigError: when there are none; ``remedy`` says what to do then.
+        ConfigError: when there are none; its message ends with ``remedy``.
     """
     experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
     if not experts:
@@ -181,7 +181,7 @@ def exchanged_experts(
     expert_ids = expert_ids.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
     by_expert, by_rank, counts = _sort(expert_ids, counts.shape[1])
     rows = _Rows.apply(rows, by_expert, by_rank, 1)
-    rows = _run_experts(experts, rows, counts, dtype)
+    rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
     rows = _Exchange.apply(rows, received, sent, group)
     rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
@@ -206,7 +206,7 @@ def grouped_experts(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
     rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
-    rows = _run_experts(experts, rows, counts, dtype)
+    rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, inverse, order, 1)  # back from the order of experts to that of tokens
     rows = rows.view(*top_k_weights.shape, rows.shape[-1]) * top_k_weights.unsqueeze(-1)
     return rows.sum(dim=1).to(hidden_states.dtype)
@@ -249,7 +249,7 @@ def _is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
 
 
 def _check_shareable(name: str, experts: ExpertsModule, ranks: int) -> None:
-    """Raises ConfigError when so many ranks cannot share the experts of a layer."""
+    """Raises ConfigError when ``ranks`` ranks cannot share the experts of a layer."""
     if name.split(".")[-1] == "base_layer":
         raise ConfigError(
             f"{name}: adapters on experts' weights (model.lora.target_parameters) add whole matrices to them and do "
@@ -278,7 +278,7 @@ def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, inverse, tokens_per_expert(sorted_ids, num_experts)
 
 
-def _run_experts(experts: ExpertsModule, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _compute(experts: ExpertsModule, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs the experts on their rows ``[rows, hidden]``, which are sorted by expert; ``counts`` are rows of each."""
     rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)

@@ -35,8 +35,9 @@ def reduce_and_clip(
 ) -> float:
     """Finishes the sum of gradients over ranks and scales them down to a total norm.
 
-    FSDP has reduced its gradients in the backward pass; those of whole weights (ddp) are summed here. The norm is that
-    of the whole model: every element counts once, however many ranks hold a copy of it. The device is waited for once.
+    FSDP has reduced its gradients in the backward pass; those of unsharded weights (ddp) are summed here. The norm is
+    that of the whole model: every element counts once, also if several ranks hold copies. The host waits for the device
+    once.
 
     Args:
         module: what ``parallelize`` returned; its trainable parameters' gradients are changed in place.

@@ -138,7 +138,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
 def packed_causal(
     attend: Callable[..., Tensor], known_by: str, remedy: str, knows: Sequence[str] | None = None
 ) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers' registry: causal attention of packed documents and nothing else.
+    """An attention function for transformers' registry, of causal attention of packed documents only.
 
     Args:
         attend: computes ``[B, S, H, Dv]`` from the attention module, query ``[B, H, S, D]``, key ``[B, Hk, S, D]``,

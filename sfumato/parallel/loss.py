@@ -81,7 +81,7 @@ def linear_cross_entropy(
     """The sum of ``-log p(label)`` over tokens, with gradients that are computed in the forward pass.
 
     Arguments as in ``token_log_probs``. Under autocast or in half precision gradients are rounded to the dtype of the
-    products before they are multiplied by that of the sum.
+    matrix products before they are multiplied by the upstream gradient.
 
     Returns:
         float32 scalar, and float32 ``[...]``, the loss of each token without gradients, 0 where the label is

@@ -259,7 +259,7 @@ def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 
 
 class ActivationOffload:
-    """Keeps what autograd saves inside blocks in pinned CPU memory until the backward pass needs it.
+    """Keeps tensors that autograd saves inside blocks in pinned CPU memory until the backward pass needs them.
 
     Copies run on a stream of their own beside the computation; while one block's backward pass runs, the activations
     of the block before it come back. Neither direction runs ahead of the computation by more than two blocks, which

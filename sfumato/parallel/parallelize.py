@@ -46,7 +46,7 @@ def parallelize(
     Args:
         module: an unmodified transformers or diffusers model, adapters included; changed in place.
         mesh: the ranks.
-        config: what to apply.
+        config: sizes and modes of the parallelism.
         plan: the model's blocks and cuts.
         param_dtype: dtype in which float32 weights are used (bf16 under mixed precision): fsdp gathers them in it, and
             without fsdp layers convert their weights themselves. None keeps the weights' dtype.

@@ -317,7 +317,7 @@ def build_pipeline(
         module: an unmodified transformers causal language model, or a multimodal one, adapters included, with weights
             or on meta; drop all references to it afterwards, so that parts of other stages are freed.
         mesh: the ranks; their axis pp has more than one.
-        config: schedule, and what is applied to each stage.
+        config: the schedule, and the parallelism within each stage.
         plan: the model's blocks and cuts.
         param_dtype: dtype in which fsdp gathers and uses weights; None keeps theirs.
         length_multiple: rows are padded to a multiple of it in training.

@@ -27,7 +27,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Gather:
-    """Join the parts of a sequence in what a module returns."""
+    """Join the ranks' parts of a sequence in the output of a module."""
 
     dim: int
     """Sequence dimension."""

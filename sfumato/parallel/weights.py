@@ -102,7 +102,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     Args:
         module: any that ``parallelize`` returned, adapters included; not on meta.
         tensors: some or all of its parameters and persistent buffers, by the names of the plain module, on any
-            device. With pipeline parallelism those of all stages.
+            device. With pipeline parallelism tensors of all stages.
         mesh: the ranks.
         from_rank0: only rank 0 has them (elsewhere the argument is not looked at) and sends one at a time.
 

@@ -103,9 +103,9 @@ def reward_probability(
 
     Args:
         advantages: ``[R]``.
-        clip: the advantage that stands for 1.
-        mode: what is kept of A first: all; only what is above, only what is below 0; 1 where it is above 0, else 0;
-            its sign.
+        clip: the advantage that is mapped to 1.
+        mode: how A is changed before: not at all; negative values become 0; positive values become 0; 1 where it is
+            above 0, else 0; its sign.
 
     Returns:
         ``[R]``.
