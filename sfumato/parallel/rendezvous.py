@@ -57,8 +57,8 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_there_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank == 0 and not is_there_already:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank == 0 and not agent_serves:
         return serve_store(address, port, timeout, size)
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
 
