@@ -167,7 +167,8 @@ class KeyedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return input
         self._check(input)
-        keep = keep_mask(cast("Tensor", self.row_keys).to(input.device), input.shape, self.p, self.positions)
+        row_keys = self.row_keys.to(input.device)  # pyright: ignore[reportOptionalMemberAccess]  # checked
+        keep = keep_mask(row_keys, input.shape, self.p, self.positions)
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
     def _check(self, input: Tensor) -> None:

@@ -199,7 +199,7 @@ def _compile_settings() -> dict[str, int]:
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return cast("Any", block).class_forward(block, *args, **kwargs)
+    return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {"none": _plain, "full": _full, "selec
 def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
     """Runs a block under non-reentrant checkpointing; ``settings`` are arguments of torch's ``checkpoint``."""
     if not torch.is_grad_enabled():
-        return cast("Any", block).class_forward(block, *args, **kwargs)
+        return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
     for name in CACHES:
         if kwargs.get(name) is not None:
             raise ConfigError(
@@ -228,7 +228,8 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     count = len(args)
 
     def forward(*values: Any) -> Any:
-        return cast("Any", block).class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
+        named = dict(zip(names, values[count:], strict=True))
+        return block.class_forward(block, *values[:count], **named)  # pyright: ignore[reportCallIssue]
 
     # ``checkpoint`` saves tensors that it gets by position for the backward pass, where offload sees them, but holds
     # those that it gets by name. So all go by position.
