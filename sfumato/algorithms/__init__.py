@@ -1,4 +1,4 @@
-"""Algorithms as pure functions of tensors. A file here knows no model, no data and no device.
+"""Algorithms as pure functions of tensors. Files here depend on no model, no data and no device.
 
-Whatever a configuration chooses by ``type:`` is a frozen dataclass whose fields are its parameters.
+Each choice that a configuration makes by ``type:`` is a frozen dataclass, whose fields are its parameters.
 """

@@ -1,13 +1,13 @@
 """From rewards to advantages within groups of samples that share a prompt.
 
-N samples; a group is a set of samples with one integer id, whatever their prompts read. A sample whose reward is
-missing (NaN) is left out of every statistic. ``has_both_signs`` says that a group's better samples are above 0 and its
-worse ones below, whatever the rewards: some objectives need that, others cannot have it.
+N samples; samples with the same integer id form a group, even where their prompts differ. A sample whose reward is
+missing (NaN) is left out of every statistic. ``has_both_signs`` says that a group's better samples have advantages
+above 0 and its worse ones below 0, for any rewards: some objectives need that, others do not allow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 LARGEST = 1e100
-"""Largest magnitude of a reward: deviations of larger ones would be infinite, and advantages 0 whatever they are."""
+"""Largest magnitude of a reward: squared deviations of larger ones would be infinite, and their advantages 0."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What ``compute`` of every class of this file returns."""
+    """Advantages of one step's samples, as ``compute`` of every class in this file returns them."""
 
     values: Float32[Tensor, "samples"]
     """float32 ``[N]``; 0 where the reward is missing."""
@@ -37,26 +37,31 @@ class Advantages:
     metrics: dict[str, float]
     """Statistics for the log."""
     rewards: Float64[Tensor, "samples"] | None = None
-    """float64 ``[N]``: what they were made of, NaN where it is missing; None where nobody knows."""
+    """float64 ``[N]``: the rewards that they were computed from, NaN where one is missing; None where unknown."""
     components: Mapping[str, Float[Tensor, "samples"]] = field(default_factory=dict)
-    """``[N]``: values of each reward by name, of which these were combined; empty where nobody knows."""
+    """``[N]`` by name of the reward: the values that were combined into ``rewards``; empty where unknown."""
 
     def rows(self, index: Sequence[int]) -> Advantages:
         """The samples at ``index``."""
         chosen = torch.tensor(list(index), dtype=torch.long)
-        parts = (self.values, self.failed, self.no_spread, self.left_out)
-        rewards = None if self.rewards is None else self.rewards[chosen]
-        components = {name: values[chosen] for name, values in self.components.items()}
-        return Advantages(*(tensor[chosen] for tensor in parts), self.metrics, rewards, components)
+        return Advantages(
+            values=self.values[chosen],
+            failed=self.failed[chosen],
+            no_spread=self.no_spread[chosen],
+            left_out=self.left_out[chosen],
+            metrics=self.metrics,
+            rewards=None if self.rewards is None else self.rewards[chosen],
+            components={name: values[chosen] for name, values in self.components.items()},
+        )
 
     def useful(self, keep_no_spread: bool) -> Bool[Tensor, "samples"]:
-        """bool ``[N]``: samples to train on; those of groups without spread only if asked for."""
+        """bool ``[N]``: samples to train on. ``keep_no_spread`` includes those of groups with equal rewards."""
         trained = ~self.failed & ~self.left_out
         return trained if keep_no_spread else trained & ~self.no_spread
 
 
 class RewardSumAdvantage:
-    """What needs only the weighted sum of a sample's rewards; a subclass says what it makes of that."""
+    """Base of advantages that need only the weighted sum of a sample's rewards; a subclass implements ``of_sums``."""
 
     def compute(
         self,
@@ -70,8 +75,8 @@ class RewardSumAdvantage:
         Args:
             rewards: float64 ``[N]``, NaN where scoring failed.
             group_ids: int64 ``[N]``.
-            components: ``[N]`` values of each reward; what needs only their weighted sum ignores them.
-            weights: weight of each component.
+            components: ``[N]`` values of each reward; they are handed on to the result, and not computed with.
+            weights: weight of each component; not used here, since ``rewards`` are the weighted sums.
 
         Raises:
             ValueError: when the shapes differ, or a reward is beyond ``LARGEST``.
@@ -104,11 +109,11 @@ class GroupAdvantage(RewardSumAdvantage):
         scored = rewards[torch.isfinite(rewards)]
         overall = scored.std(correction=self.ddof) if len(scored) > self.ddof else rewards.new_zeros(())
 
-        def standardised(group: Tensor) -> Tensor:
+        def standardise(group: Tensor) -> Tensor:
             std = {"group": group.std(correction=self.ddof), "global": overall}.get(self.std)
             return (group - group.mean()) / (1.0 if std is None else std + self.eps)
 
-        return _of_groups(rewards, group_ids, _within_groups(rewards, group_ids, standardised), self.clip)
+        return _clip_and_summarise(rewards, group_ids, _map_groups(rewards, group_ids, standardise), self.clip)
 
 
 @dataclass(frozen=True)
@@ -129,20 +134,19 @@ class LeaveOneOut(RewardSumAdvantage):
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         """As ``RewardSumAdvantage.of_sums``."""
-        values = _within_groups(
-            rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1))
-        )
+        # Reward - mean of the n - 1 others = (reward - mean of all n) n / (n - 1).
+        values = _map_groups(rewards, group_ids, lambda group: (group - group.mean()) * (len(group) / (len(group) - 1)))
         scored = values[torch.isfinite(rewards)]
         if self.std == "global" and len(scored) > self.ddof:
             values = values / (scored.std(correction=self.ddof) + self.eps)
-        return _of_groups(rewards, group_ids, values, self.clip)
+        return _clip_and_summarise(rewards, group_ids, values, self.clip)
 
 
 @dataclass(frozen=True)
 class GDPO:
     """Each reward standardised within groups, then their weighted sum standardised over the step (arXiv 2601.05242).
 
-    No reward drowns the others, whatever its scale. As Flow-Factory computes it.
+    So no reward dominates the others by its scale. As Flow-Factory computes it.
     """
 
     type: ClassVar[str] = "gdpo"
@@ -161,31 +165,34 @@ class GDPO:
         components: Mapping[str, Float[Tensor, "samples"]] | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Advantages:
-        """As ``RewardSumAdvantage.compute``, from ``components`` with a weight other than 0; a gap in one is a failure.
+        """As ``RewardSumAdvantage.compute``, from the ``components`` whose weight is not 0.
+
+        A sample for which one of these is NaN counts as failed.
 
         Raises:
             ValueError: also when a weighted component is missing.
         """
         rewards = checked(rewards, group_ids)
-        used = {name: weight for name, weight in (weights or {}).items() if weight != 0}
-        missing = [name for name in used if name not in (components or {})]
-        if not used or missing:
+        used_weights = {name: weight for name, weight in (weights or {}).items() if weight != 0}
+        missing = [name for name in used_weights if name not in (components or {})]
+        if not used_weights or missing:
             raise ValueError(f"gdpo needs every weighted reward by itself; missing: {', '.join(missing) or 'all'}")
-        parts = {name: components[name].to(rewards) for name in used}
-        failed = ~torch.isfinite(torch.stack([rewards, *parts.values()])).all(dim=0)
+        assert components is not None  # without components every weighted one is missing
+        used_rewards = {name: components[name].to(rewards) for name in used_weights}
+        failed = ~torch.isfinite(torch.stack([rewards, *used_rewards.values()])).all(dim=0)
         combined = torch.zeros_like(rewards)
-        for name, values in parts.items():
+        for name, values in used_rewards.items():
             for members in groups_of(group_ids, failed):
-                combined[members] += used[name] * self._standardised(values[members])
-        combined[~failed] = self._standardised(combined[~failed])
-        flat = torch.stack(
-            [_flat(component.masked_fill(failed, torch.nan), group_ids) for component in parts.values()]
+                combined[members] += used_weights[name] * self._standardise(values[members])
+        combined[~failed] = self._standardise(combined[~failed])
+        no_spread = torch.stack(
+            [_lacks_spread(component.masked_fill(failed, torch.nan), group_ids) for component in used_rewards.values()]
         ).all(dim=0)
-        combined[failed | flat] = 0.0
-        found = _advantages(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, flat)
-        return replace(found, components=components or {})
+        combined[failed | no_spread] = 0.0
+        advantages = _summarise(rewards, group_ids, combined.clamp(-self.clip, self.clip), failed, no_spread)
+        return replace(advantages, components=components or {})
 
-    def _standardised(self, values: Tensor) -> Tensor:
+    def _standardise(self, values: Tensor) -> Tensor:
         if len(values) == 0:
             return values
         return (values - values.mean()) / values.std(correction=0).clamp(min=self.eps)
@@ -216,18 +223,20 @@ class BestWorst(RewardSumAdvantage):
             raise ValueError("top and bottom must be at least 1")
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
-        whole = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
-        sign = torch.zeros_like(whole.values)
-        for members in groups_of(group_ids, whole.failed | whole.no_spread):
+        standardised = GroupAdvantage(clip=self.clip).of_sums(rewards, group_ids)
+        sign = torch.zeros_like(standardised.values)
+        for members in groups_of(group_ids, standardised.failed | standardised.no_spread):
             top, bottom = self.top, self.bottom
             if top + bottom > len(members):
                 top, bottom = min(top, len(members) // 2), min(bottom, len(members) // 2)
+            # Both sorts are stable, so of equal rewards the first of the group comes first in both; what is among the
+            # worst already is skipped at the upper end.
             worst = rewards[members].argsort(stable=True)[:bottom]
             best = rewards[members].argsort(stable=True, descending=True)
             sign[members[worst]] = -1.0
             sign[members[best[~torch.isin(best, worst)][:top]]] = 1.0
-        values = sign if self.values == "sign" else whole.values * (sign != 0)
-        return replace(whole, values=values, left_out=sign == 0)
+        values = sign if self.values == "sign" else standardised.values * (sign != 0)
+        return replace(standardised, values=values, left_out=sign == 0)
 
 
 @dataclass(frozen=True)
@@ -247,33 +256,38 @@ class Best(RewardSumAdvantage):
         for members in groups_of(group_ids, failed):
             values[members] = (rewards[members] == rewards[members].max()).to(values)
         left_out = (values == 0) & self.leave_out
-        return _advantages(rewards, group_ids, values, failed, _flat(rewards, group_ids), left_out)
+        return _summarise(rewards, group_ids, values, failed, _lacks_spread(rewards, group_ids), left_out)
 
 
 @dataclass(frozen=True)
 class RawReward(RewardSumAdvantage):
-    """The reward itself, whatever its group: weights for reward-weighted regression (flow_grpo, type rwr)."""
+    """The reward itself, without regard to groups: weights for reward-weighted regression (flow_grpo, type rwr)."""
 
     type: ClassVar[str] = "raw"
     has_both_signs: ClassVar[bool] = False
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         failed = ~torch.isfinite(rewards)
-        return _advantages(rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _flat(rewards, group_ids))
+        return _summarise(
+            rewards, group_ids, rewards.masked_fill(failed, 0.0), failed, _lacks_spread(rewards, group_ids)
+        )
 
 
-def _within_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
-    """``of_group`` of the scored rewards of every group that has spread; 0 elsewhere, as for a sample that is alone."""
+def _map_groups(rewards: Tensor, group_ids: Tensor, of_group: Callable[[Tensor], Tensor]) -> Tensor:
+    """Applies ``of_group`` to the scored rewards of each group; 0 where a reward is missing or the group lacks spread.
+
+    A group of one scored sample lacks spread.
+    """
     values = torch.zeros_like(rewards)
-    for members in groups_of(group_ids, ~torch.isfinite(rewards) | _flat(rewards, group_ids)):
+    for members in groups_of(group_ids, ~torch.isfinite(rewards) | _lacks_spread(rewards, group_ids)):
         values[members] = of_group(rewards[members])
     return values
 
 
-def _of_groups(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
-    """Advantages that compare the samples of a group."""
+def _clip_and_summarise(rewards: Tensor, group_ids: Tensor, values: Tensor, clip: float | None) -> Advantages:
+    """Clamps the values of advantages that compare the samples of a group, and adds flags and metrics."""
     values = values if clip is None else values.clamp(-clip, clip)
-    return _advantages(rewards, group_ids, values, ~torch.isfinite(rewards), _flat(rewards, group_ids))
+    return _summarise(rewards, group_ids, values, ~torch.isfinite(rewards), _lacks_spread(rewards, group_ids))
 
 
 def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -287,31 +301,37 @@ def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
-    """Indices, int64 ``[members]``, of each group of ids ``[N]``, ascending, but for those marked; none is empty."""
+    """Yields the indices of each group's samples, int64 ``[members]``, in ascending order of group ids.
+
+    Args:
+        group_ids: int64 ``[N]``.
+        without: bool ``[N]``: samples that are left out. A group without any other sample is skipped.
+    """
     for group in torch.unique(group_ids[~without]):
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 
 
-def _spread(values: Tensor) -> bool:
+def _has_spread(values: Tensor) -> bool:
     return bool(values.max() != values.min())
 
 
-def _flat(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    flat = torch.ones(len(rewards), dtype=torch.bool)
+def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """bool ``[N]``: whether all scored rewards of the sample's group are equal, or none is scored."""
+    lacks_spread = torch.ones(len(rewards), dtype=torch.bool)
     for members in groups_of(group_ids, ~torch.isfinite(rewards)):
-        if _spread(rewards[members]):
-            flat[group_ids == group_ids[members[0]]] = False
-    return flat
+        if _has_spread(rewards[members]):
+            lacks_spread[group_ids == group_ids[members[0]]] = False
+    return lacks_spread
 
 
-def _spreads(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
-    """Standard deviation of each group's scored rewards, 0 for those that have nothing to compare."""
-    found = [rewards[members] for members in groups_of(group_ids, failed)]
-    found = [float(group.std(correction=0)) if _spread(group) else 0.0 for group in found]
-    return found + [0.0] * (len(torch.unique(group_ids)) - len(found))
+def _group_stds(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
+    """Standard deviation of each group's scored rewards; 0 for groups with equal rewards or none."""
+    groups = [rewards[members] for members in groups_of(group_ids, failed)]
+    stds = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in groups]
+    return stds + [0.0] * (len(torch.unique(group_ids)) - len(stds))
 
 
-def _advantages(
+def _summarise(
     rewards: Tensor,
     group_ids: Tensor,
     values: Tensor,
@@ -319,10 +339,11 @@ def _advantages(
     no_spread: Tensor,
     left_out: Tensor | None = None,
 ) -> Advantages:
-    spreads = _spreads(rewards, group_ids, failed)
+    """Puts values and flags ``[N]`` together with the step's metrics; None of ``left_out`` leaves out none."""
+    stds = _group_stds(rewards, group_ids, failed)
     metrics = {
-        "advantage/group_std": sum(spreads) / max(len(spreads), 1),
-        "advantage/groups_without_spread": sum(spread == 0 for spread in spreads) / max(len(spreads), 1),
+        "advantage/group_std": sum(stds) / max(len(stds), 1),
+        "advantage/groups_without_spread": sum(std == 0 for std in stds) / max(len(stds), 1),
         "advantage/abs_mean": float(values.abs().mean()) if len(values) else 0.0,
     }
     left_out = torch.zeros_like(failed) if left_out is None else left_out

@@ -22,7 +22,7 @@ their tokens' means (GRPO), of their tokens' sums, or of these divided by the gr
 
 def row_weights(
     mode: Aggregation,
-    num_decisions_of_sequence_of_row: Real[Tensor, "rows"],
+    sequence_lengths: Real[Tensor, "rows"],
     num_tokens: float,
     num_sequences: float,
     max_length: int,
@@ -31,20 +31,19 @@ def row_weights(
 
     Args:
         mode: which mean.
-        num_decisions_of_sequence_of_row: ``[R]``: the masked-in rows of the whole sequence that a row is of, on
-            whatever rank they are.
+        sequence_lengths: ``[R]``: the number of masked-in rows in the whole sequence of each row, counted over all
+            ranks that hold parts of it.
         num_tokens: masked-in rows of the optimiser step, over all ranks and micro-batches.
         num_sequences: sequences of the optimiser step with such a row, over all ranks and micro-batches.
         max_length: divisor of ``seq-mean-token-sum-norm``, a constant of the run (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        float32 ``[R]``, or float64 where the counts are. They know no mask: the caller multiplies by it.
+        float32 ``[R]``, or float64 where the counts are. The mask is not applied: the caller multiplies by it.
 
     Raises:
         ValueError: for an unknown mode, or a count or ``max_length`` that is not above 0 and is divided by.
     """
-    lengths = num_decisions_of_sequence_of_row
-    lengths = lengths if lengths.dtype == torch.float64 else lengths.float()
+    lengths = sequence_lengths if sequence_lengths.dtype == torch.float64 else sequence_lengths.float()
     divisors = {
         "token-mean": {"num_tokens": num_tokens},
         "seq-mean-token-mean": {"num_sequences": num_sequences},

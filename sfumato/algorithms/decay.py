@@ -1,4 +1,4 @@
-"""How fast a second set of weights follows the policy: kept <- d kept + (1 - d) policy, with d = decay.at(step).
+"""How fast a second set of weights follows the policy: copy <- d copy + (1 - d) policy, with d = decay.at(step).
 
 Old policies, sampling policies, references and moving averages differ in this schedule alone. ``step`` is the number
 of iterations (for a moving average: of optimiser steps) before this one, so a resumed run needs nothing else.
@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 
 class Decay(Protocol):
-    """What every class of this file offers."""
+    """A schedule of the decay d over steps."""
 
     def at(self, step: int) -> float:
         """The decay d in [0, 1] at ``step`` (0 is the first)."""
@@ -38,7 +38,7 @@ class Constant:
 
 
 FROZEN = Constant(1.0)
-"""A copy that stays what it was: the reference unless it is told to move."""
+"""A copy that never changes: the default of the reference."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Refresh:
-    """A frozen copy that becomes the policy now and then: online DPO's reference (flow_grpo, ref_update_step)."""
+    """A frozen copy that is replaced by the policy every so many steps: online DPO's reference (flow_grpo,
+    ref_update_step)."""
 
     type: ClassVar[str] = "refresh"
 

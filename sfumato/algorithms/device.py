@@ -1,4 +1,4 @@
-"""Copies to a device that the host does not wait for, and what of them it need not ask the device for.
+"""Copies to a device that the host does not wait for, and their host values, so that they need not be read back.
 
 A plain ``tensor.to(device)`` lets the host wait until a GPU has done all its work so far; the GPU is then idle while
 the host prepares the next piece.
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def _host() -> WeakIdKeyDictionary:
-    """Tensors in host memory, by those that were made of them. A configuration is read without loading torch."""
-    return torch.utils.weak.WeakIdKeyDictionary()
+    """Host tensors by the device tensors that are copies of them, for as long as these live."""
+    return torch.utils.weak.WeakIdKeyDictionary()  # pyright: ignore[reportAttributeAccessIssue]  # torch loads it
 
 
 def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False) -> Tensor:
@@ -27,22 +27,24 @@ def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False
 
     Args:
         tensor: of any shape and dtype. From host memory it goes to a GPU through pinned memory.
-        device: where to. What goes to host memory is waited for.
+        device: the target. A copy to host memory is waited for.
         remember: ``on_host`` of the result gives this tensor, which must not be changed.
 
     Returns:
-        The tensor there, or itself where it is there already.
+        The tensor on that device; the same object where it is there already.
     """
-    device, source = torch.device(device), tensor
+    device = torch.device(device)
+    source = tensor
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
-    found = tensor.to(device, non_blocking=tensor.device.type == "cpu")
-    if remember and found is not source and source.device.type == "cpu":
-        _host()[found] = source
-    return found
+    # Copies from a GPU are blocking: a caller may read host memory at once, before the copy would have arrived.
+    copied = tensor.to(device, non_blocking=tensor.device.type == "cpu")
+    if remember and copied is not source and source.device.type == "cpu":
+        _host()[copied] = source
+    return copied
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The same values in host memory: what ``to_device`` remembers, else read from the device, which is waited for."""
-    known = _host().get(tensor)
-    return tensor.cpu() if known is None else known
+    """The same values in host memory: those that ``to_device`` remembers, else a blocking copy from the device."""
+    remembered = _host().get(tensor)
+    return tensor.cpu() if remembered is None else remembered

@@ -22,7 +22,14 @@ def per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def gaussian_step(mean: Tensor, std: Tensor, diffusion: Tensor, velocity: Tensor) -> GaussianStep:
-    """A step whose log-probability is the whole Gaussian log-density, of float32 fields ``[B, ...]`` and ``[B]``."""
+    """A step whose log-probability is the complete Gaussian log-density, constants included.
+
+    Args:
+        mean: float32 ``[B, ...]``.
+        std: float32 ``[B]``, above 0.
+        diffusion: float32 ``[B]``, as in ``GaussianStep``.
+        velocity: float32 ``[B, ...]``.
+    """
     return GaussianStep(
         mean=mean,
         std=std,
@@ -88,8 +95,8 @@ class GaussianStep:
         """mean((x' - mu_old)(mu - mu_old)) / S: S (log p(x') - log p_old(x')) + mean((mu - mu_old)^2) / 2S.
 
         Its mean under the old policy is 0, where the plain log-ratio's is -mean((mu - mu_old)^2) / 2S^2, and its scale
-        is the same at every step. Densities are whole here, also where dynamics leave 1 / 2S^2 out. Args and what it
-        returns are those of ``log_ratio``.
+        is the same at every step. The full Gaussian densities are taken, also where the dynamics' own log-probability
+        leaves out 1 / 2S^2 (``CPS``). Arguments and result are those of ``log_ratio``.
         """
         return mean_over_sample((next_latents - old_mean) * (self.mean - old_mean)) / self.std
 
@@ -103,7 +110,7 @@ class GaussianStep:
 
 
 class Dynamics:
-    """Base of every class of this file with a type: a stochastic or deterministic denoising step."""
+    """Base of every dynamics that a configuration can choose: a stochastic or deterministic denoising step."""
 
     def step(
         self, velocity: Tensor, latents: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float
@@ -116,7 +123,7 @@ class Dynamics:
             sigma, sigma_next: ``[B]`` with sigma > sigma_next.
             sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
         """
-        v, x, sigma, sigma_next = (each.to(torch.float32) for each in (velocity, latents, sigma, sigma_next))
+        v, x, sigma, sigma_next = (tensor.to(torch.float32) for tensor in (velocity, latents, sigma, sigma_next))
         return self._step(v, x, sigma, sigma_next, sigma_max)
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
@@ -153,6 +160,7 @@ class FlowSDE(Dynamics):
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt)."""
+        # 1 - sigma would be 0 at pure noise; Flow-GRPO takes the schedule's second sigma there.
         bounded = torch.where(sigma == 1, torch.full_like(sigma, sigma_max), sigma)
         s = torch.sqrt(sigma / (1 - bounded)) * self.noise_level
         return reverse_sde_step(v, x, sigma, sigma_next, s)
@@ -223,8 +231,8 @@ class DDIM(Dynamics):
         shrunk = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
         rho = self.eta * sigma_next * torch.sqrt(1 - shrunk**2)
         sigma_, next_ = per_sample(sigma, x), per_sample(sigma_next, x)
-        kept = per_sample(torch.sqrt(sigma_next**2 - rho**2), x)
-        mean = (1 - next_) * (x - sigma_ * v) + kept * (x + (1 - sigma_) * v)
+        x1_factor = per_sample(torch.sqrt(sigma_next**2 - rho**2), x)
+        mean = (1 - next_) * (x - sigma_ * v) + x1_factor * (x + (1 - sigma_) * v)
         return gaussian_step(mean, rho, self.eta * sigma_next, v)
 
 
@@ -251,8 +259,8 @@ class CPS(Dynamics):
         s = sigma_next * math.sin(self.noise_level * math.pi / 2)
         sigma_ = per_sample(sigma, x)
         x0, x1 = x - sigma_ * v, x + v * (1 - sigma_)
-        kept = per_sample(torch.sqrt(sigma_next**2 - s**2), x)
-        mean = x0 * (1 - per_sample(sigma_next, x)) + x1 * kept
+        x1_factor = per_sample(torch.sqrt(sigma_next**2 - s**2), x)
+        mean = x0 * (1 - per_sample(sigma_next, x)) + x1 * x1_factor
         return GaussianStep(
             mean=mean, std=s, diffusion=s, weight=torch.ones_like(s), log_norm=torch.zeros_like(s), velocity=v
         )

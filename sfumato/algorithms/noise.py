@@ -23,7 +23,7 @@ def keyed_generator(seed: int, purpose: str, *keys: int) -> torch.Generator:
 
     Args:
         seed: the run's seed.
-        purpose: what the numbers are for, so that two uses with equal keys stay independent.
+        purpose: name of the use of the numbers, so that two uses with equal keys stay independent.
         keys: integers such as the step and the sample id.
     """
     text = "/".join([str(int(seed)), purpose, *(str(int(key)) for key in keys)])

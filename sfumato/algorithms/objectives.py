@@ -1,7 +1,7 @@
 """Policy objectives on ratios of probabilities: from log-ratios of decisions and advantages to a loss per row.
 
-``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step, and ``stats`` are detached sums
-over rows, which it divides by their number.
+``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step; ``stats`` are detached sums over
+rows, which the caller divides by the number of rows.
 
 Shapes: R rows, each a decision that a policy made at random: a (sample, trained denoising step) pair, or a token;
 ... latent dimensions.
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampledSteps:
-    """What was drawn when the trajectories were sampled. The standard deviation does not depend on the policy."""
+    """R denoising steps as the policy that sampled them drew them. Their standard deviation depends on no policy."""
 
     next_latents: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: the latents that were drawn."""
     log_probs: Float32[Tensor, "rows"]
-    """float32 ``[R]``: their log-probability then."""
+    """float32 ``[R]``: their log-probability under the policy that drew them."""
     step_sizes: Float32[Tensor, "rows"]
     """float32 ``[R]``: h = sigma - sigma' > 0."""
     means: Float32[Tensor, "rows *latent"] | None
-    """float32 ``[R, ...]``: the means they were drawn around; None where they were not kept."""
+    """float32 ``[R, ...]``: the means of the Gaussians they were drawn from; None where these were not stored."""
 
     def log_ratio(self, new: GaussianStep) -> Float32[Tensor, "rows"]:
-        """log p_new - log p_old of each row: in closed form where the means were kept, for precision."""
+        """log p_new - log p_old of each row, ``[R]``: in closed form where the means were stored, for precision."""
         if self.means is None:
             return new.log_prob(self.next_latents) - self.log_probs
         return new.log_ratio(self.means, self.next_latents)
 
     def old_means(self) -> Float32[Tensor, "rows *latent"]:
-        """The means. Raises ValueError where they were not kept."""
+        """The means, ``[R, ...]``. Raises ValueError where they were not stored."""
         if self.means is None:
             raise ValueError("this objective needs the means of the sampled steps")
         return self.means
@@ -53,18 +53,18 @@ RowLosses: TypeAlias = "tuple[Float[Tensor, 'rows'], dict[str, Float[Tensor, '']
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much likelier R decisions are now than under an older policy."""
+    """The ratios of R decisions' probabilities under the policy to those under an older one."""
 
     log_ratio: Float32[Tensor, "rows"]
-    """float32 ``[R]``, with gradients: log p - log p_old, or what an objective has in its place; 0 for one policy."""
+    """float32 ``[R]``, with gradients: log p - log p_old, or an objective's variant of it; 0 for equal policies."""
     kl: Float32[Tensor, "rows"] | None = None
-    """float32 ``[R]``, without gradients: KL(old, new) of what a decision was drawn from, where it is known."""
+    """float32 ``[R]``, without gradients: KL(old, new) of the distributions of the decisions; None where unknown."""
     divisor: Float32[Tensor, "rows"] | None = None
-    """float32 ``[R]``, by which the losses of denoising steps are evened out; None is 1."""
+    """float32 ``[R]``: divisor of the losses, which evens out the gradients of denoising steps; None is 1."""
 
 
 class RatioObjective(Protocol):
-    """What an objective offers."""
+    """A policy objective on ratios of probabilities."""
 
     @property
     def replay_tolerance(self) -> float:
@@ -72,7 +72,7 @@ class RatioObjective(Protocol):
         ...
 
     def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
-        """Of R denoising steps, in the exact form of the dynamics that ``loss`` takes."""
+        """The ratios of R denoising steps, from the Gaussians of the dynamics, as ``loss`` takes them."""
         ...
 
     def loss(
@@ -107,7 +107,7 @@ def clipped_surrogate(
     Returns:
         The loss ``[R]`` and sums over rows named ``ratio/...``.
     """
-    log_ratio = masked(log_ratio, mask)  # first, so that what stands elsewhere reaches no gradient
+    log_ratio = masked(log_ratio, mask)  # before exp: an overflow outside the mask would make gradients NaN
     ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - low, 1 + high)
     loss = masked(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
@@ -121,7 +121,10 @@ def clipped_surrogate(
 def ratio_sums(
     log_ratio: Float[Tensor, "rows"], ratio: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None
 ) -> dict[str, Float[Tensor, ""]]:
-    """Sums over rows of ratios ``[R]``, and of half their squared logarithms, which are 0 outside the mask."""
+    """Sums over rows of ratios ``[R]``, and of half their squared logarithms.
+
+    ``log_ratio`` ``[R]`` must be 0 outside the mask.
+    """
     return {
         "ratio/mean": masked(ratio.detach(), mask).sum(),
         "ratio/approx_kl": 0.5 * (log_ratio.detach() ** 2).sum(),
@@ -129,7 +132,7 @@ def ratio_sums(
 
 
 def masked(values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None) -> Float[Tensor, "rows"]:
-    """``[R]`` with zeros, which have no gradient, in the place of rows that are not learned from."""
+    """``[R]`` with zeros without gradient in the rows outside the mask; None of a mask changes nothing."""
     return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -174,8 +177,8 @@ class ClippedRatio:
 class Guard(ClippedRatio):
     """The clipped surrogate of the recentred log-ratio, divided by the step size h (``recentred_log_ratio`` of steps).
 
-    1 / h evens out the gradients of the steps. Computed for each sample by itself: flow_grpo averages over the batch
-    what recentring adds (its issue 244), Flow-Factory omits 1 / h.
+    1 / h evens out the gradients of the steps. The term that recentring adds is computed for each sample: flow_grpo
+    averages it over the batch (its issue 244). Flow-Factory omits 1 / h.
     """
 
     type: ClassVar[str] = "guard"
@@ -184,7 +187,7 @@ class Guard(ClippedRatio):
     """The ratio is clipped to [1 - clip_range, 1 + clip_range_high]."""
 
     def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
-        """Recentred, of R denoising steps. Raises ValueError when the old means were not kept."""
+        """The recentred log-ratio of R denoising steps. Raises ValueError when the old means were not stored."""
         return Ratio(new.recentred_log_ratio(old.old_means(), old.next_latents), divisor=old.step_sizes)
 
     def loss(
@@ -220,7 +223,7 @@ class DPPO:
         return self.kl_threshold / 10
 
     def ratio(self, new: GaussianStep, old: SampledSteps) -> Ratio:
-        """log p_new - log p_old of R denoising steps, and their KL. Raises ValueError where old means were not kept."""
+        """log p_new - log p_old of R denoising steps, and their KL. Raises ValueError without the old means."""
         with torch.no_grad():
             kl = new.kl(old.old_means()) if self.scale_by_variance else new.squared_distance(old.old_means()) / 2
         return Ratio(old.log_ratio(new), kl)
@@ -235,6 +238,7 @@ class DPPO:
         r = torch.exp(log_ratio)
         with torch.no_grad():
             far = ratio.kl >= self.kl_threshold
+            # Only where a further update would increase the distance: back towards the old policy gradients flow.
             high = far & (r > 1) & (advantages > 0)
             low = far & (r < 1) & (advantages < 0)
         loss = masked(torch.where(high | low, torch.zeros_like(r), -advantages * r), mask)

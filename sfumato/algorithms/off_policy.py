@@ -1,8 +1,8 @@
 """Off-policy corrections: samples of an older policy (behaviour) train the newest one (proximal, then new).
 
-From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss, and metrics of how far
-the two are apart, which are always on. Log-ratios are log proximal - log behaviour, as the objective that clips ratios
-defines them.
+From log-ratios of the proximal policy to the behaviour policy to a weight of each row's loss, and metrics of the
+distance between the two policies, which are always on. Log-ratios are log proximal - log behaviour, as the objective
+that clips ratios defines them.
 
 Shapes: R rows, each a decision: a (sample, trained step) pair of a trajectory, or a token of an answer; ... latent
 dimensions.
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["step", "trajectory", "trajectory_mean", "token", "sequence", "sequence_mean"]
-"""Of a row by itself; of all rows of its trajectory, their product; or their geometric mean. A row is a denoising step
-or a token: ``token``, ``sequence`` and ``sequence_mean`` are other words for ``step``, ``trajectory`` and
-``trajectory_mean``."""
+"""Over which rows a ratio is formed: ``step``, each row by itself; ``trajectory``, the product over all rows of its
+trajectory; ``trajectory_mean``, their geometric mean. For text, whose rows are tokens, ``token``, ``sequence`` and
+``sequence_mean`` mean the same."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What becomes of R rows."""
+    """Weights of R rows, and which of them were cut or left out."""
 
     weights: Float32[Tensor, "rows"]
     """float32 ``[R]``, without gradients: factors of the policy loss, 0 for rows that are left out. The loss is divided
-    by the number of all rows, those left out included: dividing by what is kept would make the step larger the fewer
-    rows are trustworthy."""
+    by the number of all rows, those left out included: divided by the number of the remaining rows the step would grow
+    the fewer rows are trustworthy."""
     log_weights: Float64[Tensor, "rows"]
     """float64 ``[R]``: the logarithms before truncation and rejection, whose spread ``mismatch/ess`` measures."""
     truncated: Bool[Tensor, "rows"]
-    """bool ``[R]``: whose weight is the cap, or the floor, instead of the ratio."""
+    """bool ``[R]``: whether the weight is the cap, or the floor, instead of the ratio."""
     rejected: Bool[Tensor, "rows"]
     """bool ``[R]``: left out."""
 
 
 class AtLevel(Protocol):
-    """Log-ratios of the rows that are corrected."""
+    """A function from a level to the log-ratios of the rows that are corrected."""
 
     def __call__(self, level: Level, of: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """float64 ``[R]`` at a level; with ``of`` the sum or mean of that function of each row's."""
+        """Log-ratios, float64 ``[R]``, at a level; with ``of`` the sum or mean of that function of each row's."""
         ...
 
 
@@ -63,7 +63,8 @@ class OffPolicy:
 
     type: ClassVar[str]
     uses_proximal: ClassVar[bool]
-    """The objective's ratio is that to the proximal policy, times the weight; else to the behaviour policy."""
+    """Whether the objective's ratio is taken to the proximal policy, and its loss weighted; else to the behaviour
+    policy."""
 
     def correct(
         self,
@@ -74,20 +75,19 @@ class OffPolicy:
         """Weights of R rows.
 
         Args:
-            log_ratio: ``[R]``, exactly 0 where both policies are one. What is not a number stays one, so that the loss
-                shows it.
-            sample_of_row: int64 ``[R]``, any numbers: rows of one trajectory share theirs. All rows of a trajectory
-                must be there, except for level ``step``. Where ranks share trajectories it is ``Sequences``, which
-                sums over them.
-            mask: bool ``[R]``: rows that count; the others have a log-ratio of 0, and no part in that of their
-                trajectory. None is all.
+            log_ratio: ``[R]``, exactly 0 where both policies are the same. NaN stays NaN, so that the loss shows it.
+            sample_of_row: int64 ``[R]``, any numbers, equal for the rows of one trajectory. All rows of a trajectory
+                must be given, except for level ``step``. Where ranks share trajectories it is ``Sequences``, which
+                sums over these ranks.
+            mask: bool ``[R]``: rows that count; the others have a log-ratio of 0 and do not contribute to that of
+                their trajectory. None is all.
         """
         return self._correct(
             lambda level, of=None: log_ratio_of(log_ratio if of is None else of(log_ratio), sample_of_row, level, mask)
         )
 
     def _correct(self, at: AtLevel) -> Correction:
-        """From log-ratios ``[R]`` at any level, as ``log_ratio_of`` gives them, or a function of each row's."""
+        """The correction, from log-ratios ``[R]`` at any level as ``log_ratio_of`` computes them."""
         raise NotImplementedError
 
 
@@ -100,16 +100,16 @@ class NoCorrection(OffPolicy):
 
     def _correct(self, at: AtLevel) -> Correction:
         log_weights = at("step")
-        nobody = torch.zeros_like(log_weights, dtype=torch.bool)
-        return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, nobody, nobody)
+        none_of_rows = torch.zeros_like(log_weights, dtype=torch.bool)
+        return Correction(torch.ones_like(log_weights, dtype=torch.float32), log_weights, none_of_rows, none_of_rows)
 
 
 @dataclass(frozen=True)
 class Decoupled(OffPolicy):
     """Decoupled PPO (arXiv 2110.00641, 2505.24298): min(proximal / behaviour, cap) times the loss of new / proximal.
 
-    What is clipped is the distance to the policy at the start of the update, whatever made the sample. Truncated
-    importance weights, without gradients, account for who made it.
+    The clip bounds the distance to the policy at the start of the update, whichever policy sampled. Truncated
+    importance weights, without gradients, account for the policy that sampled.
     """
 
     type: ClassVar[str] = "decoupled"
@@ -132,13 +132,13 @@ class Decoupled(OffPolicy):
 
     def _correct(self, at: AtLevel) -> Correction:
         log_weights = at(self.level)
-        weights, truncated = _truncated(log_weights, self.cap, self.floor)
+        weights, truncated = _truncate(log_weights, self.cap, self.floor)
         return Correction(weights, log_weights, truncated, torch.zeros_like(truncated))
 
 
 @dataclass(frozen=True)
 class Rejection(OffPolicy):
-    """As ``decoupled``, but rows with proximal / behaviour outside of bounds teach nothing."""
+    """As ``decoupled``, but rows whose proximal / behaviour lies outside of bounds get the weight 0."""
 
     type: ClassVar[str] = "rejection"
     uses_proximal: ClassVar[bool] = True
@@ -151,7 +151,7 @@ class Rejection(OffPolicy):
     max_ratio: float = 2.0
     """Rows above are left out."""
     weight_level: Level | None = "step"
-    """Level of the weights of what is kept; null weights it by 1."""
+    """Level of the weights of the rows that are not left out; null weights them by 1."""
     cap: float | None = 2.0
     """Largest weight; null truncates none."""
 
@@ -166,13 +166,13 @@ class Rejection(OffPolicy):
     def _correct(self, at: AtLevel) -> Correction:
         bounded = at(self.level)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
-        rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false of what is not a number
-        return _without(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
+        rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false for NaN, which then stays visible
+        return _reject(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 @dataclass(frozen=True)
 class KLRejection(OffPolicy):
-    """As ``rejection``, but by an estimate of KL(behaviour, proximal), which no differences of sign can cancel in.
+    """As ``rejection``, but by an estimate of KL(behaviour, proximal), in which no signs cancel: k2 and k3 are >= 0.
 
     From log-ratios l of rows: k2 is l^2 / 2, k3 is exp(l) - 1 - l.
     """
@@ -187,7 +187,7 @@ class KLRejection(OffPolicy):
     max_kl: float = 0.05
     """Rows above are left out."""
     weight_level: Level | None = "step"
-    """Level of the weights of what is kept; null weights it by 1."""
+    """Level of the weights of the rows that are not left out; null weights them by 1."""
     cap: float | None = 2.0
     """Largest weight; null truncates none."""
 
@@ -199,7 +199,7 @@ class KLRejection(OffPolicy):
     def _correct(self, at: AtLevel) -> Correction:
         # KL(behaviour, proximal) of rows that the behaviour policy drew
         kl = at(self.level, lambda log_ratio: estimate(-log_ratio.double(), self.estimator))
-        return _without(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
+        return _reject(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 def log_ratio_of(
@@ -236,17 +236,25 @@ def log_ratio_of(
     return sequences.spread(sequences.means(values, mask) if is_mean else sequences.sums(values, mask))
 
 
-def _without(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
-    """What is left, at log-weights ``[R]`` or weighted by 1; what is not a number stays one."""
+def _reject(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
+    """A correction that leaves out the rejected rows.
+
+    Args:
+        rejected: bool ``[R]``.
+        bounded: float64 ``[R]``: the values that were compared with bounds; where they are NaN the weight is, too.
+        log_weights: float64 ``[R]``; None weights by 1.
+        cap: largest weight; None truncates none.
+    """
     if log_weights is None:
         log_weights = torch.where(bounded.isnan(), bounded, torch.zeros_like(bounded))
-    weights, truncated = _truncated(log_weights, cap)
+    weights, truncated = _truncate(log_weights, cap)
     return Correction(weights.masked_fill(rejected, 0.0), log_weights, truncated & ~rejected, rejected)
 
 
-def _truncated(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Weights float32 ``[R]`` and whether they were cut."""
-    weights, highest = log_weights.exp(), math.inf if cap is None else cap
+def _truncate(log_weights: Tensor, cap: float | None, floor: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Weights, float32 ``[R]``, and whether each was cut to the cap or the floor, bool ``[R]``."""
+    weights = log_weights.exp()
+    highest = math.inf if cap is None else cap
     return weights.clamp(floor, highest).float(), (weights > highest) | (weights < floor)
 
 
@@ -256,11 +264,11 @@ def _check_cap(cap: float | None) -> None:
 
 
 LARGEST = 300.0
-"""Log-weights beyond are taken as this in the effective sample size, so that squares stay finite in float64."""
+"""Bound of absolute log-weights in the effective sample size, so that squares stay finite in float64."""
 
 
 class Mismatch:
-    """Sums over a rank's rows, and the largest log-ratio."""
+    """Accumulates statistics of a rank's log-ratios and weights: sums over rows, and the largest log-ratio."""
 
     def __init__(self) -> None:
         self.numbers = Numbers()
@@ -269,13 +277,13 @@ class Mismatch:
     @property
     def sums(self) -> dict[str, float]:
         """Sums that are to be added over ranks; empty without rows."""
-        found = self.numbers.sums()
-        found.pop("largest", None)
-        return found
+        sums = self.numbers.sums()
+        sums.pop("largest", None)
+        return sums
 
     @property
     def largest(self) -> float:
-        """The largest absolute log-ratio, of which the maximum over ranks is to be taken."""
+        """This rank's largest absolute log-ratio; the caller takes the maximum over ranks."""
         return max([0.0, *(value for name, value in self.numbers.named() if name == "largest")])
 
     def add(
@@ -289,8 +297,8 @@ class Mismatch:
         """Counts R rows.
 
         Args:
-            log_ratio: ``[R]``: proximal to behaviour, as it was corrected by.
-            correction: what became of it.
+            log_ratio: ``[R]``: proximal to behaviour, from which the correction was computed.
+            correction: of these rows.
             log_prob_ratio: ``[R]``: difference of log-probabilities, where ``log_ratio`` is something else
                 (objective guard).
             kl: ``[R]``: KL(behaviour, proximal) of each row, where it is known exactly.
@@ -299,7 +307,7 @@ class Mismatch:
         with torch.no_grad():
             rows = (log_ratio if log_prob_ratio is None else log_prob_ratio).double()
             weights = correction.log_weights.clamp(-LARGEST, LARGEST).exp().masked_fill(correction.rejected, 0.0)
-            found = {
+            row_values = {
                 "rows": torch.ones_like(rows),
                 "k1": -rows,
                 "k3": torch.expm1(rows) - rows,
@@ -309,8 +317,8 @@ class Mismatch:
                 "truncated": correction.truncated.double(),
                 "rejected": correction.rejected.double(),
             }
-            found |= {} if kl is None else {"kl": kl.double()}
-            for name, values in found.items():
+            row_values |= {} if kl is None else {"kl": kl.double()}
+            for name, values in row_values.items():
                 self.numbers.add((values if mask is None else torch.where(mask, values, 0.0)).sum(), name)
             if len(log_ratio):
                 sizes = log_ratio.abs()
@@ -329,15 +337,15 @@ def mismatch_metrics(sums: Mapping[str, float], largest: float) -> dict[str, flo
         ``mismatch/kl_k3``, estimates of KL(behaviour, proximal) as mean(-l) and
         mean(exp(l) - 1 - l) of log-ratios l; ``mismatch/log_ratio_max``, the largest absolute one; ``mismatch/ess``,
         (sum w)^2 / (R sum w^2) of weights before truncation; ``mismatch/weight``, the mean weight of the loss;
-        ``mismatch/truncated`` and ``mismatch/rejected``, shares of rows. Of samples that the proximal policy itself
-        made they are exactly 0, and ``ess`` and ``weight`` 1.
+        ``mismatch/truncated`` and ``mismatch/rejected``, shares of rows. For samples that the proximal policy itself
+        drew all are exactly 0, but ``ess`` and ``weight``, which are 1.
     """
     if not sums.get("rows"):
         return {}
     rows = sums["rows"]
     exact = {"mismatch/kl": sums["kl"] / rows} if "kl" in sums else {}
     return exact | {
-        "mismatch/kl_k1": sums["k1"] / rows + 0.0,  # no minus before a zero
+        "mismatch/kl_k1": sums["k1"] / rows + 0.0,  # turns -0.0 into 0.0
         "mismatch/kl_k3": sums["k3"] / rows,
         "mismatch/log_ratio_max": largest,
         "mismatch/ess": sums["w"] ** 2 / (rows * sums["w2"]) if sums["w2"] else 0.0,
@@ -355,20 +363,20 @@ def old_policy(
     sample_of_row: Int64[Tensor, "rows"],
     mismatch: Mismatch | None = None,
 ) -> tuple[SampledSteps, Float32[Tensor, "rows"]]:
-    """What an objective takes as its old policy, and factors of its loss.
+    """The old policy that an objective's ratio is taken to, and factors of its loss.
 
     Args:
-        objective: says what its ratio is.
+        objective: defines the ratio.
         off_policy: the correction.
-        behaviour: what was drawn, and by which means.
-        proximal: the policy at the start of the update. None where the behaviour policy was that policy, or nobody
-            knows: the behaviour policy is the old one, and nothing is measured.
-        sample_of_row: int64 ``[R]``: rows of one sample share a number, and all are there.
-        mismatch: counts the rows; None does not.
+        behaviour: the R steps as they were sampled.
+        proximal: the policy at the start of the update. None where it is the behaviour policy, or is not computed: the
+            behaviour policy is then the old one, and nothing is measured.
+        sample_of_row: int64 ``[R]``: equal for the rows of one sample, all of which must be given.
+        mismatch: counts the rows; None counts none.
 
     Returns:
-        The steps as the old policy drew them, or would have; and float32 ``[R]`` without gradients, 0 for rows that are
-        left out, by which losses are multiplied, to be divided by the number of all rows.
+        The steps with the old policy's probabilities and means; and factors of the losses, float32 ``[R]`` without
+        gradients, 0 for rows that are left out. The sum of losses is still divided by the number of all rows.
     """
     if proximal is None:
         return behaviour, torch.ones_like(behaviour.log_probs)

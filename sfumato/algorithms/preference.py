@@ -25,7 +25,7 @@ def preference_loss(
     lengths: tuple[Real[Tensor, "pairs"], Real[Tensor, "pairs"]] | None = None,
     gamma: float = 0.0,
 ) -> Float[Tensor, "pairs"]:
-    """Loss of each pair, from how much likelier the policy makes both answers than the reference does.
+    """Loss of each pair, from the log-ratios of policy to reference of both answers.
 
     With h the difference of both: ``sigmoid`` is -log sigmoid(beta h) (DPO, arXiv 2305.18290, eq. 7; with label
     smoothing s, conservative DPO: (1 - s) of it and s of it for -h); ``hinge`` is max(0, 1 - beta h) (SLiC, arXiv
@@ -71,9 +71,13 @@ def preference_loss(
 
 
 def log1mexp(log_p: Float[Tensor, "pairs"]) -> Float[Tensor, "pairs"]:
-    """log(1 - p) of log p, which must not be above 0; exact to rounding at both ends. At p = 1 it is that of the
-    largest number below."""
+    """log(1 - p) of log p, which must not be above 0; exact to rounding near p = 0 and p = 1.
+
+    At p = 1 the result is not -inf, but that of the largest log p below 0.
+    """
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
+    # p above a half: log(-expm1(log p)); below: log1p(-exp(log p)). ``where`` on the arguments, too, since the branch
+    # that is not taken would give NaN gradients.
     is_large = log_p > -0.6931471805599453
     near_one = torch.log(-torch.expm1(log_p.where(is_large, -1.0)))
     return near_one.where(is_large, torch.log1p(-log_p.where(~is_large, -1.0).exp()))

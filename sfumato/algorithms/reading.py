@@ -1,7 +1,7 @@
 """Numbers that stay on the device until they are needed, and are read together.
 
-A number that is read from a GPU lets the host wait until all work so far is done. What a step counts (losses, sums for
-the log) is therefore kept in tensors and read once.
+Reading a number from a GPU makes the host wait until all work so far is done. Losses and sums for the log of a step are
+therefore kept in tensors and read once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Numbers(Sequence[float]):
-    """Numbers of tensors, in the order in which these were added. They are read when the first is asked for."""
+    """The elements of tensors as numbers, in the order in which the tensors were added. The first access reads all."""
 
     def __init__(self, *tensors: Tensor) -> None:
         """``tensors`` as in ``add``."""
@@ -31,7 +31,7 @@ class Numbers(Sequence[float]):
 
         Args:
             tensor: must not be changed until it is read.
-            name: what it is, for messages; see ``named``.
+            name: name of its elements, which ``named`` and ``sums`` give.
         """
         self._tensors.append(tensor.detach())
         self._names += [name] * tensor.numel()
@@ -43,10 +43,10 @@ class Numbers(Sequence[float]):
 
     def sums(self) -> dict[str, float]:
         """The sum of the numbers of each name, in the order in which they were added."""
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for name, value in self.named():
-            found[name] = found.get(name, 0.0) + value
-        return found
+            sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     def named(self) -> list[tuple[str, float]]:
         """Name and value of each number."""
@@ -77,12 +77,13 @@ class Numbers(Sequence[float]):
 
 def read(*numbers: Numbers) -> None:
     """Reads all numbers that have not been read, with one copy from each device that they are on."""
-    waiting = [(each, tensor.reshape(-1)) for each in numbers for tensor in each._tensors]
+    # All tensors of a device are joined into one, so that the host waits for each device once.
+    unread = [(entry, tensor.reshape(-1)) for entry in numbers for tensor in entry._tensors]
     by_device: dict[torch.device, list[Tensor]] = {}
-    for _, tensor in waiting:
+    for _, tensor in unread:
         by_device.setdefault(tensor.device, []).append(tensor.double())
-    found = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
-    for each, tensor in waiting:
-        each._values += [next(found[tensor.device]) for _ in range(tensor.numel())]
-    for each in numbers:
-        each._tensors.clear()
+    values_on = {device: iter(torch.cat(tensors).tolist()) for device, tensors in by_device.items()}
+    for entry, tensor in unread:
+        entry._values += [next(values_on[tensor.device]) for _ in range(tensor.numel())]
+    for entry in numbers:
+        entry._tensors.clear()

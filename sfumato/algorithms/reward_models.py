@@ -1,4 +1,4 @@
-"""What reward models learn: from pairs of answers, or from the steps of one."""
+"""Losses of reward models: of pairs of answers, or of the steps of an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that belong together: the decisions of a sequence, such as the tokens of an answer, in flattened rows.
+"""Which rows form a sequence, such as the tokens of an answer, where rows of many sequences are flattened into one.
 
 Shapes: R rows, N sequences. A sequence may have no row here.
 """
@@ -20,7 +20,7 @@ Reduce = Callable[["Tensor"], "Tensor"]
 
 
 def alone(values: Tensor) -> Tensor:
-    """The sum over ranks where there is one."""
+    """The sum over ranks in a run of one rank: the values themselves."""
     return values
 
 
@@ -33,18 +33,21 @@ class Sequences:
     count: int
     """N."""
     reduce: Reduce = alone
-    """Sums a tensor ``[N]`` over the ranks that hold parts of the same sequences, which number them alike and call
-    this together (context parallelism). Differentiable; the tensor itself where sequences are whole."""
+    """Sums a tensor ``[N]`` over the ranks that hold parts of the same sequences (context parallelism). These ranks
+    number sequences equally and call it together. Differentiable; the identity where no sequence is cut."""
 
     @classmethod
     def named(cls, names: Int64[Tensor, "rows"], reduce: Reduce = alone) -> Sequences:
-        """Of any numbers, int64 ``[R]``, that rows of a sequence share. Ranks that share sequences need all of them."""
-        known, of_row = torch.unique(names, return_inverse=True)
-        return cls(of_row, len(known), reduce)
+        """From ids, int64 ``[R]``: any numbers, equal for the rows of a sequence.
+
+        Sequences are numbered in ascending order of ids, so ranks that share sequences must each have rows of all.
+        """
+        unique_names, of_row = torch.unique(names, return_inverse=True)
+        return cls(of_row, len(unique_names), reduce)
 
     @classmethod
     def of_lengths(cls, lengths: Int64[Tensor, "sequences"], reduce: Reduce = alone) -> Sequences:
-        """N sequences of int64 ``[N]`` rows each, one after the other."""
+        """N sequences one after the other, of which the i-th has ``lengths[i]`` rows; int64 ``[N]``."""
         return cls(torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths), len(lengths), reduce)
 
     def sums(
@@ -54,7 +57,7 @@ class Sequences:
 
         Args:
             values: ``[R]``.
-            mask: bool ``[R]``: rows that count; what stands elsewhere, NaN included, reaches neither sum nor gradient.
+            mask: bool ``[R]``: rows that count; other values, NaN included, reach neither sum nor gradient.
 
         Returns:
             ``[N]``, in the dtype of ``values``; 0 without rows.

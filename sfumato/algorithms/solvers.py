@@ -20,14 +20,14 @@ class Solver(Protocol):
     def step(
         self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: Any = None
     ) -> tuple[Tensor, Any]:
-        """The next latents, and what the next step must be given as ``memory``.
+        """The next latents, and the ``memory`` that the next step must be called with.
 
         Args:
             velocity: v ``[B, ...]`` at ``latents``, any float dtype.
             latents: x ``[B, ...]``, any float dtype.
             sigmas: ``[T + 1]``, the whole schedule, descending to 0.
             index: the step i, 0 to T - 1.
-            memory: what the step before returned; None where there was none, after which a solver begins anew.
+            memory: what the previous step returned; None before the first step, or to begin anew.
 
         Returns:
             float32 ``[B, ...]``, and the memory.
@@ -71,9 +71,9 @@ class DPMSolver2:
         x0 = x - sigmas[index].to(torch.float32) * v
         if memory is None or index == 0 or index == len(sigmas) - 2:
             return Euler().step(v, x, sigmas, index)[0], x0
-        last, now, following = sigmas[index - 1 : index + 2].to(torch.float64)
-        log_snr = [torch.log1p(-sigma) - torch.log(sigma) for sigma in (last, now, following)]
+        previous_sigma, this_sigma, next_sigma = sigmas[index - 1 : index + 2].to(torch.float64)
+        log_snr = [torch.log1p(-sigma) - torch.log(sigma) for sigma in (previous_sigma, this_sigma, next_sigma)]
         h_last, h = log_snr[1] - log_snr[0], log_snr[2] - log_snr[1]  # h_last is infinite where sigma was 1: order 1
-        gain = -(1 - following) * torch.expm1(-h)
-        ratio, gain, weight = (number.to(torch.float32) for number in (following / now, gain, h / (2 * h_last)))
+        gain = -(1 - next_sigma) * torch.expm1(-h)
+        ratio, gain, weight = (number.to(torch.float32) for number in (next_sigma / this_sigma, gain, h / (2 * h_last)))
         return ratio * x + gain * (x0 + weight * (x0 - memory)), x0

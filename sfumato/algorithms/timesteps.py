@@ -1,6 +1,6 @@
 """Noise levels at which an objective on final samples is trained: L per sample, as a function of (seed, iteration, id).
 
-An objective with ``shared_noise`` gives the ids of groups instead of samples, so that a group shares its levels.
+For an objective with ``shared_noise`` ids of groups take the place of sample ids, so that a group shares its levels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Timesteps(Protocol):
-    """What every class of this file offers."""
+    """A choice of noise levels."""
 
     of_schedule: ClassVar[bool]
-    """Levels are of the sampler's schedule, not of a density, which a model may map (its ``training_sigma``)."""
+    """Whether levels come from the sampler's schedule; those of a density a model may map (its ``training_sigma``)."""
 
     def num_levels(self, num_steps: int) -> int:
-        """L where the sampler makes so many steps. Raises ValueError when nothing can be drawn."""
+        """L, the levels per sample, for a sampler of ``num_steps`` steps. Raises ValueError when none can be drawn."""
         ...
 
     def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
@@ -61,26 +61,27 @@ class SamplerGrid:
 
     def steps(self, num_steps: int) -> list[int]:
         """The steps of a schedule whose levels are drawn from. Raises ValueError when none is left."""
-        found = list(range(self.first, int(self.fraction * num_steps + 1e-9)))
-        if not found:
+        # 1e-9 keeps a product that should be whole, such as 0.29 * 100, from being rounded down.
+        steps = list(range(self.first, int(self.fraction * num_steps + 1e-9)))
+        if not steps:
             raise ValueError(
                 f"no level is left of a schedule of {num_steps} steps from step {self.first} and with fraction "
                 f"{self.fraction}"
             )
-        return found
+        return steps
 
     def num_levels(self, num_steps: int) -> int:
         """As ``Timesteps.num_levels``."""
-        there = len(self.steps(num_steps))
-        return min(self.num or there, there)
+        available = len(self.steps(num_steps))
+        return min(self.num or available, available)
 
     def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``. Raises ValueError when no step is left."""
         steps = self.steps(len(sigmas) - 1)
         num = self.num_levels(len(sigmas) - 1)
         if self.stratified:
-            drawn = _strata(num, seed, iteration, ids) * len(steps)
-            chosen = drawn.long().clamp(max=len(steps) - 1)
+            positions = _strata(num, seed, iteration, ids) * len(steps)
+            chosen = positions.long().clamp(max=len(steps) - 1)
         else:
             order = [keyed_permutation(len(steps), seed, "timesteps", iteration, sample_id)[:num] for sample_id in ids]
             chosen = torch.stack(order)
@@ -104,7 +105,7 @@ class _Density:
         return self._levels(_strata(self.num, seed, iteration, ids))
 
     def _levels(self, strata: Tensor) -> Tensor:
-        """Of uniform numbers, float64 ``[B, L]``."""
+        """Levels, float32 ``[B, L]``, from uniform numbers, float64 ``[B, L]``, by inverse transform."""
         raise NotImplementedError
 
 
@@ -155,6 +156,6 @@ class LogitNormalTimesteps(_Density):
 
 
 def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
-    """float64 ``[B, num]``: the k-th is uniform in [k / num, (k + 1) / num)."""
+    """Stratified uniform numbers, float64 ``[B, num]``: the k-th lies in [k / num, (k + 1) / num)."""
     pieces = [k + keyed_uniform(seed, f"timestep {k}", iteration, ids) for k in range(num)]
     return torch.stack(pieces, dim=1) / num

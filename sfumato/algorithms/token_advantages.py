@@ -1,10 +1,10 @@
 """From the advantages or rewards of samples to advantages of their tokens.
 
-What a configuration chooses here takes what ``algorithms.advantages`` made of a step's rewards (with ``type: raw`` the
-rewards themselves) and gives every token a number:
+The classes of this file take a step's sample advantages from ``algorithms.advantages`` (with ``type: raw`` the rewards
+themselves) and compute an advantage for every token:
 
 ========== ============ ================================================================
-this       of samples   together
+of tokens  of samples   together
 ========== ============ ================================================================
 ``sample`` ``group``    GRPO, Dr. GRPO
 ``sample`` ``rloo``     RLOO
@@ -13,8 +13,8 @@ this       of samples   together
 ``gae``    ``raw``      PPO with a critic
 ========== ============ ================================================================
 
-Rows of a sequence stand in order and are whole, on one rank. Rows outside the mask (prompts, answers of tools) are
-passed over, as if the sequence were without them, and have an advantage of 0.
+All rows of a sequence are on one rank, next to each other and in order. Rows outside the mask (prompts, answers of
+tools) are skipped, as if the sequence did not have them, and get an advantage of 0.
 
 Shapes: R rows, each a token; N sequences.
 """
@@ -36,20 +36,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """What ``compute`` of every part of this file returns, in the dtype that it was given."""
+    """The result of ``compute``, in the dtype of its arguments."""
 
     values: Float[Tensor, "rows"]
     """``[R]``; 0 outside the mask."""
     returns: Float[Tensor, "rows"]
-    """``[R]``: what a critic learns, before whitening; 0 outside the mask."""
+    """``[R]``: targets of a critic, from advantages before whitening; 0 outside the mask."""
 
 
 @dataclass(frozen=True)
 class TokenAdvantage:
-    """Base of the parts. A subclass states ``type: ClassVar[str]``, what it takes, and ``_of_tokens``."""
+    """Base of token advantages.
+
+    A subclass declares ``type``, ``takes_rewards`` and ``needs_values``, and implements ``_token_advantages``.
+    """
 
     takes_rewards: ClassVar[bool]
-    """Takes rewards (``advantage.type: raw``) and penalties; else advantages of samples, which penalties went into."""
+    """Whether it takes rewards (``advantage.type: raw``) and penalties of tokens; else advantages of samples, from
+    whose rewards penalties are taken before."""
     needs_values: ClassVar[bool] = False
     """Needs a critic's values."""
 
@@ -70,7 +74,7 @@ class TokenAdvantage:
         """Advantages of the tokens of a step.
 
         Args:
-            of_samples: ``[N]``: the advantage or the reward of the sample that each sequence is of.
+            of_samples: ``[N]``: the advantage or the reward of each sequence's sample.
             sequences: of the rows.
             mask: bool ``[R]``: tokens that the policy drew and that are learned from.
             penalties: ``[R]``: taken from each token's reward, such as ``coef`` times an estimate of the KL.
@@ -86,14 +90,18 @@ class TokenAdvantage:
         if values is None and self.needs_values:
             raise ValueError("a critic's values are needed for these advantages")
         if self.takes_rewards:
-            given = token_rewards(of_samples, sequences, mask, penalties)
+            token_terms = token_rewards(of_samples, sequences, mask, penalties)
         else:
-            given = masked(sequences.spread(of_samples), mask)
-        found = self._of_tokens(given, sequences, mask, values)
-        returns = found if values is None else masked(found + values.detach(), mask)
-        return TokenAdvantages(whitened(found, mask, reduce, self.whiten_ddof) if self.whiten else found, returns)
+            token_terms = masked(sequences.spread(of_samples), mask)
+        advantages = self._token_advantages(token_terms, sequences, mask, values)
+        returns = advantages if values is None else masked(advantages + values.detach(), mask)
+        return TokenAdvantages(
+            whitened(advantages, mask, reduce, self.whiten_ddof) if self.whiten else advantages, returns
+        )
 
-    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
+    def _token_advantages(
+        self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
+    ) -> Tensor:
         """Advantages ``[R]`` before whitening, from each token's reward or its sample's advantage, ``[R]``."""
         raise NotImplementedError
 
@@ -108,8 +116,10 @@ class SampleAdvantage(TokenAdvantage):
     whiten: bool = False
     """Standardise over all tokens of the step."""
 
-    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
-        return given
+    def _token_advantages(
+        self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
+    ) -> Tensor:
+        return token_terms
 
 
 @dataclass(frozen=True)
@@ -125,8 +135,10 @@ class Returns(TokenAdvantage):
     def __post_init__(self) -> None:
         _check_share("gamma", self.gamma)
 
-    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
-        return discounted_returns(given, sequences, mask, self.gamma)
+    def _token_advantages(
+        self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
+    ) -> Tensor:
+        return discounted_returns(token_terms, sequences, mask, self.gamma)
 
 
 @dataclass(frozen=True)
@@ -146,13 +158,16 @@ class GAE(TokenAdvantage):
         _check_share("gamma", self.gamma)
         _check_share("lam", self.lam)
 
-    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
-        return gae(given, values, sequences, mask, self.gamma, self.lam)
+    def _token_advantages(
+        self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
+    ) -> Tensor:
+        assert values is not None  # needs_values: ``compute`` refuses to run without
+        return gae(token_terms, values, sequences, mask, self.gamma, self.lam)
 
 
 @dataclass(frozen=True)
 class Distillation(TokenAdvantage):
-    """How much likelier a teacher finds a token than the policy does: rewards are watched, and have no part in it.
+    """log p_teacher - log p of each token: rewards are logged, but not learned from.
 
     The penalty is ``coef`` times the k1 estimate of the KL to the teacher (``distillation``).
     """
@@ -177,8 +192,10 @@ class Distillation(TokenAdvantage):
             raise ValueError("distillation needs what a teacher says of each token: algorithm.kl with where: reward")
         return super().compute(torch.zeros_like(of_samples), sequences, mask, penalties, values, reduce)
 
-    def _of_tokens(self, given: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None) -> Tensor:
-        return given
+    def _token_advantages(
+        self, token_terms: Tensor, sequences: Sequences, mask: Tensor, values: Tensor | None
+    ) -> Tensor:
+        return token_terms
 
 
 def token_rewards(
@@ -190,7 +207,7 @@ def token_rewards(
     """-penalty at each masked-in row, plus the reward at the last one of each sequence.
 
     Args:
-        rewards: ``[N]``; that of a sequence without masked-in rows is lost.
+        rewards: ``[N]``; the reward of a sequence without masked-in rows is dropped.
         sequences: of the rows.
         mask: bool ``[R]``.
         penalties: ``[R]``; None is 0.
@@ -198,12 +215,12 @@ def token_rewards(
     Returns:
         ``[R]``; 0 outside the mask.
     """
-    found = torch.zeros(len(mask), dtype=rewards.dtype, device=mask.device)
+    per_token = torch.zeros(len(mask), dtype=rewards.dtype, device=mask.device)
     if penalties is not None:
-        found = found - masked(penalties, mask).to(found)
-    rows, last = _kept(sequences, mask)
-    ends = rows[last]
-    return found.index_put((ends,), rewards[sequences.of_row.to(mask.device)[ends]], accumulate=True)
+        per_token = per_token - masked(penalties, mask).to(per_token)
+    rows, is_last = _select_rows(sequences, mask)
+    ends = rows[is_last]
+    return per_token.index_put((ends,), rewards[sequences.of_row.to(mask.device)[ends]], accumulate=True)
 
 
 def penalised(
@@ -229,14 +246,14 @@ def discounted_returns(
     """G_t = r_t + gamma G_t+1 over the masked-in rows of each sequence, ``[R]``; 0 elsewhere.
 
     Args:
-        rewards: ``[R]``; what stands outside the mask does not count.
+        rewards: ``[R]``; values outside the mask are ignored.
         sequences: of the rows.
         mask: bool ``[R]``.
         gamma: discount.
     """
-    rows, last = _kept(sequences, mask)
-    found = _scanned(rewards[rows], last, gamma)
-    return torch.zeros_like(rewards).index_put((rows,), found)
+    rows, is_last = _select_rows(sequences, mask)
+    returns = _scan_backwards(rewards[rows], is_last, gamma)
+    return torch.zeros_like(rewards).index_put((rows,), returns)
 
 
 def gae(
@@ -252,7 +269,7 @@ def gae(
     After the last one V is 0.
 
     Args:
-        rewards: ``[R]``; what stands outside the mask does not count.
+        rewards: ``[R]``; values outside the mask are ignored.
         values: ``[R]``.
         sequences: of the rows.
         mask: bool ``[R]``.
@@ -262,11 +279,11 @@ def gae(
     Returns:
         ``[R]``, without gradients; 0 outside the mask.
     """
-    rows, last = _kept(sequences, mask)
-    own = values.detach()[rows]
-    following = torch.cat([own[1:], own[:1]]).masked_fill(last, 0.0)
-    found = _scanned(rewards[rows] + gamma * following - own, last, gamma * lam)
-    return torch.zeros_like(rewards).index_put((rows,), found.to(rewards.dtype))
+    rows, is_last = _select_rows(sequences, mask)
+    row_values = values.detach()[rows]
+    next_values = torch.cat([row_values[1:], row_values[:1]]).masked_fill(is_last, 0.0)
+    advantages = _scan_backwards(rewards[rows] + gamma * next_values - row_values, is_last, gamma * lam)
+    return torch.zeros_like(rewards).index_put((rows,), advantages.to(rewards.dtype))
 
 
 def whitened(
@@ -282,21 +299,21 @@ def whitened(
     Args:
         values: ``[R]``.
         mask: bool ``[R]``.
-        reduce: sums a tensor over ranks; all of them call it twice, those without rows too.
+        reduce: sums a tensor over ranks; it is called twice on every rank, also on those without rows.
         ddof: divisor N - ddof of the variance.
         eps: added to the variance.
         shift_mean: false adds the mean again.
 
     Returns:
-        ``[R]``, 0 outside the mask; the values themselves, less their mean, where there are no more than ``ddof``.
+        ``[R]``, 0 outside the mask; not divided where there are at most ``ddof`` rows, which have no variance.
     """
     wide = masked(values.double(), mask)
     count, total = reduce(torch.stack([mask.sum().double(), wide.sum()]))
     mean = total / count.clamp(min=1)
-    apart = masked(wide - mean, mask)
-    (squares,) = reduce(apart.square().sum().reshape(1))
+    centred = masked(wide - mean, mask)
+    (squares,) = reduce(centred.square().sum().reshape(1))
     variance = squares / (count - ddof).clamp(min=1)
-    scaled = torch.where(count > ddof, apart * torch.rsqrt(variance + eps), apart)
+    scaled = torch.where(count > ddof, centred * torch.rsqrt(variance + eps), centred)
     return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
 
 
@@ -349,34 +366,41 @@ def value_loss(
     return masked(factor * losses, mask), stats
 
 
-def _kept(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of the masked-in rows, int64 ``[K]``, and which of them are the last of their sequence, bool ``[K]``."""
+def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the masked-in rows, int64 ``[K]``, and whether each is the last of its sequence, bool ``[K]``.
+
+    Raises:
+        ValueError: when the shapes differ, or rows of a sequence are not next to each other.
+    """
     of_row = sequences.of_row.to(mask.device)
     if mask.shape != of_row.shape:
         raise ValueError(f"mask {tuple(mask.shape)} and the rows of sequences {tuple(of_row.shape)} must both be [R]")
     rows = mask.nonzero().flatten()
-    own = of_row[rows]
-    last = torch.ones_like(own, dtype=torch.bool)
-    last[:-1] = own[1:] != own[:-1]
-    if int(last.sum()) != len(torch.unique(own)):
+    sequence_ids = of_row[rows]
+    is_last = torch.ones_like(sequence_ids, dtype=torch.bool)
+    is_last[:-1] = sequence_ids[1:] != sequence_ids[:-1]
+    if int(is_last.sum()) != len(torch.unique(sequence_ids)):
         raise ValueError("rows of a sequence must stand next to each other, in the order in which they were drawn")
-    return rows, last
+    return rows, is_last
 
 
-def _scanned(terms: Tensor, last: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor y_t+1 within each run of rows that ends where ``last`` is true; ``[K]``, in float64 inside.
+def _scan_backwards(terms: Tensor, is_last: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor y_t+1 within each run of rows that ends where ``is_last`` is true; ``[K]``.
 
-    In log2 K rounds over all rows, each of which joins every row's sum with that of the rows after it.
+    A parallel scan in float64: log2 K rounds over all rows instead of a loop over tokens.
     """
-    found = terms.detach().double()
-    carry = torch.full_like(found, factor).masked_fill(last, 0.0)
+    # After each round ``sums`` holds the discounted sums over the next ``distance`` rows, and ``carry`` the factor
+    # (0 beyond the end of a sequence) of the rows behind these.
+    sums = terms.detach().double()
+    carry = torch.full_like(sums, factor).masked_fill(is_last, 0.0)
     distance = 1
-    while distance < len(found) and bool(carry.any()):
-        further, carried = torch.zeros_like(found), torch.zeros_like(carry)
-        further[:-distance], carried[:-distance] = found[distance:], carry[distance:]
-        found, carry = found + carry * further, carry * carried
+    while distance < len(sums) and bool(carry.any()):
+        later_sums, later_carry = torch.zeros_like(sums), torch.zeros_like(carry)
+        later_sums[:-distance], later_carry[:-distance] = sums[distance:], carry[distance:]
+        sums = sums + carry * later_sums
+        carry = carry * later_carry
         distance *= 2
-    return found.to(terms.dtype)
+    return sums.to(terms.dtype)
 
 
 def _check_share(name: str, value: float) -> None:

@@ -32,8 +32,8 @@ class TokenKL:
     where: Literal["loss", "reward"] = "loss"
     """loss adds the penalty, with its gradient, to a token's loss; reward takes it from the reward, without one."""
     gradient: Literal["estimator", "k2"] = "estimator"
-    """Of the penalty in the loss: the estimator's own, or k2's, which is that of KL(policy, reference) where the token
-    was drawn by the policy. k1's own says nothing of the reference."""
+    """Gradient of the penalty in the loss: the estimator's own, or k2's, whose expectation is the gradient of
+    KL(policy, reference) where the policy drew the token. k1's own gradient does not depend on the reference."""
     importance_weighted: bool = False
     """Multiply by p / p_old of the policy that drew the token, gradient included (DeepSeek-V3.2's unbiased form)."""
     log_ratio_clamp: float | None = None
@@ -73,7 +73,7 @@ class TokenKL:
         log_to_reference = log_probs - reference_log_probs.detach()
         value = self._bounded(estimate(log_to_reference, self.estimator, self.log_ratio_clamp))
         if self.gradient == "k2":
-            slope = estimate(log_to_reference, "k2", None)
+            slope = estimate(log_to_reference, "k2", None)  # the value of the estimator, with the gradient of k2
             value = value.detach() + (slope - slope.detach())
         if not self.importance_weighted:
             return value

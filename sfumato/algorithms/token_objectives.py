@@ -1,8 +1,8 @@
 """Policy objectives on tokens: from log-ratios of R tokens and their advantages to a loss per token.
 
 ``loss(log_ratio, advantages, mask, sequences) -> (losses [R], stats)``: the caller weights the losses by
-``aggregation.row_weights``; ``stats`` are detached sums over rows for the log. Losses are 0, without a gradient,
-outside the mask, whatever stands there.
+``aggregation.row_weights``; ``stats`` are detached sums over rows for the log. Outside the mask losses are 0 without a
+gradient, for any values there.
 
 GRPO, Dr. GRPO, RLOO, REINFORCE++ and PPO differ in their advantages and share ``ppo_clip``. On-policy distillation has
 an advantage too (``token_advantages.distillation``).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TokenObjective(Protocol):
-    """What an objective offers."""
+    """A policy objective on tokens."""
 
     def loss(
         self,
@@ -94,8 +94,8 @@ class PPOClip(_Clipped):
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         log_ratio = masked(log_ratio, mask)
-        bounded = _clamped(log_ratio, self.log_ratio_clamp)
-        losses, stats = _dual_clipped(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        bounded = _clamp(log_ratio, self.log_ratio_clamp)
+        losses, stats = _clip_surrogate(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
         if self.max_drift is None:
             return losses, stats
         with torch.no_grad():
@@ -139,8 +139,8 @@ class GSPO(_Clipped):
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         log_ratio = sequence_log_ratio(log_ratio, mask, sequences, self.gradient)
-        log_ratio = _clamped(log_ratio, self.log_ratio_clamp)
-        return _dual_clipped(log_ratio, advantages, mask, self.clip_range, self._high, self.dual_clip)
+        log_ratio = _clamp(log_ratio, self.log_ratio_clamp)
+        return _clip_surrogate(log_ratio, advantages, mask, self.clip_range, self._high, self.dual_clip)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class GMPO(_Clipped):
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        log_ratio = _clamped(masked(log_ratio, mask), self.log_ratio_clamp)
+        log_ratio = _clamp(masked(log_ratio, mask), self.log_ratio_clamp)
         bounded = log_ratio.clamp(-self.clip_range, self._high)
         sign = torch.sign(masked(advantages, mask))
         least = sign * torch.minimum(sign * log_ratio, sign * bounded)
@@ -217,7 +217,7 @@ class CISPO:
         log_ratio = masked(log_ratio, mask)
         high = self.clip_range_high + (1 if self.bound == "one_plus" else 0)
         with torch.no_grad():
-            ratio = torch.exp(_clamped(log_ratio, self.log_ratio_clamp))
+            ratio = torch.exp(_clamp(log_ratio, self.log_ratio_clamp))
             weights = ratio.clamp(1 - self.clip_range, high)
             stats = ratio_sums(log_ratio, ratio, mask)
             stats["ratio/clipped_high"] = masked((ratio > high).float(), mask).sum()
@@ -259,7 +259,7 @@ class SAPO:
         log_ratio = masked(log_ratio, mask)
         if self.level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, mask, sequences, "sequence")
-        log_ratio = _clamped(log_ratio, self.log_ratio_clamp)
+        log_ratio = _clamp(log_ratio, self.log_ratio_clamp)
         ratio = torch.exp(log_ratio)
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -268,7 +268,7 @@ class SAPO:
 
 @dataclass(frozen=True)
 class PolicyGradient:
-    """-A log p, whatever drew the token (REINFORCE, Williams 1992): for samples of the newest policy.
+    """-A log p, without a ratio (REINFORCE, Williams 1992): only correct for samples of the newest policy.
 
     The value that is returned is -A, with the gradient of the formula, for log p itself is not known here.
     """
@@ -312,10 +312,13 @@ def sequence_log_ratio(
     return masked(means + (log_ratio - log_ratio.detach()), mask)
 
 
-def _dual_clipped(
+def _clip_surrogate(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, dual_clip: float | None
 ) -> RowLosses:
-    """``clipped_surrogate``, bounded where the advantage is below 0; and how many rows have no gradient for it."""
+    """``clipped_surrogate``, with losses bounded by ``dual_clip`` |A| where the advantage is below 0.
+
+    The statistics also count the rows that the clip leaves without a gradient, and those at the bound.
+    """
     losses, stats = clipped_surrogate(log_ratio, advantages, low, high, mask)
     with torch.no_grad():
         ratio = torch.exp(log_ratio)
@@ -331,11 +334,11 @@ def _dual_clipped(
 
 
 def _score(log_ratio: Tensor) -> Tensor:
-    """Exactly 1, with the gradient of the log-probability."""
+    """Exactly 1, with the gradient of the log-probability: the score function, as a factor of a loss."""
     return 1 + (log_ratio - log_ratio.detach())
 
 
-def _clamped(log_ratio: Tensor, largest: float | None) -> Tensor:
+def _clamp(log_ratio: Tensor, largest: float | None) -> Tensor:
     return log_ratio if largest is None else log_ratio.clamp(-largest, largest)
 
 

@@ -1,6 +1,6 @@
 """Windows: which denoising steps are stochastic and trained. The last step (sigma' = 0) never is.
 
-A window is a function of (seed, iteration) alone, so a resumed run needs no state of it.
+A window is a function of (seed, iteration) alone, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RandomWindow:
 class SlidingWindow:
     """A run of consecutive steps that moves from noise to image, and starts again at the end (MixGRPO, 2507.21802).
 
-    At the end of the range the window shrinks. Upstream then also spends iterations on an empty one; here there is
-    none.
+    At the end of the range the window shrinks. Upstream also spends iterations on an empty window there; here a window
+    is never empty.
     """
 
     type: ClassVar[str] = "sliding"
@@ -95,8 +95,8 @@ class SlidingWindow:
     """exp_decay: the rate above."""
 
     def __post_init__(self) -> None:
-        given = (self.size, self.iters_per_group, self.stride, self.min_iters)
-        if min(number for number in given if number is not None) < 1:
+        counts = (self.size, self.iters_per_group, self.stride, self.min_iters)
+        if min(number for number in counts if number is not None) < 1:
             raise ValueError("size, iters_per_group, stride and min_iters must be at least 1")
         if self.range is not None and not 0 <= self.range[0] < self.range[1]:
             raise ValueError(f"range {list(self.range)} holds no step")
@@ -106,7 +106,7 @@ class SlidingWindow:
         self.check(num_steps)
         first, end = self._range(num_steps)
         if self.strategy == "random":
-            places = max(end - self.size - first, 0) + 1
+            places = max(end - self.size - first, 0) + 1  # a range shorter than the window has one place
             start = first + int(torch.randint(places, (), generator=keyed_generator(seed, "window", iteration)))
         else:
             start = self._start(iteration, self.places(num_steps))
@@ -129,11 +129,11 @@ class SlidingWindow:
 
     def _start(self, iteration: int, places: list[tuple[int, int]]) -> int:
         period = sum(stay for _, stay in places)
-        left = iteration % period if self.roll_back else min(iteration, period - 1)
+        remaining = iteration % period if self.roll_back else min(iteration, period - 1)
         for start, stay in places:
-            if left < stay:
+            if remaining < stay:
                 return start
-            left -= stay
+            remaining -= stay
         raise AssertionError(f"iteration {iteration} lies beyond the period {period}")
 
     def _iterations(self, start: int, end: int) -> int:

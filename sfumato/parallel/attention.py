@@ -1,10 +1,10 @@
-"""Exact, trainable attention over sequences that lie in parts on many ranks: Ulysses and ring together.
+"""Exact, trainable attention over sequences that are cut over many ranks: Ulysses and ring together.
 
 Ulysses (arXiv 2309.14509) trades tokens for heads within a group; the ring (arXiv 2310.01889) passes keys and values
 round, and partial results are joined by their log-sum-exp (arXiv 2205.14135). Together: USP (arXiv 2405.07719).
 
-What a query may see is cut into *tiles* without a mask inside: rectangles, and causal squares. No kernel ever sees a
-mask or padding, and what is masked is not computed.
+The pairs of queries and keys that attend are cut into *tiles* without a mask inside: rectangles, and causal squares.
+Kernels get neither masks nor padding, and masked pairs are not computed.
 
 B batch, H heads, S tokens, D features of a head; a *block* is what one ring rank holds after Ulysses.
 """
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroups:
-    """This rank among those that share sequences."""
+    """This rank's place among the ranks that share sequences."""
 
     ring: dist.ProcessGroup
     ring_rank: int
@@ -43,7 +43,14 @@ class SequenceGroups:
     @classmethod
     def of(cls, mesh: Mesh) -> SequenceGroups:
         """The groups of a mesh that has a process group."""
-        return cls(*(f(axis) for axis in ("ring", "ulysses") for f in (mesh.group, mesh.rank_in, mesh.size_of)))
+        return cls(
+            ring=mesh.group("ring"),
+            ring_rank=mesh.rank_in("ring"),
+            ring_size=mesh.size_of("ring"),
+            ulysses=mesh.group("ulysses"),
+            ulysses_rank=mesh.rank_in("ulysses"),
+            ulysses_size=mesh.size_of("ulysses"),
+        )
 
     @property
     def rank(self) -> int:
@@ -61,7 +68,7 @@ class SequenceGroups:
 
 
 class TokenRun(NamedTuple):
-    """Tokens that lie together in the part of one rank of the Ulysses group."""
+    """Neighbouring tokens in the shard of one rank of the Ulysses group."""
 
     rank: int
     start: int
@@ -79,37 +86,38 @@ class Tile(NamedTuple):
     num_keys: int
     causal: bool = False
     repeat: int = 1
-    """So many such tiles follow each other along the diagonal; they are computed as rows of a batch."""
+    """Number of equal tiles that follow each other along the diagonal; they are computed as rows of a batch."""
 
     def queries(self, block: Tensor) -> Tensor:
-        """Where the queries are in a block [B, H, S, ...]; it shares memory with the block."""
+        """The view of this tile's queries in a block [B, H, S, ...]."""
         return block[self.rows, :, self.query : self.query + self.num_queries * self.repeat]
 
     def keys(self, block: Tensor) -> Tensor:
-        """The place of the keys in a block [B, H, S, ...]; it shares memory with the block."""
+        """The view of this tile's keys in a block [B, H, S, ...]."""
         return block[self.rows, :, self.key : self.key + self.num_keys * self.repeat]
 
-    def fold(self, part: Tensor) -> Tensor:
-        """Makes repeats to rows: [B, H, repeat S, ...] to [B repeat, H, S, ...]."""
-        return part if self.repeat == 1 else part.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
+    def fold(self, tensor: Tensor) -> Tensor:
+        """Moves repeats into the batch: [B, H, repeat S, ...] to [B repeat, H, S, ...]."""
+        return tensor if self.repeat == 1 else tensor.unflatten(2, (self.repeat, -1)).transpose(1, 2).flatten(0, 1)
 
-    def unfold(self, part: Tensor) -> Tensor:
+    def unfold(self, tensor: Tensor) -> Tensor:
         """The reverse: [B repeat, H, S, ...] to [B, H, repeat S, ...]."""
-        return part if self.repeat == 1 else part.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
+        return tensor if self.repeat == 1 else tensor.unflatten(0, (-1, self.repeat)).transpose(1, 2).flatten(2, 3)
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Where tokens lie and what is computed, for one shape of attention. Built once, used by all layers."""
+    """The order of tokens in blocks and the tiles to compute, for one layout of documents. All layers share it."""
 
     groups: SequenceGroups
     query_order: tuple[TokenRun, ...]
     """The runs of tokens of the Ulysses group that make up the query block of this ring rank."""
     key_order: tuple[TokenRun, ...]
+    """The runs that make up its key block."""
     key_lengths: tuple[int, ...]
     """Tokens in the key block of each ring rank."""
     tiles: tuple[tuple[Tile, ...], ...]
-    """What this rank's queries see in the key block of each ring rank."""
+    """The tiles of this rank's queries in the key block of each ring rank."""
 
 
 def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_lengths: Sequence[int]) -> Schedule:
@@ -117,35 +125,37 @@ def full_schedule(groups: SequenceGroups, query_lengths: Sequence[int], key_leng
 
     ``query_lengths`` and ``key_lengths`` are those of all ranks that share the sequence; any numbers, also 0.
     """
-    own = groups.members(groups.ring_rank)
+    members = groups.members(groups.ring_rank)
     queries, keys = (
-        tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(own))
+        tuple(TokenRun(index, 0, lengths[rank]) for index, rank in enumerate(members))
         for lengths in (query_lengths, key_lengths)
     )
-    num = sum(run.length for run in queries)
+    num_queries = sum(run.length for run in queries)
     blocks = tuple(
         sum(key_lengths[rank] for rank in groups.members(ring_rank)) for ring_rank in range(groups.ring_size)
     )
-    tiles = tuple((Tile(slice(None), 0, 0, num, num_keys),) if num and num_keys else () for num_keys in blocks)
+    tiles = tuple(
+        (Tile(slice(None), 0, 0, num_queries, num_keys),) if num_queries and num_keys else () for num_keys in blocks
+    )
     return Schedule(groups, queries, keys, blocks, tiles)
 
 
 def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) -> Schedule:
-    """Every token sees itself and what stands before it in its document. Parts are those of ``head_tail_chunks``.
+    """Every token sees itself and the tokens before it in its document. Shards are those of ``head_tail_chunks``.
 
     ``documents`` are the lengths of the documents in each row; a single list holds for all rows.
     """
     chunks = head_tail_chunks(sum(documents[0]), groups.size)
-    parts = [
+    chunk_pairs = [
         [(chunks[member], chunks[-1 - member]) for member in groups.members(rank)] for rank in range(groups.ring_size)
     ]
-    own = list(enumerate(parts[groups.ring_rank]))
-    runs = [TokenRun(index, 0, len(head)) for index, (head, _) in own]
-    runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(own)]
+    numbered_chunks = list(enumerate(chunk_pairs[groups.ring_rank]))
+    runs = [TokenRun(index, 0, len(head)) for index, (head, _) in numbered_chunks]
+    runs += [TokenRun(index, len(head), len(tail)) for index, (head, tail) in reversed(numbered_chunks)]
     # the heads of a block's members are neighbours, and so are their tails, in reverse order
     blocks = [
         (range(members[0][0].start, members[-1][0].stop), range(members[-1][1].start, members[0][1].stop))
-        for members in parts
+        for members in chunk_pairs
     ]
     tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
     return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
@@ -174,7 +184,9 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
         ConfigError: when there are fewer tokens than ranks.
     """
     tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-    total, size, rank = tokens.shape[1], mesh.layout.cp, mesh.rank_in("cp")
+    total = tokens.shape[1]
+    size = mesh.layout.cp
+    rank = mesh.rank_in("cp")
     positions = torch.arange(total, device=tokens.device)[None]
     batch = {"position_ids": positions} | dict(batch)
     if size == 1:
@@ -182,75 +194,86 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     if total < size:
         raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
     chunks = head_tail_chunks(total, size)
-    kept = [chunks[rank], chunks[-1 - rank]]
+    rank_chunks = [chunks[rank], chunks[-1 - rank]]
     return {
-        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in kept], dim=1)
+        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in rank_chunks], dim=1)
         if tensor.ndim > 1 and tensor.shape[1] == total
         else tensor
         for name, tensor in batch.items()
     }
 
 
-def shard_embeddings(given: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """As ``shard_sequence``, of what the language model in a model that sees is given.
+def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """This rank's part of the inputs of the language model inside a multimodal model, cut as by ``shard_sequence``.
 
     Args:
-        given: ``inputs_embeds`` [B, S, C]; ``position_ids`` [B, S] or [axes, B, S]; perhaps ``visual_pos_masks``
-            [B, S], the tokens of images, and ``deepstack_visual_embeds``, whose members [N, C] later layers add to
-            these N.
+        inputs: ``inputs_embeds`` [B, S, C]; ``position_ids`` [B, S] or [axes, B, S]; optionally ``visual_pos_masks``
+            [B, S], which marks the N tokens of images, and ``deepstack_visual_embeds``, a list of features [N, C] that
+            the first layers add to these tokens.
         mesh: the ranks.
+
+    Returns:
+        The inputs by the same names.
     """
-    whole = {"inputs_embeds": given["inputs_embeds"], "position_ids": given["position_ids"].movedim(-1, 1)}
-    seen = given.get("visual_pos_masks")
-    if seen is not None:
-        whole |= {"seen": seen, "number": seen.flatten().cumsum(0).view_as(seen) - 1}
-    part = shard_sequence(whole, mesh)
-    found: dict[str, Any] = {"inputs_embeds": part["inputs_embeds"]}
-    found["position_ids"] = part["position_ids"].movedim(1, -1)
-    if seen is not None:
-        own = part["number"][part["seen"]]
-        found["visual_pos_masks"] = part["seen"]
-        found["deepstack_visual_embeds"] = [layer[own] for layer in given["deepstack_visual_embeds"]]
-    return found
+    # ``shard_sequence`` cuts dimension 1, where position ids with several axes have the batch.
+    tensors = {"inputs_embeds": inputs["inputs_embeds"], "position_ids": inputs["position_ids"].movedim(-1, 1)}
+    image_mask = inputs.get("visual_pos_masks")
+    if image_mask is not None:
+        # The k-th image token of all rows belongs to row k of each of the features, so its number is cut along with it.
+        tensors |= {"seen": image_mask, "number": image_mask.flatten().cumsum(0).view_as(image_mask) - 1}
+    shard = shard_sequence(tensors, mesh)
+    sharded: dict[str, Any] = {"inputs_embeds": shard["inputs_embeds"]}
+    sharded["position_ids"] = shard["position_ids"].movedim(1, -1)
+    if image_mask is not None:
+        image_numbers = shard["number"][shard["seen"]]
+        sharded["visual_pos_masks"] = shard["seen"]
+        sharded["deepstack_visual_embeds"] = [layer[image_numbers] for layer in inputs["deepstack_visual_embeds"]]
+    return sharded
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:
+    """Token ranges of documents with these lengths, one after the other."""
     return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def _tiles(
     documents: Sequence[Sequence[int]], query_runs: tuple[range, range], key_runs: tuple[range, range]
 ) -> tuple[Tile, ...]:
-    """Tiles of two blocks, each made of two runs of neighbouring tokens; rows with equal documents share them."""
-    places = tuple(
+    """Tiles of a query and a key block, each of two runs of neighbouring tokens; rows with equal documents share them.
+
+    A run is equal to, wholly before, or wholly after each other run, so a pair of runs is a causal square, a rectangle,
+    or not computed.
+    """
+    run_pairs = tuple(
         (queries, keys, query_base, key_base)
         for queries, query_base in zip(query_runs, (0, len(query_runs[0])), strict=True)
         for keys, key_base in zip(key_runs, (0, len(key_runs[0])), strict=True)
     )
     tiles: list[Tile] = []
     for lengths, group in groupby(range(len(documents)), key=lambda row: tuple(documents[row])):
-        same, spans = list(group), _ranges(lengths)
-        rows = slice(None) if len(same) == len(documents) else slice(same[0], same[-1] + 1)
-        for queries, keys, query_base, key_base in places:
+        rows_alike = list(group)
+        spans = _ranges(lengths)
+        rows = slice(None) if len(rows_alike) == len(documents) else slice(rows_alike[0], rows_alike[-1] + 1)
+        for queries, keys, query_base, key_base in run_pairs:
             if queries == keys:
                 tiles += _squares(rows, spans, queries, query_base)
             elif queries and keys and keys.start < queries.start:
-                # of the documents only that of the first query reaches back to tokens before the run
+                # Only the document of the first query can reach back to tokens before the run.
                 span = next(span for span in spans if queries.start in span)
                 first, last = max(keys.start, span.start), min(queries.stop, span.stop)
                 if first < keys.stop:
-                    place = key_base + first - keys.start
-                    tiles.append(Tile(rows, query_base, place, last - queries.start, keys.stop - first))
+                    first_key = key_base + first - keys.start
+                    tiles.append(Tile(rows, query_base, first_key, last - queries.start, keys.stop - first))
     return tuple(tiles)
 
 
-def _squares(rows: slice, spans: list[range], run: range, place: int) -> Iterator[Tile]:
+def _squares(rows: slice, spans: list[range], run: range, start: int) -> Iterator[Tile]:
     """Causal squares of the documents within a run of tokens; neighbours of equal size become one tile."""
-    cut = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
-    for length, equal in groupby(len(document) for document in cut if document):
-        repeat = len(list(equal))
-        yield Tile(rows, place, place, length, length, causal=True, repeat=repeat)
-        place += length * repeat
+    clipped = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
+    for length, same_length in groupby(len(document) for document in clipped if document):
+        repeat = len(list(same_length))
+        yield Tile(rows, start, start, length, length, causal=True, repeat=repeat)
+        start += length * repeat
 
 
 def sequence_attention(
@@ -263,15 +286,16 @@ def sequence_attention(
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys and values of all ranks that share the sequence.
 
-    All of these ranks must call it, and compute gradients: those of a rank's loss reach the keys and values of all.
+    All of these ranks must call it, and run the backward pass: gradients of a rank's loss flow to the keys and values
+    of all ranks.
 
     Args:
         query: this rank's part, [B, H, S, D], of any floating dtype; partial results are joined in float32.
         key: [B, Hk, Sk, D]; Hk divides H (grouped queries).
         value: [B, Hk, Sk, Dv].
-        schedule: where tokens lie and what they see.
+        schedule: order of tokens and tiles.
         scale: of the scores; None is 1 / sqrt(D).
-        key_mask: [B or 1, Sk] bool, false for keys of this rank that nobody sees.
+        key_mask: [B or 1, Sk] bool, false for keys of this rank that no query attends to.
 
     Returns:
         [B, H, S, Dv], in the dtype of the query (under autocast, in that of autocast).
@@ -304,17 +328,18 @@ def attention_of_rows(
     value: Tensor,
     schedule: Schedule,
 ) -> Tensor:
-    """Any attention of whole rows, where Ulysses alone shares the sequence: each rank computes it for some heads.
+    """Any attention of whole rows, where only Ulysses shares the sequence: each rank computes it for some heads.
 
     Args:
-        attend_rows: makes [B, H / ranks, S of all, Dv] of query, key and value of these heads and all tokens, in the
-            order of the row, and of the slice of heads.
+        attend_rows: from query, key and value of some heads and all tokens, in the order of the row, and the slice of
+            these heads to the result [B, H / ranks, S of all ranks, Dv].
         query, key, value, schedule: as in ``sequence_attention``; the ring has one rank.
 
     Returns:
         [B, H, S, Dv].
     """
-    groups, heads = schedule.groups, query.shape[1]
+    groups = schedule.groups
+    heads = query.shape[1]
     check_heads("this attention", heads, groups.ulysses_size)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -324,39 +349,44 @@ def attention_of_rows(
         _Trade.apply(tensor, schedule.key_order, groups.ulysses, False) for tensor in (query, key, value)
     )
     share = heads // groups.ulysses_size
-    own = slice(groups.ulysses_rank * share, (groups.ulysses_rank + 1) * share)
-    return _Trade.apply(attend_rows(query, key, value, own), schedule.query_order, groups.ulysses, True)
+    head_slice = slice(groups.ulysses_rank * share, (groups.ulysses_rank + 1) * share)
+    return _Trade.apply(attend_rows(query, key, value, head_slice), schedule.query_order, groups.ulysses, True)
 
 
-def check_heads(what: str, num_heads: int, ulysses_size: int) -> None:
-    """Raises ConfigError, with the arithmetic, when heads cannot be shared. ``what`` names whose heads they are."""
+def check_heads(owner: str, num_heads: int, ulysses_size: int) -> None:
+    """Raises ConfigError, with the arithmetic, when heads cannot be shared. ``owner`` names the layer or model."""
     if num_heads % ulysses_size:
         raise ConfigError(
-            f"{what}: {num_heads} query heads / train.ulysses_parallel_size {ulysses_size} is not whole; take a "
+            f"{owner}: {num_heads} query heads / train.ulysses_parallel_size {ulysses_size} is not whole; take a "
             f"divisor of {num_heads}, and train.context_parallel_size, which cuts no heads, for the rest"
         )
 
 
 def _repeat_heads(tensor: Tensor, num_heads: int, ulysses_size: int) -> Tensor:
-    """Repeats key heads just as often as every rank needs to get those of its query heads; mostly not at all."""
+    """Repeats key heads so that each rank gets those that its query heads use, as few times as possible, often once."""
     share = num_heads // tensor.shape[1]
     repeat = share // math.gcd(share, num_heads // ulysses_size)
     return tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor
 
 
 def _with_bias(query: Tensor, key: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds a feature that is a bias of the scores of a key: it travels with the key, and any kernel understands it."""
+    """Masks keys by one more feature, which adds a bias to the scores of a key (queries have a 1 there).
+
+    It travels with the key, and needs no kernel with masks.
+    """
     low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
     bias = torch.where(key_mask, 0.0, low).to(key.dtype)[:, None, :, None].expand(*key.shape[:-1], 1)
     return torch.cat([query, torch.ones_like(query[..., :1])], dim=-1), torch.cat([key, bias], dim=-1)
 
 
 class _Trade(torch.autograd.Function):
-    """Within a Ulysses group: from a part of the tokens with all heads to the block with a part of them, or back."""
+    """Exchange in a Ulysses group: from a rank's tokens with all heads to the block with a rank's heads, or back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
-        ctx.runs, ctx.group, ctx.back = runs, group, back
+        ctx.runs = runs
+        ctx.group = group
+        ctx.back = back
         return _to_part(tensor, runs, group) if back else _to_block(tensor, runs, group)
 
     @staticmethod
@@ -366,7 +396,7 @@ class _Trade(torch.autograd.Function):
 
 
 def _to_block(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
-    """[B, H, S of this rank, D] to [B, H / ranks, S of all, D]."""
+    """[B, H, S of this rank, D] to [B, H / ranks, S of all ranks, D], in the order of ``runs``."""
     rows, heads, _, width = tensor.shape
     lengths = [sum(run.length for run in runs if run.rank == rank) for rank in range(group.size())]
     shapes = [(rows, heads // len(lengths), length, width) for length in lengths]
@@ -375,15 +405,15 @@ def _to_block(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGro
 
 
 def _to_part(tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup) -> Tensor:
-    """The reverse."""
+    """The reverse of ``_to_block``."""
     cut = zip(runs, tensor.split([run.length for run in runs], dim=2), strict=True)
-    ordered = sorted(cut, key=lambda pair: pair[0].start)
+    ordered = sorted(cut, key=lambda pair: pair[0].start)  # a rank's runs in the order of its own tokens
     parts = [torch.cat([part for run, part in ordered if run.rank == rank], dim=2) for rank in range(group.size())]
     return torch.cat(_exchange(parts, [parts[group.rank()].shape] * len(parts), group), dim=1)
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup) -> list[Tensor]:
-    """Sends a tensor to each rank of a group and returns what came from each, of given shapes."""
+    """Sends the i-th tensor to rank i of a group and returns what each rank sent to this one, of these shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     received = parts[0].new_empty(sum(sizes))
     dist.all_to_all_single(received, _pack(parts), sizes, [part.numel() for part in parts], group=group)
@@ -409,38 +439,50 @@ class _RingAttention(torch.autograd.Function):
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
         for owner, keys, values, _ in _pass_round(key, value, schedule):
             for tile in schedule.tiles[owner]:
-                inputs = [tile.fold(part) for part in (tile.queries(query), tile.keys(keys), tile.keys(values))]
-                part, part_lse = (tile.unfold(result) for result in attend(*inputs, scale, tile.causal))
+                tile_query = tile.fold(tile.queries(query))
+                tile_key = tile.fold(tile.keys(keys))
+                tile_value = tile.fold(tile.keys(values))
+                result = attend(tile_query, tile_key, tile_value, scale, tile.causal)
+                tile_out, tile_lse = (tile.unfold(tensor) for tensor in result)
+                # Both results are normalised over their own keys; the log-sum-exp of each gives its weight in the
+                # result over all keys so far. ``total`` and ``total_lse`` are views: ``out`` and ``lse`` are updated.
                 total, total_lse = tile.queries(out), tile.queries(lse)
-                joined = torch.logaddexp(total_lse, part_lse)
+                joined = torch.logaddexp(total_lse, tile_lse)
                 total.mul_(torch.exp(total_lse - joined)[..., None])
-                total.add_(part * torch.exp(part_lse - joined)[..., None])
+                total.add_(tile_out * torch.exp(tile_lse - joined)[..., None])
                 total_lse.copy_(joined)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.schedule, ctx.scale = schedule, scale
+        ctx.schedule = schedule
+        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        schedule, grad = ctx.schedule, grad.contiguous()
+        schedule = ctx.schedule
+        grad = grad.contiguous()
         query_grad = torch.zeros_like(query, dtype=lse.dtype)
-        hop = None  # gradients of the next block, on their way to this rank
+        # Gradients of a block follow its keys and values round the ring, one step behind: each rank adds its own share
+        # to the sum that arrives and sends it on. The last hop brings the sum of this rank's own block home.
+        hop: _Hop | None = None
         for owner, keys, values, num_following in _pass_round(key, value, schedule):
             gradients = lse.new_zeros(keys.numel() + values.numel())
             key_grad, value_grad = _unpack(gradients, [keys.shape, values.shape])
             for tile in schedule.tiles[owner]:
-                ours = [tile.fold(tile.queries(tensor)) for tensor in (grad, query, out, lse)]
-                inputs = (ours[1], *(tile.fold(tile.keys(tensor)) for tensor in (keys, values)))
-                parts = attend_backward(ours[0], inputs, ours[2:], ctx.scale, tile.causal)
-                places = tile.queries(query_grad), tile.keys(key_grad), tile.keys(value_grad)
-                for place, part in zip(places, parts, strict=True):
-                    place += tile.unfold(part)
+                tile_grad, tile_query, tile_out, tile_lse = (
+                    tile.fold(tile.queries(tensor)) for tensor in (grad, query, out, lse)
+                )
+                inputs = (tile_query, tile.fold(tile.keys(keys)), tile.fold(tile.keys(values)))
+                tile_grads = attend_backward(tile_grad, inputs, (tile_out, tile_lse), ctx.scale, tile.causal)
+                accumulators = tile.queries(query_grad), tile.keys(key_grad), tile.keys(value_grad)
+                for accumulator, tensor in zip(accumulators, tile_grads, strict=True):
+                    accumulator += tile.unfold(tensor)
             if hop is not None:
                 gradients += hop.arrive()
             hop = _Hop(gradients, num_following, schedule.groups)
+        assert hop is not None  # a ring has at least one rank
         key_grad, value_grad = _unpack(hop.arrive(), [key.shape, value.shape])
         return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
@@ -450,7 +492,8 @@ class _Hop:
 
     def __init__(self, sent: Tensor, num_received: int, groups: SequenceGroups) -> None:
         size, rank = groups.ring_size, groups.ring_rank
-        self._sent, self._received = sent, sent  # kept alive until the transfer is over
+        self._sent = sent  # must live until the transfer is over
+        self._received = sent  # with one rank nothing travels
         self._works: list[dist.Work] = []
         if size > 1:
             self._received = sent.new_empty(num_received)
@@ -459,15 +502,20 @@ class _Hop:
             self._works = dist.batch_isend_irecv([send, receive])
 
     def arrive(self) -> Tensor:
-        """What came, when it has."""
+        """Waits for the transfer and returns the tensor that was received."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tuple[int, Tensor, Tensor, int]]:
-    """Yields (ring rank, its keys, its values, how many numbers the next ones are); the next travel meanwhile."""
-    groups, block = schedule.groups, _pack([key, value])
+    """Yields the keys and values of each ring rank, this one's first; the next ones travel meanwhile.
+
+    Yields:
+        Ring rank, its keys, its values, and the number of elements of the keys and values that come next.
+    """
+    groups = schedule.groups
+    block = _pack([key, value])
     for step in range(groups.ring_size):
         owner = (groups.ring_rank - step) % groups.ring_size
         shapes, following = (
@@ -476,5 +524,6 @@ def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tupl
         )
         num_following = sum(map(math.prod, following))
         hop = _Hop(block, num_following, groups) if step + 1 < groups.ring_size else None
-        yield owner, *_unpack(block, shapes), num_following
-        block = hop.arrive() if hop else None
+        yield owner, *cast("tuple[Tensor, Tensor]", _unpack(block, shapes)), num_following
+        if hop is not None:
+            block = hop.arrive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,14 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import plain_name
 
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names that transformers gives a bias of the choice; we register the first where a router has none."""
+"""Names that transformers gives the bias of a router's choice; the first is registered where a router has none."""
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "given": lambda logits: logits,
 }
-"""What a router may make of the first thing that it returns."""
+"""From the first output of a router to the scores that it chooses by; ``given`` where that output is the scores."""
 
 
 class ExpertBalancer:
@@ -48,12 +48,13 @@ class ExpertBalancer:
         Raises:
             ConfigError: when the module has no experts, or chooses them by a rule that no bias can be put into.
         """
-        self.mesh, self.rate = mesh, rate
+        self.mesh = mesh
+        self.rate = rate
         self._routers: dict[str, tuple[nn.Module, str]] = {}
         self._counts: list[Tensor] = []
         for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
-            num_experts = experts.num_experts
-            key, router, bias = _router_beside(module, name, num_experts)
+            num_experts = cast("int", experts.num_experts)
+            key, router, bias = _find_router(module, name, num_experts)
             if bias is None:
                 bias = BIASES[0]
                 _add_bias(key, router, bias, num_experts, mesh.device)
@@ -62,7 +63,7 @@ class ExpertBalancer:
             self._routers[plain_name(f"{key}.{bias}")] = router, bias
             counts = torch.zeros(num_experts, dtype=torch.int64, device=mesh.device)
             self._counts.append(counts)
-            experts.register_forward_pre_hook(_counter(counts), with_kwargs=True)
+            experts.register_forward_pre_hook(_make_counter(counts), with_kwargs=True)
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:
@@ -77,6 +78,7 @@ class ExpertBalancer:
         if self.mesh.size_of("loss") > 1:
             dist.all_reduce(counts, group=self.mesh.group("loss"))
         ratios = []
+        # Layers may have different numbers of experts: one all-reduce sums them all, then they are taken apart again.
         loads = counts.double().split([len(counts) for counts in self._counts])
         for load, (router, bias) in zip(loads, self._routers.values(), strict=True):
             getattr(router, bias).add_((load.mean() - load).sign().float(), alpha=self.rate)
@@ -88,15 +90,15 @@ class ExpertBalancer:
         }
 
     def forget(self) -> None:
-        """Takes back the tokens counted since the last update."""
-        torch._foreach_zero_(self._counts)
+        """Discards the tokens counted since the last update."""
+        torch._foreach_zero_(self._counts)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public name
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The biases ``[experts]``, float32, by the names that they have in the plain module's state dict."""
+        """Copies of the biases ``[experts]``, float32, by their names in the plain module's state dict."""
         return {name: getattr(*router).clone() for name, router in self._routers.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes over biases ``[experts]`` from ``state_dict``.
+        """Restores biases ``[experts]`` from a result of ``state_dict``.
 
         Raises:
             CheckpointError: when one is missing.
@@ -113,26 +115,30 @@ class ExpertBalancer:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How a router gets weights from logits once experts are chosen."""
+    """How a router computes the weights of the chosen experts from its logits."""
 
     scores: str
+    """Key of ``SCORES``."""
     normalised: bool
+    """Whether the weights of a token are divided by their sum."""
     scale: float
+    """Factor of the weights."""
 
     def weights(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Weights ``[tokens, k]`` from scores ``[tokens, experts]`` and indices ``[tokens, k]``."""
         weights = scores.gather(-1, chosen)
         return self.scale * (weights / weights.sum(-1, keepdim=True) if self.normalised else weights)
 
 
-def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[str, nn.Module, str | None]:
-    """The router of a layer's experts by name, and the name of its bias if it has one."""
+def _find_router(module: nn.Module, experts: str, num_experts: int) -> tuple[str, nn.Module, str | None]:
+    """The name and module of the router of a layer's experts, and the name of its bias if it has one."""
     block = experts.rpartition(".")[0]
     while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
         experts, block = block, block.rpartition(".")[0]
     parent = dict(module.named_modules())[block]  # get_submodule does not know the stages of a pipeline
     for name, submodule in parent.named_modules(prefix=block):
         for bias in BIASES:
-            if bias in submodule._buffers and submodule._buffers[bias].shape == (num_experts,):
+            if bias in submodule._buffers and submodule._buffers[bias].shape == (num_experts,):  # pyright: ignore[reportOptionalMemberAccess]
                 return name, submodule, bias
     for name in ("gate", "router"):
         if isinstance(getattr(parent, name, None), nn.Module):
@@ -141,10 +147,11 @@ def _router_beside(module: nn.Module, experts: str, num_experts: int) -> tuple[s
 
 
 def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device: torch.device) -> None:
-    rule = _rule_of(name, router, num_experts)
+    """Registers a bias of zeros, and a hook that chooses experts again with it and computes their weights without."""
+    rule = _find_rule(name, router, num_experts)
     router.register_buffer(bias, torch.zeros(num_experts, device=device))
 
-    def choose(router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def choose(router: nn.Module, args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, weights, chosen = output
         scores = SCORES[rule.scores](logits.float())
         chosen = (scores.detach() + getattr(router, bias)).topk(chosen.shape[-1], dim=-1).indices
@@ -153,15 +160,20 @@ def _add_bias(name: str, router: nn.Module, bias: str, num_experts: int, device:
     router.register_forward_hook(choose)
 
 
-def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
-    """Finds a router's rule by trying it with weights drawn at random."""
+def _find_rule(name: str, router: nn.Module, num_experts: int) -> _Rule:
+    """Finds a router's rule by running it with random weights and comparing its choice and weights with each rule.
+
+    Raises:
+        ConfigError: when no rule of ``_Rule`` gives the router's result.
+    """
     refusal = ConfigError(
         f"{name}: {type(router).__name__} chooses experts by a rule that a bias cannot be put into (not the largest "
         "scores, softmax or sigmoid, of single experts): set train.expert_bias_rate to 0"
     )
     generator = torch.Generator().manual_seed(0)
     tensors = dict(router.named_parameters()) | dict(router.named_buffers())
-    drawn = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
+    random_tensors = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in tensors.items()}
+    # The router's matrix is [experts, width], and tells how wide tokens are.
     width = next(
         (tensor.shape[1] for tensor in tensors.values() if tensor.ndim == 2 and tensor.shape[0] == num_experts), None
     )
@@ -170,12 +182,13 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     tokens = torch.randn(64, width, generator=generator) / width**0.5
     try:
         with torch.no_grad():
-            output = torch.func.functional_call(router, drawn, (tokens,))
+            output = torch.func.functional_call(router, random_tensors, (tokens,))
     except (TypeError, RuntimeError, AttributeError) as error:
         raise refusal from error
     if not isinstance(output, tuple) or len(output) != 3 or output[0].shape != (len(tokens), num_experts):
         raise refusal
     logits, weights, chosen = output
+    # The choice of experts tells the scores; where the router's weights are one multiple of a rule's, it is that rule.
     for kind, function in SCORES.items():
         scores = function(logits.float())
         largest = scores.topk(chosen.shape[-1], dim=-1).indices
@@ -188,14 +201,14 @@ def _rule_of(name: str, router: nn.Module, num_experts: int) -> _Rule:
     raise refusal
 
 
-def _counter(counts: Tensor) -> Callable[..., None]:
+def _make_counter(counts: Tensor) -> Callable[..., None]:
     """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
 
-    def count(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
         if recomputed or not torch.is_grad_enabled():
             return
         chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
         counts.add_(tokens_per_expert(chosen.flatten().sort().values, len(counts)))
 
-    return torch.compiler.disable(count)
+    return cast("Callable[..., None]", torch.compiler.disable(count))

@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch, with equal work on every rank: packing of bins, by lengths and costs alone."""
+"""Bin packing: which samples share a micro-batch, with equal work on every rank, from their lengths and costs."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ def pack(
     multiple: int = 1,
     minimum: int = 1,
 ) -> list[Bins]:
-    """Shares samples out to ranks and micro-batches, as few as fit.
+    """Distributes samples over ranks and micro-batches, with as few micro-batches as possible.
 
     The costs of the micro-batches that ranks compute at the same time are close to each other, and so are the ranks'
     sums. The result is a function of the arguments alone.
 
     Args:
-        lengths: size of each sample.
-        costs: work that each sample makes.
-        capacity: most that the sizes in a micro-batch may add up to; a longer sample has one to itself.
+        lengths: size of each sample, such as its tokens.
+        costs: work of each sample.
+        capacity: largest sum of the sizes in a micro-batch; a longer sample has a micro-batch to itself.
         num_ranks: ranks with different samples.
-        multiple, minimum: what the number of micro-batches of a rank must be, see ``micro_batch_rule``.
+        multiple, minimum: the number of micro-batches of a rank is a multiple of the one and at least the other, see
+            ``micro_batch_rule``.
 
     Returns:
-        Positions of samples, ``[rank][micro-batch]``: each of them once, as many micro-batches on each rank. Some are
-        empty when there are too few samples.
+        Positions of samples, ``[rank][micro-batch]``: each of them once, equally many micro-batches on each rank. Some
+        are empty when there are too few samples.
     """
     by_cost = sorted(range(len(lengths)), key=lambda position: (-costs[position], -lengths[position], position))
     by_length = sorted(range(len(lengths)), key=lambda position: (-lengths[position], position))
     total = sum(min(length, capacity) for length in lengths)
-    wanted = max(-(-total // (capacity * num_ranks)), minimum, 1)
-    num = -(-wanted // multiple) * multiple
+    least = max(-(-total // (capacity * num_ranks)), minimum, 1)
+    num_bins_per_rank = -(-least // multiple) * multiple
     while True:
-        bins = _level(by_cost, costs, lengths, capacity, num * num_ranks) or _fill(
-            by_length, lengths, capacity, num * num_ranks
+        # First by cost, so that bins are equal; this may waste space, and then they are filled as densely as possible.
+        bins = _level(by_cost, costs, lengths, capacity, num_bins_per_rank * num_ranks) or _fill(
+            by_length, lengths, capacity, num_bins_per_rank * num_ranks
         )
         if bins is not None:
             return deal(bins, costs, num_ranks)
-        num += multiple
+        num_bins_per_rank += multiple
 
 
 def micro_batch_rule(config: ParallelConfig) -> tuple[int, int]:
-    """What the number of micro-batches must be a multiple of, and its least, for the pipeline's schedule."""
+    """The multiple and the minimum of the number of micro-batches that the pipeline's schedule requires."""
     size = config.pipeline_parallel_size
     if config.pipeline_schedule in ("interleaved_1f1b", "zero_bubble"):
         return size, size
@@ -60,61 +62,63 @@ def micro_batch_rule(config: ParallelConfig) -> tuple[int, int]:
 def _level(
     order: Sequence[int], weights: Sequence[float], lengths: Sequence[int], capacity: int, num_bins: int
 ) -> Bins | None:
-    """Puts each sample into the lightest bin that has room for it; None when one fits nowhere."""
+    """Puts each sample into the lightest bin that has room for it; None when a sample fits into no bin."""
     bins: Bins = [[] for _ in range(num_bins)]
     filled = [0] * num_bins
     lightest = [(0.0, index) for index in range(num_bins)]
     for sample in order:
-        passed = []
+        popped = []  # bins without room, which go back to the heap afterwards
         while lightest:
             weight, index = heapq.heappop(lightest)
             if filled[index] + lengths[sample] <= capacity or not bins[index]:
                 bins[index].append(sample)
                 filled[index] += lengths[sample]
-                passed.append((weight + weights[sample], index))
+                popped.append((weight + weights[sample], index))
                 break
-            passed.append((weight, index))
+            popped.append((weight, index))
         else:
             return None
-        for entry in passed:
+        for entry in popped:
             heapq.heappush(lightest, entry)
     return bins
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins: int) -> Bins | None:
-    """Fills one bin after the other, to the last token where that can be; None when samples are left.
+    """Fills one bin after the other, to the last token where possible; None when samples remain.
 
-    Each gets the longest sample that is left and those that fill the rest best.
+    Each bin gets the longest remaining sample, and those that fill the remaining space best.
     """
     bins: Bins = []
-    rest = list(order)
-    while rest and len(bins) < num_bins:
-        first = rest.pop(0)
-        more = _best_sum(rest, lengths, max(capacity - lengths[first], 0))
-        bins.append([first, *more])
-        rest = [position for position in rest if position not in more]
-    return None if rest else bins + [[] for _ in range(num_bins - len(bins))]
+    remaining = list(order)
+    while remaining and len(bins) < num_bins:
+        first = remaining.pop(0)
+        companions = _best_sum(remaining, lengths, max(capacity - lengths[first], 0))
+        bins.append([first, *companions])
+        remaining = [position for position in remaining if position not in companions]
+    return None if remaining else bins + [[] for _ in range(num_bins - len(bins))]
 
 
 def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[int]:
-    """Samples whose lengths add up to the most that is not above ``room``, by dynamic programming over bits."""
+    """Samples with the largest sum of lengths that is at most ``room``, by dynamic programming over bits."""
     fitting = [position for position in samples if lengths[position] <= room]
     sums = [1]  # bit s: the samples so far can add up to s
     for position in fitting:
         sums.append((sums[-1] | sums[-1] << lengths[position]) & ((2 << room) - 1))
         if sums[-1] >> room:
             break
-    left = sums[-1].bit_length() - 1
+    remaining = sums[-1].bit_length() - 1
+    # Backwards: a sample is taken where the samples before it cannot reach the remaining sum without it.
     chosen = set()
     for number in range(len(sums) - 1, 0, -1):
-        if not sums[number - 1] >> left & 1:
+        if not sums[number - 1] >> remaining & 1:
             chosen.add(fitting[number - 1])
-            left -= lengths[fitting[number - 1]]
+            remaining -= lengths[fitting[number - 1]]
     return chosen
 
 
 def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
-    """Hands bins out, the costliest first: in each round one to each rank, the costliest to the rank with the least."""
+    """Deals bins to ranks in rounds, the costliest first; in each round the rank with the least work so far chooses
+    first. Ranks get equally many bins where their number divides that of the bins."""
     work = {index: sum(costs[position] for position in members) for index, members in enumerate(bins)}
     order = sorted(work, key=lambda index: (-work[index], index))
     by_rank: list[Bins] = [[] for _ in range(num_ranks)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,24 +49,27 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
         seed: the run's seed.
 
     Returns:
-        What gives the masks the batch's keys, or None when the model drops nothing.
+        The object that sets the keys of a batch, or None when the model has no dropout.
 
     Raises:
         ConfigError: when the model has dropout that cannot be keyed.
     """
     refuse_unkeyed_dropout(module)
-    found: dict[str, KeyedDropout] = {}
+    dropouts: dict[str, KeyedDropout] = {}
     for name, submodule in module.named_modules():
-        if type(submodule) in (nn.Dropout, KeyedDropout) and submodule.p > 0:
+        if type(submodule) in (nn.Dropout, KeyedDropout) and cast("nn.Dropout", submodule).p > 0:
             submodule.__class__ = KeyedDropout
-            submodule.name, submodule.row_keys, submodule.positions = name, None, None
-            submodule.features = _features(module, name)
-            found[name] = submodule
-    return DropoutKeys(module, found, seed) if found else None
+            keyed = cast("KeyedDropout", submodule)
+            keyed.name = name
+            keyed.row_keys = None
+            keyed.positions = None
+            keyed.features = _input_features(module, name)
+            dropouts[name] = keyed
+    return DropoutKeys(module, dropouts, seed) if dropouts else None
 
 
 def check_dropout_is_whole(module: nn.Module) -> None:
-    """Looks at what ``parallelize`` made of a model with dropout.
+    """Checks a model with dropout after ``parallelize``.
 
     Raises:
         ConfigError: when tensor parallelism has cut the input of an adapter's dropout, whose masks would then depend on
@@ -76,7 +80,9 @@ def check_dropout_is_whole(module: nn.Module) -> None:
         if not isinstance(adapters, nn.ModuleDict):
             continue
         weights = [
-            submodule.lora_A[key].weight for key, dropout in adapters.items() if isinstance(dropout, KeyedDropout)
+            cast("Mapping[str, nn.Linear]", submodule.lora_A)[key].weight
+            for key, dropout in adapters.items()
+            if isinstance(dropout, KeyedDropout)
         ]
         if any(_is_cut_along_input(weight) for weight in weights):
             raise ConfigError(
@@ -87,6 +93,7 @@ def check_dropout_is_whole(module: nn.Module) -> None:
 
 
 def _is_cut_along_input(weight: Tensor) -> bool:
+    """Whether tensor parallelism has cut a weight ``[out, in]`` along ``in``."""
     if not isinstance(weight, DTensor):
         return False
     names = weight.device_mesh.mesh_dim_names or ()
@@ -97,7 +104,8 @@ class DropoutKeys:
     """The keyed dropout modules of a model, and the keys of the batch that goes through it."""
 
     def __init__(self, module: nn.Module, dropouts: Mapping[str, KeyedDropout], seed: int) -> None:
-        self._module, self._dropouts = module, list(dropouts.values())
+        self._module = module
+        self._dropouts = list(dropouts.values())
         self._names = torch.tensor([_hash(f"{int(seed)}/dropout/{name}") for name in dropouts])
         self._active = False
 
@@ -105,14 +113,15 @@ class DropoutKeys:
     def batch(self, step: int, sample_ids: Sequence[int] | Tensor, positions: Tensor | None = None) -> Iterator[None]:
         """Inside, the model's dropout belongs to these samples. Holds the forward *and* the backward pass.
 
-        Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. What is cut along the sequence needs ``positions``; then
-        every dropout input must have that length, so a model whose dropouts see streams of different lengths (image
-        and text apart) cannot be cut. Features must be whole: tensor parallelism over an adapter's input is refused.
+        Inputs of dropout are ``[B, F]`` or ``[B, S, ..., F]``. A sequence that is cut over ranks needs ``positions``;
+        then every dropout input must have that length, so a model whose dropouts see streams of different lengths
+        (separate image and text streams) cannot be cut. Features must be whole: tensor parallelism over an adapter's
+        input is refused.
 
         Args:
             step: the optimiser step; also count the pass in it if a batch is used several times.
             sample_ids: one integer for each row, B of them.
-            positions: int ``[S]`` or ``[B, S]``, where this rank's tokens stand in the whole row; None for 0 to S - 1.
+            positions: int ``[S]`` or ``[B, S]``: positions of this rank's tokens in the whole row; None for 0 to S - 1.
 
         Raises:
             RuntimeError: when a batch is open already; from the model's forward, when an input does not fit.
@@ -134,12 +143,14 @@ class DropoutKeys:
         self._active = True
         try:
             for dropout, keys in zip(self._dropouts, rows, strict=True):
-                dropout.row_keys, dropout.positions = keys, positions
+                dropout.row_keys = keys
+                dropout.positions = positions
             yield
         finally:
             self._active = False
             for dropout in self._dropouts:
-                dropout.row_keys, dropout.positions = None, None
+                dropout.row_keys = None
+                dropout.positions = None
 
 
 class KeyedDropout(nn.Dropout):
@@ -147,7 +158,7 @@ class KeyedDropout(nn.Dropout):
 
     name: str
     features: int | None
-    """Size of the last dimension where it is known: a smaller one has been cut."""
+    """Size of the last dimension where it is known: an input with fewer features has been cut over ranks."""
     row_keys: Tensor | None
     positions: Tensor | None
 
@@ -156,11 +167,14 @@ class KeyedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return input
         self._check(input)
-        keep = keep_mask(self.row_keys.to(input.device), input.shape, self.p, self.positions)
+        row_keys = self.row_keys.to(input.device)  # pyright: ignore[reportOptionalMemberAccess]  # checked
+        keep = keep_mask(row_keys, input.shape, self.p, self.positions)
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
     def _check(self, input: Tensor) -> None:
-        shape, rows, positions = tuple(input.shape), self.row_keys, self.positions
+        shape = tuple(input.shape)
+        rows = self.row_keys
+        positions = self.positions
         if rows is None:
             raise RuntimeError(
                 f"dropout {self.name} does not know its samples: run forward and backward pass inside of "
@@ -203,12 +217,12 @@ def keep_mask(row_keys: Tensor, shape: Sequence[int], p: float, positions: Tenso
             counter = torch.arange(shape[axis], device=device)
         keys = _mix(keys[..., None] + (counter + 1) * GAMMA)
     bits = _mix(keys[..., None] + (torch.arange(shape[-1], device=device) + 1) * GAMMA)
-    threshold = min(int(p * 2**64), 2**64 - 1) - 2**63
+    threshold = min(int(p * 2**64), 2**64 - 1) - 2**63  # bits are signed: the smallest share p of them is dropped
     return bits >= threshold
 
 
 def _mix(state: Tensor) -> Tensor:
-    """The finaliser of splitmix64; shifts are logical, which int64 has not."""
+    """The finaliser of splitmix64. Its shifts are logical: the sign bits that int64 shifts in are masked off."""
     state = (state ^ ((state >> 30) & (2**34 - 1))) * FIRST
     state = (state ^ ((state >> 27) & (2**37 - 1))) * SECOND
     return state ^ ((state >> 31) & (2**33 - 1))
@@ -218,14 +232,14 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _features(module: nn.Module, name: str) -> int | None:
-    """Features of the input of an adapter's dropout: peft keeps it at ``LAYER.lora_dropout.ADAPTER``."""
-    layer, _, rest = name.rpartition(".lora_dropout.")
+def _input_features(module: nn.Module, name: str) -> int | None:
+    """Size of the input features of an adapter's dropout ``LAYER.lora_dropout.ADAPTER`` (peft's names); else None."""
+    layer, _, adapter = name.rpartition(".lora_dropout.")
     if not layer:
         return None
-    projection = module.get_submodule(layer).lora_A
-    weight = projection[rest].weight if rest in projection else None
-    return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # not of a convolution
+    projection = cast("Mapping[str, nn.Linear]", module.get_submodule(layer).lora_A)
+    weight = projection[adapter].weight if adapter in projection else None
+    return weight.shape[1] if weight is not None and weight.ndim == 2 else None  # a convolution has more dimensions
 
 
 def refuse_unkeyed_dropout(module: nn.Module) -> None:
@@ -233,7 +247,11 @@ def refuse_unkeyed_dropout(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         label = name or type(module).__name__
         kind = type(submodule)
-        if issubclass(kind, _DropoutNd) and kind not in (nn.Dropout, KeyedDropout) and submodule.p > 0:
+        if (
+            issubclass(kind, _DropoutNd)
+            and kind not in (nn.Dropout, KeyedDropout)
+            and cast("_DropoutNd", submodule).p > 0
+        ):
             raise ConfigError(f"{label} is a {kind.__name__}, whose masks cannot belong to samples: set its p to 0")
         if isinstance(submodule, nn.MultiheadAttention | nn.RNNBase) and submodule.dropout > 0:
             raise ConfigError(

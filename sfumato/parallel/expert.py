@@ -1,12 +1,12 @@
 """Mixture-of-experts layers whose experts lie on several ranks: tokens travel to their experts and back.
 
-The way over ranks is that of GShard (arXiv 2006.16668), the products that of MegaBlocks (arXiv 2211.15841): tokens are
-sorted by expert and multiplied in groups of any size. There is no capacity, so no token is ever dropped.
+Tokens are exchanged between ranks as in GShard (arXiv 2006.16668) and multiplied as in MegaBlocks (arXiv 2211.15841):
+they are sorted by expert and multiplied in groups of any size. There is no capacity, so no token is ever dropped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,35 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeGuard
+
+    from transformers import PreTrainedModel
+
+    class ExpertsModule(nn.Module):
+        """The attributes by which transformers' ``use_experts_implementation`` describes the experts of a layer."""
+
+        config: Any
+        num_experts: int
+        has_gate: bool
+        """Whether there is a fused ``gate_up_proj``; else ``up_proj``."""
+        has_bias: bool
+        is_transposed: bool
+        """Whether weights are ``[experts, in, out]``; else ``[experts, out, in]``."""
+        down_proj: nn.Parameter
+        act_fn: Callable[[Tensor], Tensor]
+        post_expert_norm: Callable[[Tensor], Tensor]
+
+        def _apply_gate(self, rows: Tensor) -> Tensor: ...
+
+
 EXCHANGED = "sfumato_exchanged"
 GROUPED = "sfumato_grouped"
 """Names under which transformers finds our functions of an experts module."""
 
 
-def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]:
+def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, ExpertsModule]:
     """Gives each rank of the axis ``ep`` its part of the experts of every layer, and sends tokens to them.
 
     A forward pass is a collective: every rank of ``ep`` must run it, and the backward pass, equally often. A rank
@@ -56,7 +79,7 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
             cut = DTensor.from_local(shard, ranks, [Shard(0)], run_check=False)
             layer_experts.register_parameter(name, nn.Parameter(cut, parameter.requires_grad))
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, torch.compiler.disable(exchanged_experts))
-    module.set_experts_implementation(EXCHANGED)
+    cast("PreTrainedModel", module).set_experts_implementation(EXCHANGED)
     for name, layer_experts in experts.items():
         if layer_experts.config._experts_implementation != EXCHANGED:
             raise ConfigError(
@@ -68,38 +91,40 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, nn.Module]
 def apply_grouped_experts(module: nn.Module) -> None:
     """Computes experts in groups and in the dtype of autocast, where each rank has all of them.
 
-    transformers' own way takes the dtype of the weights, which under autocast is float32, and its backward pass adds
-    in an order that changes from run to run on GPUs. Models whose experts follow no ``use_experts_implementation`` stay
-    as they are, and so do those of which some have adapters on experts' weights, or parts of their own.
+    transformers' own implementation takes the dtype of the weights, which under autocast is float32, and its backward
+    pass adds in an order that changes from run to run on GPUs. Models stay unchanged whose experts do not follow
+    ``use_experts_implementation``, have adapters on their weights, or have submodules with parameters.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
-    has_more = any(len([*each.named_parameters()]) != len(each._parameters) for each in experts.values())
+    has_more = any(
+        len([*layer_experts.named_parameters()]) != len(layer_experts._parameters) for layer_experts in experts.values()
+    )
     has_adapters = any(name.split(".")[-1] == "base_layer" for name in experts)
     if not experts or has_more or has_adapters or not hasattr(module, "set_experts_implementation"):
         return
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
-    module.set_experts_implementation(GROUPED)
+    cast("PreTrainedModel", module).set_experts_implementation(GROUPED)
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether some layer has experts: all layers of a pipeline stage may be dense."""
+    """Whether any layer has experts. All layers of a pipeline stage may be dense, even in a model with experts."""
     return any(map(_is_experts, module.modules()))
 
 
-def find_experts(module: nn.Module, remedy: str) -> dict[str, nn.Module]:
-    """The modules with the experts of a layer by name, in order.
+def find_experts(module: nn.Module, remedy: str) -> dict[str, ExpertsModule]:
+    """The experts modules, one for each layer that has experts, by name and in order.
 
     Raises:
-        ConfigError: when there are none; ``remedy`` says what to do then.
+        ConfigError: when there are none; its message ends with ``remedy``.
     """
-    found = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
-    if not found:
+    experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
+    if not experts:
         raise ConfigError(
             f"{type(module).__name__} has no experts of transformers' interface (use_experts_implementation): {remedy}"
         )
-    return found
+    return experts
 
 
 def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
@@ -119,7 +144,9 @@ def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
     )
 
 
-def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def exchanged_experts(
+    experts: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The experts' part of a layer, where each rank of ``ep`` has its own tokens and its own experts.
 
     Args:
@@ -131,24 +158,28 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     Returns:
         ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
     """
-    ranks = experts.down_proj.device_mesh
-    group, num_ranks = ranks.get_group(), ranks.size()
+    ranks = cast("DTensor", experts.down_proj).device_mesh
+    group = ranks.get_group()
+    num_ranks = ranks.size()
     num_experts = local(experts.down_proj).shape[0] * num_ranks
     device = hidden_states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     k = top_k_index.shape[-1]
 
     order, inverse, counts = _sort(top_k_index.reshape(-1), num_experts)
+    # Ids count over all ranks, so rows sorted by expert are sorted by rank, too. ``counts`` are the rows for each
+    # expert on each rank, ``arriving`` the rows that each rank sends to each of this rank's experts.
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
     counts, arriving = counts.view(num_ranks, -1), arriving.view(num_ranks, -1)
-    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the host waits for the device once
 
     rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
     rows = _Exchange.apply(rows, sent, received, group)
-    mine = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
-    mine = mine.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    by_expert, by_rank, counts = _sort(mine, counts.shape[1])
+    # Rows arrive sorted by rank, and by expert within each rank's: they are sorted by expert over all ranks.
+    expert_ids = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
+    expert_ids = expert_ids.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    by_expert, by_rank, counts = _sort(expert_ids, counts.shape[1])
     rows = _Rows.apply(rows, by_expert, by_rank, 1)
     rows = _compute(experts, rows, counts, dtype)
     rows = _Rows.apply(rows, by_rank, by_expert, 1)
@@ -158,8 +189,10 @@ def exchanged_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Te
     return rows.sum(dim=1).to(hidden_states.dtype)
 
 
-def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' part of a layer, where each rank has all experts; nothing waits for the device.
+def grouped_experts(
+    experts: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The experts' part of a layer, where each rank has all experts; the host does not wait for the device.
 
     Args:
         experts: the experts module, with whole weights.
@@ -168,7 +201,8 @@ def grouped_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     Returns:
         ``[tokens, hidden]``, dtype of ``hidden_states``. Sums run in a fixed order, so runs repeat bit by bit.
     """
-    device, k = hidden_states.device.type, top_k_index.shape[-1]
+    device = hidden_states.device.type
+    k = top_k_index.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     order, inverse, counts = _sort(top_k_index.reshape(-1), experts.down_proj.shape[0])
     rows = _Rows.apply(hidden_states.to(dtype), order, inverse, k)
@@ -200,20 +234,22 @@ def multiply_in_turn(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
-    """How often each expert stands in sorted ids ``[n]``: ``[num_experts]``, int64. Nothing waits for the device."""
+    """How often each expert occurs in sorted ids ``[n]``: ``[num_experts]``, int64."""
+    # Not bincount, which makes the host wait for a GPU.
     ids = torch.arange(num_experts, device=sorted_ids.device)
     ends = torch.searchsorted(sorted_ids, ids, right=True)
     return ends.diff(prepend=ends.new_zeros(1))
 
 
-def _is_experts(module: nn.Module) -> bool:
+def _is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
     attributes = ("has_gate", "has_bias", "is_transposed", "config", "down_proj")
     if not all(hasattr(module, attribute) for attribute in attributes):
         return False
     return hasattr(module, "gate_up_proj" if module.has_gate else "up_proj")
 
 
-def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
+def _check_shareable(name: str, experts: ExpertsModule, ranks: int) -> None:
+    """Raises ConfigError when ``ranks`` ranks cannot share the experts of a layer."""
     if name.split(".")[-1] == "base_layer":
         raise ConfigError(
             f"{name}: adapters on experts' weights (model.lora.target_parameters) add whole matrices to them and do "
@@ -235,22 +271,23 @@ def _check_shareable(name: str, experts: nn.Module, ranks: int) -> None:
 
 
 def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The stable order of ids ``[n]``, its inverse, and how often each id is there."""
+    """The stable order of ids ``[n]``, the inverse of that permutation, and how often each id occurs."""
     sorted_ids, order = ids.sort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return order, inverse, tokens_per_expert(sorted_ids, num_experts)
 
 
-def _compute(experts: nn.Module, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Runs the experts on their rows, which are sorted by expert."""
+def _compute(experts: ExpertsModule, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Runs the experts on their rows ``[rows, hidden]``, which are sorted by expert; ``counts`` are rows of each."""
     rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = _linear(experts, "down_proj", rows, counts, dtype)
     return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
-def _linear(experts: nn.Module, name: str, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _linear(experts: ExpertsModule, name: str, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplies the rows of each expert by its matrix in the parameter ``name``, and adds its bias if there is one."""
     weight = local(getattr(experts, name)).to(dtype)
     rows = grouped_matmul(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts)
     if experts.has_bias:
@@ -277,12 +314,16 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 
 class _Rows(torch.autograd.Function):
-    """Rows ``index // repeats``, each of ``repeats`` times; unlike torch's, its backward pass adds in a fixed order."""
+    """Takes rows ``index // repeats``, where ``index`` is a permutation and ``inverse`` its inverse.
+
+    Each row is taken ``repeats`` times. Unlike with torch's indexing, gradients are added in a fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.shape, ctx.repeats = rows.shape, repeats
+        ctx.shape = rows.shape
+        ctx.repeats = repeats
         return rows[index // repeats if repeats > 1 else index]
 
     @staticmethod
@@ -295,11 +336,13 @@ class _Rows(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; its backward pass is the way back."""
+    """All-to-all of rows; its backward pass sends gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+        ctx.sent = sent
+        ctx.received = received
+        ctx.group = group
         arrived = rows.new_empty(sum(received), rows.shape[1])
         dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
         return arrived

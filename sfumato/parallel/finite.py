@@ -1,6 +1,6 @@
-"""What is not finite (NaN or infinite) is found before it is learned from, written or sent.
+"""Finds NaN and infinite values before they are learned from, written or sent.
 
-A weight costs one read of its memory; a device is waited for once for all weights of a dtype.
+Checking a weight costs one read of its memory; the host waits for a device once for all weights of a dtype.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NAMED = 3
 
 
 def finite_rows(*tensors: Tensor) -> Tensor:
-    """In which of B rows nothing is NaN or infinite: bool ``[B]`` of tensors ``[B, ...]``."""
+    """Whether each of B rows is finite in all tensors ``[B, ...]``: bool ``[B]``."""
     rows = [tensor.isfinite().flatten(1).all(dim=1) for tensor in tensors]
     return torch.stack(rows).all(dim=0)
 
 
 @torch.no_grad()
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors of which this rank's shard holds NaN or an infinite value.
+    """Names of the tensors whose shard on this rank holds NaN or an infinite value.
 
     Args:
         tensors: plain tensors or DTensors of any dtypes and devices; those on meta, and numbers that are no floats,
@@ -34,10 +34,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     shards = {name: local(tensor.detach()) for name, tensor in tensors.items()}
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, shard in shards.items():
-        is_float = shard.is_floating_point() and shard.dtype.itemsize > 1  # quantised to a byte has scales of its own
+        is_float = shard.is_floating_point() and shard.dtype.itemsize > 1  # values of one byte are quantised
         if is_float and not shard.is_meta and shard.numel():
             groups.setdefault((shard.device, shard.dtype), []).append(name)
-    # A sum reads memory as quickly as can be. It is finite only of what is; where it is not, it may have overflowed.
+    # A sum reads memory fastest. A finite sum proves that all values are finite; another may just have overflowed, so
+    # these tensors are looked at again by their extremes.
     sums = {group: torch.stack([shards[name].sum() for name in names]) for group, names in groups.items()}
     return [
         name
@@ -48,8 +49,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def together(names: Iterable[str], mesh: Mesh) -> list[str]:
-    """What any rank found, each once. Every rank must call it."""
-    return list(dict.fromkeys(name for some in mesh.gather(list(names), over="world") for name in some))
+    """The names that any rank has, each once, in rank order. Every rank must call it."""
+    return list(dict.fromkeys(name for rank_names in mesh.gather(list(names), over="world") for name in rank_names))
 
 
 def listed(names: Sequence[str], named: int = NAMED, separator: str = ", ") -> str:

@@ -1,14 +1,17 @@
-"""The one owner of gradient scale: sums over ranks, clipping, and the check before any weight changes.
+"""The only place that scales gradients: sums over ranks, clipping, and the check before any weight changes.
 
 Every loss is a sum divided by a count over all ranks and micro-batches, so gradients are *summed* over ranks.
 """
+
+# torch has no public names for its _foreach functions.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -32,37 +35,41 @@ def reduce_and_clip(
 ) -> float:
     """Finishes the sum of gradients over ranks and scales them down to a total norm.
 
-    FSDP has reduced its gradients in the backward pass; those of whole weights (ddp) are summed here. The norm is that
-    of the whole model: every element counts once, however many ranks hold a copy of it. The device is waited for once.
+    FSDP has reduced its gradients in the backward pass; those of unsharded weights (ddp) are summed here. The norm is
+    that of the whole model: every element counts once, also if several ranks hold copies. The host waits for the device
+    once.
 
     Args:
         module: what ``parallelize`` returned; its trainable parameters' gradients are changed in place.
         max_norm: largest total norm.
         mesh: the ranks.
-        where: what was being computed (step, samples), for the error.
+        where: the step and samples, for the error.
         losses: of this rank's micro-batches, which are read here, too; the error gives their names.
-        more: what else is to be read with them.
+        more: other numbers to read in the same copy.
 
     Returns:
         The norm before clipping.
 
     Raises:
         NonFiniteError: when a loss of any rank or the norm is NaN or infinite; nothing has been updated then. It names
-            what a loss is of, or the ranks and the parameters.
+            the loss, or the ranks and the parameters.
     """
     parameters = trainable_parameters(module)
     flat = isinstance(module, FullyShardedDataParallel)
     for parameter in parameters.values():
         if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
             parameter.grad = torch.zeros_like(parameter)
-    gradients = {name: local(parameter.grad) for name, parameter in parameters.items()}
-    largest = _largest(gradients) if mesh.size > 1 else None  # of this rank's own, before they are summed
-    if flat:  # its reduction is a mean
+    gradients = {name: local(cast("Tensor", parameter.grad)) for name, parameter in parameters.items()}
+    # Before ranks are summed: afterwards NaN has spread, and no longer tells which rank it comes from.
+    largest = _largest_values(gradients) if mesh.size > 1 else None
+    if flat:  # fsdp1 has averaged gradients over ranks; they are to be sums
         torch._foreach_mul_(list(gradients.values()), mesh.layout.dp_replicate * mesh.layout.fsdp)
     else:
-        _sum_whole([gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh)
+        _all_reduce_unsharded(
+            [gradients[name] for name, parameter in parameters.items() if not _is_reduced(parameter)], mesh
+        )
 
-    norm = Numbers(_norm(list(gradients.values()), _copies(parameters, mesh, flat)))
+    norm = Numbers(_total_norm(list(gradients.values()), _count_copies(parameters, mesh, flat)))
     losses = Numbers() if losses is None else losses
     read(norm, losses, *more, *([] if largest is None else [largest]))
     total = norm[0]
@@ -70,52 +77,58 @@ def reduce_and_clip(
         (f"{name or where}: the loss is {value}" for name, value in losses.named() if not isfinite(value)), ""
     )
     if mesh.size > 1:
-        square = math.inf if bad_loss else total**2  # so that all ranks end here, with the same message
+        # An infinite square on one rank makes the sum infinite on all, so that all of them raise below.
+        square = math.inf if bad_loss else total**2
         total = float(torch.tensor(math.sqrt(mesh.sum(square, over="world"))))
     if bad_loss or not isfinite(total):
-        bad = (
+        bad_gradients = (
             not_finite(gradients)
             if largest is None
             else [name for name, value in largest.named() if not isfinite(value)]
         )
-        _raise(bad_loss, bad, mesh, where)
+        _raise_not_finite(bad_loss, bad_gradients, mesh, where)
     scale = float(torch.clamp(max_norm / (torch.tensor(total) + 1e-6), max=1.0))
     if gradients and scale != 1.0:
         torch._foreach_mul_(list(gradients.values()), scale)
     return total
 
 
-def _raise(bad_loss: str, bad: list[str], mesh: Mesh, where: str) -> NoReturn:
-    """Tells what is not finite, the same on every rank but for the parameters; all ranks call it."""
-    found = mesh.gather((bad_loss, bool(bad)), over="world")
-    for loss, _ in found:
+def _raise_not_finite(bad_loss: str, bad_gradients: list[str], mesh: Mesh, where: str) -> NoReturn:
+    """Raises the error of ``reduce_and_clip``: the same on every rank but for the parameters. All ranks call it."""
+    reports = mesh.gather((bad_loss, bool(bad_gradients)), over="world")
+    for loss, _ in reports:
         if loss:
             raise NonFiniteError(f"{loss}. Nothing was updated")
-    ranks = [rank for rank, (_, is_bad) in enumerate(found) if is_bad]
-    names = ", ".join(bad[:3]) or "none on this rank"
+    ranks = [rank for rank, (_, is_bad) in enumerate(reports) if is_bad]
+    names = ", ".join(bad_gradients[:3]) or "none on this rank"
     raise NonFiniteError(
         f"{where}: the gradient is not finite (ranks {ranks}; first parameters: {names}). Nothing was updated; "
         "lower train.lr or train.max_grad_norm, or set train.mixed_precision to no"
     )
 
 
-def _largest(gradients: Mapping[str, Tensor]) -> Numbers:
-    """The largest absolute value of each gradient, which is finite just where all are."""
-    held = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
-    found = Numbers()
-    for name, value in zip(held, torch._foreach_norm(list(held.values()), math.inf) if held else (), strict=True):
-        found.add(value, name)
-    return found
+def _largest_values(gradients: Mapping[str, Tensor]) -> Numbers:
+    """The largest absolute value of each gradient by name; it is finite exactly where the whole gradient is."""
+    non_empty = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
+    norms = Numbers()
+    for name, value in zip(
+        non_empty, torch._foreach_norm(list(non_empty.values()), math.inf) if non_empty else (), strict=True
+    ):
+        norms.add(value, name)
+    return norms
 
 
-def _copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
-    """How many ranks hold each element of each parameter."""
+def _count_copies(parameters: Mapping[str, Tensor], mesh: Mesh, flat: bool) -> list[float]:
+    """The number of ranks that hold a copy of each element, for each parameter."""
     ranks = mesh.layout.fsdp * mesh.layout.dp_replicate * mesh.layout.tp
     return [ranks / num_shards(parameter, mesh, flat) for parameter in parameters.values()]
 
 
-def _norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
-    """The norm of this rank's gradients, float32, in which an element of n copies counts 1/n."""
+def _total_norm(gradients: list[Tensor], copies: list[float]) -> Tensor:
+    """The norm of this rank's gradients, float32, in which the square of an element with n copies counts 1 / n.
+
+    Its square, summed over ranks, is then that of the whole model's gradient.
+    """
     if not gradients:  # a pipeline stage may have nothing that is trained
         return torch.zeros(())
     norms = torch.stack(torch._foreach_norm(gradients)).float()
@@ -144,8 +157,8 @@ def _is_reduced(parameter: Tensor) -> bool:
     return bool({"fsdp", "efsdp"} & set(names))
 
 
-def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
-    """Sums gradients of whole weights over all ranks that saw other data, in buckets."""
+def _all_reduce_unsharded(gradients: list[Tensor], mesh: Mesh) -> None:
+    """Sums gradients of unsharded weights over all ranks with other data, in place, in buckets of one dtype."""
     if mesh.size_of("gradient") == 1 or not gradients:
         return
     buckets: list[list[Tensor]] = [[]]
@@ -156,17 +169,20 @@ def _sum_whole(gradients: list[Tensor], mesh: Mesh) -> None:
             room = BUCKET_BYTES
         buckets[-1].append(gradient)
         room -= gradient.nbytes
-    flats = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
-    works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flats]
-    for bucket, flat, work in zip(buckets, flats, works, strict=True):
-        work.wait()
-        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    flat_buckets = [torch.cat([gradient.reshape(-1) for gradient in bucket]) for bucket in buckets]
+    works = [dist.all_reduce(flat, group=mesh.group("gradient"), async_op=True) for flat in flat_buckets]
+    for bucket, flat, work in zip(buckets, flat_buckets, works, strict=True):
+        cast("dist.Work", work).wait()  # None only on ranks outside of the group
+        for gradient, reduced in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
 
 
 class SequenceSum(torch.autograd.Function):
-    """The sum of values over ranks. Each computes the same from it, so that the gradients of all ranks' parts are those
-    of one loss; or something else, whose gradients are to be summed."""
+    """The sum of values over ranks, with gradients.
+
+    Without ``sum_gradients`` all ranks compute the same loss from the sum, so the gradient of a rank's values is the
+    gradient of the sum. With it ranks compute different parts of a loss, whose gradients are added up over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:

@@ -1,9 +1,12 @@
-"""Attention of one block with its log-sum-exp, forward and backward, by a CPU or CUDA kernel or plain mathematics."""
+"""Attention of one block with its log-sum-exp, forward and backward, by torch's CPU or CUDA kernels or plain matmuls.
+
+The kernels are called by their aten names, since torch's public function does not return the log-sum-exp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,7 @@ from torch.nn import functional
 from sfumato.errors import ConfigError
 
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments of transformers' attention functions that change the scores; None means that they do not."""
+"""Arguments of transformers' attention functions that change the scores unless they are None."""
 
 
 def attend(
@@ -29,20 +32,23 @@ def attend(
         [B, H, S, Dv] in the dtype of the query, and the log-sum-exp of the scores, [B, H, S], float32 or wider.
     """
     kernel = kernel or choose_kernel(query, value)
-    aten, inputs = torch.ops.aten, _for_kernel(query, key, value, kernel)
+    aten = torch.ops.aten
+    inputs = _for_kernel(query, key, value, kernel)
     match kernel:
         case "cpu_flash":
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+            result: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, causal, scale=scale
+            )
         case "cuda_flash":
-            found = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
+            result = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
         case "cuda_efficient":
-            found = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
+            result = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
         case "math":
             with torch.autocast(query.device.type, enabled=False):
                 wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
-                scores = _scores(*wide[:2], scale, causal)
-                found = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
-    return found[0][..., : value.shape[-1]], found[1][..., : query.shape[2]]  # some kernels pad the latter
+                scores = _scores(wide[0], wide[1], scale, causal)
+                result = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
+    return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the log-sum-exp
 
 
 def attend_backward(
@@ -53,45 +59,53 @@ def attend_backward(
     causal: bool,
     kernel: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value (``inputs``) from one part of an attention.
+    """Gradients of query, key and value (``inputs``) from one tile of an attention.
 
-    ``grad`` and ``result`` (what ``attend`` returns) are those of the whole attention, over all its parts.
+    ``grad``, the gradient of the output, and ``result``, output and log-sum-exp as of ``attend``, are those of the
+    whole attention, joined over all tiles: with the joined log-sum-exp each tile gives its share of the gradients.
     """
     kernel = kernel or choose_kernel(inputs[0], inputs[2])
-    aten, padded, lse = torch.ops.aten, _for_kernel(*inputs, kernel), result[1]
+    aten = torch.ops.aten
+    padded = _for_kernel(*inputs, kernel)
+    lse = result[1]
     grad, out = (functional.pad(tensor, (0, padded[2].shape[-1] - tensor.shape[-1])) for tensor in (grad, result[0]))
     match kernel:
         case "cpu_flash":
             operation = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
+            gradients = operation(grad, *padded, out, lse, 0.0, causal, scale=scale)
         case "cuda_flash":
             sizes = (None, None, padded[0].shape[2], padded[1].shape[2])
-            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of the dropout that there is not
-            rest = (*sizes, 0.0, causal, state, state[0])
+            # The kernel's signature asks for the random state of dropout, which is not used here.
+            state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+            trailing = (*sizes, 0.0, causal, state, state[0])
             operation = aten._scaled_dot_product_flash_attention_backward
-            found = operation(grad, *padded, out, lse.contiguous(), *rest, scale=scale)
+            gradients = operation(grad, *padded, out, lse.contiguous(), *trailing, scale=scale)
         case "cuda_efficient":
-            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # it works on 32 rows at a time
+            lse = functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel takes 32 rows at a time
             state = torch.zeros((), dtype=torch.int64, device=grad.device)
-            rest = (state, state, 0.0, [True, True, True, False], causal)
+            trailing = (state, state, 0.0, [True, True, True, False], causal)
             operation = aten._scaled_dot_product_efficient_attention_backward
-            found = operation(grad, *padded, None, out, lse, *rest, scale=scale)
+            gradients = operation(grad, *padded, None, out, lse, *trailing, scale=scale)
         case "math":
             with torch.autocast(grad.device.type, enabled=False):
                 grad, out, query, key, value = (tensor.to(lse.dtype) for tensor in (grad, out, *padded))
                 weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
                 slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
-                found = slope @ key, slope.mT @ query, weights.mT @ grad
-    return tuple(
-        gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)  # of repeated heads
-        for gradient, like in zip(found, inputs, strict=False)
+                gradients = slope @ key, slope.mT @ query, weights.mT @ grad
+    # Cuts off padded features and sums over repeated heads. Some kernels return more than these three gradients.
+    return cast(
+        "tuple[Tensor, Tensor, Tensor]",
+        tuple(
+            gradient[..., : like.shape[-1]].unflatten(1, (like.shape[1], -1)).sum(2, dtype=lse.dtype)
+            for gradient, like in zip(gradients, inputs, strict=False)
+        ),
     )
 
 
 def choose_kernel(query: Tensor, value: Tensor) -> str:
     """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
 
-    math keeps whole score matrices and computes in float32; it runs everywhere and checks the others.
+    math keeps whole score matrices and computes in float32; it runs everywhere, and tests compare the others with it.
     """
     if query.device.type == "cpu":
         return "cpu_flash"
@@ -104,8 +118,8 @@ def choose_kernel(query: Tensor, value: Tensor) -> str:
     return "math"
 
 
-def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple[Tensor, ...]:
-    """Makes widths equal (zeros change nothing) and, unless the kernel groups heads itself, heads too."""
+def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Pads features to one width with zeros, which change no score, and repeats key heads where the kernel needs it."""
     width = max(query.shape[-1], value.shape[-1])
     width += -width % 8 if kernel.startswith("cuda") else 0
     query, key, value = (functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
@@ -124,18 +138,18 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
 def packed_causal(
     attend: Callable[..., Tensor], known_by: str, remedy: str, knows: Sequence[str] | None = None
 ) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function for transformers' registry: causal attention of packed documents and nothing else.
+    """An attention function for transformers' registry, of causal attention of packed documents only.
 
     Args:
-        attend: makes ``[B, S, H, Dv]`` of the module whose attention it is, query ``[B, H, S, D]``, key
-            ``[B, Hk, S, D]``, value ``[B, Hk, S, Dv]``, position ids ``[B, S]`` and the scale of the scores.
-        known_by: what does not know the rest, for the message.
-        remedy: what to do then.
-        knows: names of settings that ``attend`` is given too, after what stands in for a mask (``pattern``, which is no
-            tensor) or None; a window is then known by its pattern. None: it is given no more than the six.
+        attend: computes ``[B, S, H, Dv]`` from the attention module, query ``[B, H, S, D]``, key ``[B, Hk, S, D]``,
+            value ``[B, Hk, S, Dv]``, position ids ``[B, S]`` and the scale of the scores.
+        known_by: the name of ``attend`` in the message about an unsupported argument.
+        remedy: what a user should do then, for the message.
+        knows: names of settings that ``attend`` supports and gets by name, together with ``pattern``: what the model's
+            mask function returned, where that is no tensor (a window), else None. None: it gets the six arguments.
 
     Returns:
-        The function, which raises ConfigError for what changes the scores otherwise.
+        The function, which raises ConfigError for arguments that change the scores and are not supported.
     """
 
     def attention(
@@ -149,26 +163,31 @@ def packed_causal(
         position_ids: Tensor | None = None,
         **settings: Any,
     ) -> tuple[Tensor, None]:
-        name, more = type(module).__name__, {}
+        name = type(module).__name__
+        extra: dict[str, Any] = {}
         if knows is not None:
-            more = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
-            more |= {setting: settings.pop(setting, None) for setting in knows}
-            if more["pattern"] is not None:
-                attention_mask, settings = None, {**settings, "sliding_window": None}
-        wrong = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
-        wrong += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
-        wrong += ["is_causal=False"] * (settings.get("is_causal") is False or not getattr(module, "is_causal", True))
-        wrong += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
+            extra = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
+            extra |= {setting: settings.pop(setting, None) for setting in knows}
+            if extra["pattern"] is not None:  # it stands for mask and window, which are then supported
+                attention_mask = None
+                settings = {**settings, "sliding_window": None}
+        unsupported = [argument for argument in CHANGES_SCORES if settings.get(argument) is not None]
+        unsupported += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+        unsupported += ["is_causal=False"] * (
+            settings.get("is_causal") is False or not getattr(module, "is_causal", True)
+        )
+        unsupported += ["a cache of keys and values"] * (key.shape[2] != query.shape[2])
         window = settings.get("sliding_window")
+        # A window of at least the row's length changes nothing.
         is_wide = knows is not None and window is not None and window >= query.shape[2]
-        wrong += ["sliding_window"] * (window is not None and not is_wide)
-        if wrong:
-            raise ConfigError(f"{name} uses {', '.join(wrong)}, unknown to {known_by}: {remedy}")
+        unsupported += ["sliding_window"] * (window is not None and not is_wide)
+        if unsupported:
+            raise ConfigError(f"{name} uses {', '.join(unsupported)}, unknown to {known_by}: {remedy}")
         if position_ids is None or position_ids.ndim != 2:
             raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(module, query, key, value, position_ids, scale, **more), None
+        return attend(module, query, key, value, position_ids, scale, **extra), None
 
-    found = torch.compiler.disable(attention)
-    found.knows = tuple(knows or ())
-    return found
+    disabled = cast("Any", torch.compiler.disable(attention))
+    disabled.knows = tuple(knows or ())  # ``RowAttention.of`` reads it
+    return disabled

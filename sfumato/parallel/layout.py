@@ -24,7 +24,8 @@ FIELDS = {
     "ulysses": "ulysses_parallel_size",
     "tp": "tensor_parallel_size",
 }
-"""The field of the configuration that holds the size of an axis; data parallelism has what they leave."""
+"""The field of the configuration that holds the size of an axis; the remaining factor of the processes is data
+parallelism."""
 
 VIEWS = {
     "data": ("dp_replicate", "dp_shard"),
@@ -55,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """The layout that a configuration means on so many processes.
+        """The layout of a configuration on ``world_size`` processes.
 
         Raises:
             ConfigError: when the sizes do not fit, with the arithmetic.
@@ -63,21 +64,21 @@ class Layout:
         sizes = {axis: getattr(config, field) for axis, field in FIELDS.items()}
         used = math.prod(sizes.values())
         if world_size % used:
-            wanted = " x ".join(f"train.{FIELDS[axis]} {size}" for axis, size in sizes.items() if size > 1)
+            factors = " x ".join(f"train.{FIELDS[axis]} {size}" for axis, size in sizes.items() if size > 1)
             raise ConfigError(
-                f"{wanted} = {used} does not divide {world_size} processes: {world_size} / {used} = "
+                f"{factors} = {used} does not divide {world_size} processes: {world_size} / {used} = "
                 f"{world_size / used:g}; start a multiple of {used} processes or lower a size"
             )
-        data = world_size // used
+        data_ranks = world_size // used
         replicate = config.data_parallel_replicate_size
-        if data % replicate:
+        if data_ranks % replicate:
             raise ConfigError(
-                f"train.data_parallel_replicate_size {replicate} does not divide the {data} data-parallel ranks "
+                f"train.data_parallel_replicate_size {replicate} does not divide the {data_ranks} data-parallel ranks "
                 f"({world_size} processes / {used} of the other axes)"
             )
         if config.data_parallel_mode == "ddp":
-            replicate = data
-        layout = cls(dp_replicate=replicate, dp_shard=data // replicate, ep=config.expert_parallel_size, **sizes)
+            replicate = data_ranks
+        layout = cls(dp_replicate=replicate, dp_shard=data_ranks // replicate, ep=config.expert_parallel_size, **sizes)
         layout._check(config)
         return layout
 
@@ -101,9 +102,9 @@ class Layout:
             "expert parallelism": self.ep > 1,
             "pipeline parallelism": self.pp > 1,
         }
-        for name, other, why in REFUSED:
-            if is_set[name] and is_set[other]:
-                raise ConfigError(f"train: {name} and {other} do not go together: {why}")
+        for first, second, reason in REFUSED:
+            if is_set[first] and is_set[second]:
+                raise ConfigError(f"train: {first} and {second} do not go together: {reason}")
         if config.sequence_parallel and self.tp == 1:
             raise ConfigError(
                 "train.sequence_parallel shares activations among tensor-parallel ranks: "
@@ -117,12 +118,12 @@ class Layout:
         return getattr(self, axis)
 
     def rank_in(self, axis: str, rank: int) -> int:
-        """Where a process is in an axis or view."""
+        """The rank within an axis or view of the process with this global rank."""
         if axis in ("efsdp", "ep"):
             position = self.rank_in("fsdp", rank)
             return position // self.ep if axis == "efsdp" else position % self.ep
         place = {}
-        for single_axis in reversed(AXES):
+        for single_axis in reversed(AXES):  # the last axis is the fastest
             rank, place[single_axis] = divmod(rank, getattr(self, single_axis))
         position = 0
         for single_axis in VIEWS.get(axis, (axis,)):
@@ -161,4 +162,4 @@ REFUSED = (
     ("fsdp1", "pipeline parallelism", "take fsdp2"),
     ("expert parallelism", "tensor parallelism", "experts are not cut along both; raise one of the two sizes"),
 )
-"""Pairs that are refused, and why."""
+"""Pairs of settings that exclude each other, and why."""

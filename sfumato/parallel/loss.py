@@ -2,17 +2,19 @@
 
 The logits of T tokens over a vocabulary of V are often the largest tensor of a step. Here they are computed for
 ``chunk_tokens`` tokens at a time (the idea of Cut Cross-Entropy, arXiv 2411.09009, and Liger, arXiv 2410.10989, in
-plain torch). ``linear_cross_entropy`` computes gradients in the forward pass, so that logits are computed once:
-the gradient of a sum is known before what is made of the sum. That of log-probabilities is not, where each may be
-weighted otherwise: there logits are computed once more in the backward pass, and two numbers for each token wait for
-it. torch 2.13's own ``linear_cross_entropy`` is the former; temperature, entropy, losses of tokens beside their sum
-and a vocabulary that is cut over ranks (arXiv 1909.08053) need these.
+plain torch).
+
+``linear_cross_entropy`` computes gradients in the forward pass, so that logits are computed once: all tokens of a sum
+have the same upstream gradient, a factor that can be multiplied in later. Log-probabilities each have an upstream
+gradient of their own, which the forward pass does not know: ``token_log_probs`` computes logits once more in the
+backward pass, and keeps two numbers per token until then. torch 2.13's own ``linear_cross_entropy`` does the former,
+but without temperature, entropy, losses of single tokens, or a vocabulary that is cut over ranks (arXiv 1909.08053).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int64
 
 Tail = Callable[[Tensor], Tensor]
-"""What a model makes of the result of its output layer, element by element: a scale, a soft cap."""
+"""An elementwise function that a model applies to the result of its output layer: a scale, a soft cap."""
 
 IGNORED = -100
 """Label of a token that does not count."""
@@ -79,7 +81,7 @@ def linear_cross_entropy(
     """The sum of ``-log p(label)`` over tokens, with gradients that are computed in the forward pass.
 
     Arguments as in ``token_log_probs``. Under autocast or in half precision gradients are rounded to the dtype of the
-    products before they are multiplied by that of the sum.
+    matrix products before they are multiplied by the upstream gradient.
 
     Returns:
         float32 scalar, and float32 ``[...]``, the loss of each token without gradients, 0 where the label is
@@ -88,7 +90,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: when the shapes do not fit.
     """
-    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    hidden, weight, bias = _prepare(hidden, weight, bias, labels, chunk_tokens, group)
     with_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         total, losses = _LinearCrossEntropy.apply(
@@ -112,17 +114,17 @@ def token_log_probs(
     Matrix products run in the dtype of ``hidden``, or that of autocast; softmax and sums in float32.
 
     Args:
-        hidden: ``[..., H]``; with ``group`` the same on its ranks, and whole: join it first where Megatron's sequence
-            parallelism has cut it.
-        weight: ``[V, H]``, or this rank's rows of it with ``group``. A DTensor (fsdp2) is gathered, and its gradient
-            summed over the ranks that hold its shards and copies, except over a mesh axis called tp, whose ranks see
-            the same tokens: there it stays in rows if that axis is ``group``.
+        hidden: ``[..., H]``; with ``group`` equal on its ranks, and of all tokens: gather it first where Megatron's
+            sequence parallelism has cut it.
+        weight: ``[V, H]``, or with ``group`` this rank's rows of it. A DTensor (fsdp2) is gathered, and its gradient
+            summed over the ranks that hold its shards and copies. An axis called tp, whose ranks see the same tokens,
+            is the exception: its gradient is not summed, and where it is ``group``, its rows are not gathered.
         labels: int64 ``[...]`` in the whole vocabulary; ``IGNORED`` gives 0.
         temperature: divides the logits.
         bias: ``[V]``, or this rank's part of it.
         chunk_tokens: tokens whose logits are in memory at a time.
         group: ranks over which the vocabulary is cut in rank order. Gradients of ``hidden`` are summed over it.
-        tail: what the model makes of its logits, elementwise; None leaves them.
+        tail: the model's elementwise function of its logits; None leaves them.
 
     Returns:
         float32 ``[...]``. A label outside the vocabulary is an error, or -inf with ``group``.
@@ -152,7 +154,7 @@ def token_log_probs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature {temperature} must be above 0")
-    hidden, weight, bias = _prepared(hidden, weight, bias, labels, chunk_tokens, group)
+    hidden, weight, bias = _prepare(hidden, weight, bias, labels, chunk_tokens, group)
     flat = hidden.reshape(-1, hidden.shape[-1])
     with torch.autocast(hidden.device.type, enabled=False):
         log_probs, entropy = _LinearLogProbs.apply(
@@ -161,7 +163,7 @@ def token_log_probs_and_entropy(
     return log_probs.view(labels.shape), entropy.view(labels.shape) if with_entropy else entropy
 
 
-def _prepared(
+def _prepare(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -169,12 +171,19 @@ def _prepared(
     chunk_tokens: int,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias as products take them."""
+    """Hidden states, weight and bias as plain tensors, gathered, in the dtype of matrix products.
+
+    Raises:
+        ValueError: when the shapes do not fit, or ``chunk_tokens`` is below 1.
+    """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if not torch.is_grad_enabled():  # less to gather; gradients are summed in the dtype of the weight
+    # Cast before gathering, so that fewer bytes travel. Not with gradients: these are to be summed over ranks in the
+    # weight's own dtype.
+    if not torch.is_grad_enabled():
         weight = weight.to(dtype)
-    weight, bias = _gathered(weight, group), None if bias is None else _gathered(bias, group)
+    weight = _gather(weight, group)
+    bias = None if bias is None else _gather(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
@@ -189,26 +198,30 @@ def vocabulary_group(weight: Tensor) -> dist.ProcessGroup | None:
     """The tensor-parallel ranks over which the rows of an output layer's weight ``[V, H]`` are cut, if any."""
     if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
         return None
-    axis = weight.device_mesh.mesh_dim_names.index("tp")
+    axis = cast("tuple[str, ...]", weight.device_mesh.mesh_dim_names).index("tp")
     return weight.device_mesh.get_group(axis) if weight.placements[axis].is_shard(0) else None
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A plain tensor of a DTensor's whole rows, or of this rank's rows over ``group``."""
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A DTensor as a plain tensor with all rows, or with this rank's rows over ``group``; gradients as wanted there.
+
+    Ranks of other axes see other tokens, so their gradients are parts of a sum (Partial); those of tp compute equal
+    gradients (Replicate).
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     placements, gradients = [], []
     for axis, (name, placement) in enumerate(zip(names, tensor.placements, strict=True)):
-        kept = group is not None and mesh.get_group(axis).group_name == group.group_name
-        placements.append(placement if kept else Replicate())
-        gradients.append(placement if kept else Replicate() if name == "tp" else Partial())
+        stays_cut = group is not None and mesh.get_group(axis).group_name == group.group_name
+        placements.append(placement if stays_cut else Replicate())
+        gradients.append(placement if stays_cut else Replicate() if name == "tp" else Partial())
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradients)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of losses and, as long as logits are there, its gradients, chunk by chunk."""
+    """The sum of losses and its gradients, chunk by chunk, while the chunk's logits are in memory."""
 
     @staticmethod
     def forward(
@@ -226,30 +239,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks are kept in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        counts, rows = labels != IGNORED, _own_rows(labels, weight.shape[0], group)
+        grad_bias = torch.zeros_like(cast("Tensor", bias), dtype=torch.float32) if wants_bias else None
+        counts = labels != IGNORED
+        rows = _rows_of_labels(labels, weight.shape[0], group)
         losses = hidden.new_empty(labels.shape, dtype=torch.float32)
-        for part in _parts(len(labels), chunk_tokens):
-            products = functional.linear(hidden[part], weight, bias)
+        for chunk in _chunks(len(labels), chunk_tokens):
+            products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None and with_grad):
                 logits = products if tail is None else tail(products.requires_grad_(with_grad))
-            log_p, losses[part] = _log_softmax(logits.detach(), rows[part], counts[part], group)
+            log_p, losses[chunk] = _log_softmax(logits.detach(), rows[chunk], counts[chunk], group)
             if not (wants_hidden or wants_weight or wants_bias):
                 continue
-            grad = log_p.exp_().mul_(counts[part, None])
-            index, own = _own(rows[part], weight.shape[0])
-            grad.scatter_add_(1, index[:, None], -(own & counts[part]).to(grad.dtype)[:, None])
+            # The gradient of a token's loss by its logits is softmax - one-hot(label).
+            grad = log_p.exp_().mul_(counts[chunk, None])
+            index, is_local = _find_local_rows(rows[chunk], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], -(is_local & counts[chunk]).to(grad.dtype)[:, None])
             grad = grad.to(hidden.dtype)
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
-            del products, logits, log_p
-            if wants_hidden:
-                grad_hidden[part] = grad @ weight
-            if wants_weight:
-                grad_weight += grad.T @ hidden[part]
-            if wants_bias:
+            del products, logits, log_p  # frees them before the products below need memory
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[chunk]
+            if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
-        if wants_hidden and group is not None:
+        if grad_hidden is not None and group is not None:
             dist.all_reduce(grad_hidden, group=group)
         ctx.gradients = grad_hidden, grad_weight, grad_bias
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -259,34 +274,42 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _grad_losses: Tensor) -> tuple[Any, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         if gradients is None:
             raise RuntimeError(
                 "the gradients of linear_cross_entropy are given once: its backward pass has run already"
             )
-        found = [
+        scaled = [
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *found, *[None] * 5
+        return *scaled, *[None] * 5
 
 
 def _log_softmax(
     logits: Tensor, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities ``[T, V]`` in float32, in memory of their own, and the loss of each token, 0 where it does not
-    count."""
+    """Log-probabilities ``[T, V]`` in float32, which the caller may overwrite, and each token's loss ``[T]``.
+
+    The loss is 0 where a token does not count.
+    """
     if group is None:
         log_p = logits.log_softmax(-1, dtype=torch.float32)
         return log_p, torch.where(counts, -_pick(log_p, rows, counts, None), 0.0)
     logits = logits.float()
-    lse, target = logits.logsumexp(-1), _pick(logits, rows, counts, group)
-    lse, target, _ = _join(lse, target, lse.new_empty(0), group)
+    lse = logits.logsumexp(-1)
+    target = _pick(logits, rows, counts, group)
+    lse, target, _ = _join_vocabulary(lse, target, lse.new_empty(0), group)
     return logits - lse[:, None], torch.where(counts, lse - target, 0.0)
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Log-probabilities of labels, and entropies, chunk by chunk; the backward pass computes the logits again."""
+    """Log-probabilities of labels, and entropies, chunk by chunk; the backward pass computes the logits again.
+
+    With p = softmax(logits / temperature), upstream gradients g of the log-probability and h of the entropy H, the
+    gradient by the scaled logits is g (one-hot(label) - p) - h p (log p + H).
+    """
 
     @staticmethod
     def forward(
@@ -302,19 +325,20 @@ class _LinearLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         counts = labels != IGNORED
-        rows = _own_rows(labels, weight.shape[0], group)
+        rows = _rows_of_labels(labels, weight.shape[0], group)
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
-        target, entropy = torch.empty_like(lse), torch.empty_like(lse) if with_entropy else lse.new_empty(0)
-        for part in _parts(len(labels), chunk_tokens):
-            logits = functional.linear(hidden[part], weight, bias)
-            logits = _scaled(logits if tail is None else tail(logits), temperature)
-            lse[part] = logits.logsumexp(-1)
-            target[part] = _pick(logits, rows[part], counts[part], group)
+        target = torch.empty_like(lse)
+        entropy = torch.empty_like(lse) if with_entropy else lse.new_empty(0)
+        for chunk in _chunks(len(labels), chunk_tokens):
+            logits = functional.linear(hidden[chunk], weight, bias)
+            logits = _scale(logits if tail is None else tail(logits), temperature)
+            lse[chunk] = logits.logsumexp(-1)
+            target[chunk] = _pick(logits, rows[chunk], counts[chunk], group)
             if with_entropy:
-                log_p = logits.sub_(lse[part, None])
-                entropy[part] = -(log_p.exp() * log_p).sum(-1)
+                log_p = logits.sub_(lse[chunk, None])
+                entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
         if group is not None:
-            lse, target, entropy = _join(lse, target, entropy, group)
+            lse, target, entropy = _join_vocabulary(lse, target, entropy, group)
         log_probs = torch.where(counts, target - lse, 0.0)
         if with_entropy:
             entropy = torch.where(counts, entropy, 0.0)
@@ -333,50 +357,55 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         # Sums over chunks are kept in float32.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        for part in _parts(len(rows), chunk_tokens):
-            upstream = torch.where(counts[part], grad_log_probs[part], 0.0)
-            products = functional.linear(hidden[part], weight, bias)
+        grad_bias = torch.zeros_like(cast("Tensor", bias), dtype=torch.float32) if wants_bias else None
+        for chunk in _chunks(len(rows), chunk_tokens):
+            upstream = torch.where(counts[chunk], grad_log_probs[chunk], 0.0)
+            products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None):
                 logits = products if tail is None else tail(products.requires_grad_())
-            logits_apart = products if tail is None else logits.detach().clone()
-            log_p = _scaled(logits_apart, temperature).sub_(lse[part, None])
+            # Without a tail nothing needs the products again, and they may be overwritten in place; with one its
+            # backward pass needs them.
+            logits_copy = products if tail is None else logits.detach().clone()
+            log_p = _scale(logits_copy, temperature).sub_(lse[chunk, None])
             grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
-                log_p.add_(entropy[part, None]).mul_(grad)
-                log_p.mul_(torch.where(counts[part], grad_entropy[part], 0.0)[:, None])
+                log_p.add_(entropy[chunk, None]).mul_(grad)
+                log_p.mul_(torch.where(counts[chunk], grad_entropy[chunk], 0.0)[:, None])
             grad.mul_(-upstream[:, None])
-            index, own = _own(rows[part], weight.shape[0])
-            grad.scatter_add_(1, index[:, None], torch.where(own, upstream, 0.0)[:, None])
+            index, is_local = _find_local_rows(rows[chunk], weight.shape[0])
+            grad.scatter_add_(1, index[:, None], torch.where(is_local, upstream, 0.0)[:, None])
             if with_entropy:
                 grad -= log_p
             grad = grad.div_(temperature).to(hidden.dtype)
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
-            if wants_hidden:
-                grad_hidden[part] = grad @ weight
-            if wants_weight:
-                grad_weight += grad.T @ hidden[part]
-            if wants_bias:
+            if grad_hidden is not None:
+                grad_hidden[chunk] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[chunk]
+            if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
-        if wants_hidden and group is not None:
+        if grad_hidden is not None and group is not None:
             dist.all_reduce(grad_hidden, group=group)
-        grad_weight = grad_weight.to(weight.dtype) if wants_weight else None
-        grad_bias = grad_bias.to(bias.dtype) if wants_bias else None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
-def _parts(count: int, size: int) -> list[slice]:
+def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """float32, divided; what is float32 already is changed in place."""
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    """Logits in float32, divided by the temperature; float32 ones are divided in place."""
     return logits.float() if temperature == 1.0 else logits.float().div_(temperature)
 
 
-def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Labels as rows of this rank's part of the weight; those of other ranks' parts lie outside of it."""
+def _rows_of_labels(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Labels as row indices of this rank's part of the weight, of ``size`` rows.
+
+    Labels in other ranks' parts become negative or at least ``size``. Parts may differ in size: all ranks exchange it.
+    """
     if group is None:
         return labels
     sizes = [torch.zeros(1, dtype=torch.int64, device=labels.device) for _ in range(dist.get_world_size(group))]
@@ -384,22 +413,28 @@ def _own_rows(labels: Tensor, size: int, group: dist.ProcessGroup | None) -> Ten
     return labels - torch.cat(sizes)[: dist.get_rank(group)].sum()
 
 
-def _own(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Rows that can be looked up, and which of them are meant."""
-    own = (rows >= 0) & (rows < size)
-    return torch.where(own, rows, 0), own
+def _find_local_rows(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Row indices with 0 in the place of those outside of this rank's part, and whether each lies inside."""
+    is_local = (rows >= 0) & (rows < size)
+    return torch.where(is_local, rows, 0), is_local
 
 
 def _pick(logits: Tensor, rows: Tensor, counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Each token's logit of its label; -inf where another rank has it."""
+    """Each token's logit of its label; with ``group`` -inf where another rank has it, or none."""
     if group is None:
         return logits.gather(-1, torch.where(counts, rows, 0)[:, None])[:, 0]
-    index, own = _own(rows, logits.shape[-1])
-    return torch.where(own, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
+    index, is_local = _find_local_rows(rows, logits.shape[-1])
+    return torch.where(is_local, logits.gather(-1, index[:, None])[:, 0], -torch.inf)
 
 
-def _join(lse: Tensor, target: Tensor, entropy: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp, label's logit and entropy over the vocabulary, from those of all ranks' parts."""
+def _join_vocabulary(
+    lse: Tensor, target: Tensor, entropy: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, label's logit and entropy over the whole vocabulary, from those over each rank's part.
+
+    A part with log-sum-exp l and entropy e has the share w = exp(l - l_all) of the probability, and the entropy of the
+    whole is the sum over parts of w (e + l_all - l).
+    """
     largest = torch.stack([lse, target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     below = largest[0] - lse

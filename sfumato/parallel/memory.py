@@ -1,7 +1,7 @@
 """Less memory and more speed for the repeated blocks: recomputation, activations in CPU memory, compilation.
 
 Only the ``forward`` of each block is replaced, on the instance: parameter names, classes and hooks stay as they are, so
-what FSDP, tensor and sequence parallelism do around a block happens once, outside of the recomputation.
+the hooks of FSDP, tensor and sequence parallelism around a block run once, outside of the recomputation.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import copy
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.precision import Converted
 from sfumato.parallel.shards import local
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    _DTensorLayout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
+    _Packed = Tensor | tuple["_HostCopy", _DTensorLayout | None]
+    """A saved tensor that stays, or its copy, and how to make a DTensor of it again."""
 
 ATTENTION = frozenset(
     {
@@ -84,7 +94,7 @@ MIN_OFFLOAD_BYTES = 256 * 2**10
 """Smaller tensors stay: a copy of them takes longer to start than to run."""
 
 RECOMPILE_LIMIT = 32
-"""Variants of blocks that are compiled; further ones run uncompiled, with torch's warning."""
+"""Number of variants of blocks that are compiled; more of them run uncompiled, with torch's warning."""
 
 
 def apply_memory_savings(
@@ -102,15 +112,15 @@ def apply_memory_savings(
     block runs as it was.
 
     ``compile`` treats sizes as fixed until a second size comes and then compiles once more for any size, so packed
-    rows of unequal lengths cost two compilations of each kind of block. What writes to a cache of keys and values,
-    which grows with each call, runs uncompiled.
+    rows of unequal lengths cost two compilations of each kind of block. Calls with a cache of keys and values, which
+    grows with each call, run uncompiled.
 
     Args:
         module: the model, after tensor, expert and sequence parallelism.
         config: ``activation_checkpointing``, ``enable_activation_offload``, ``compile``.
         blocks: its repeated blocks by name.
         backend: of ``torch.compile``.
-        device: type of device on which the blocks will run, on which it depends whether they are compiled.
+        device: type of device on which the blocks will run; the configuration may compile for some types only.
 
     Raises:
         ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
@@ -140,17 +150,28 @@ def apply_memory_savings(
 
 
 class BlockForward:
-    """What stands in for the forward of one block."""
+    """A callable in the place of one block's ``forward``.
+
+    The original function becomes the block's attribute ``class_forward``.
+    """
 
     def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
-        self.block, self.mode, self.backend, self.offload = block, mode, backend, offload
+        self.block = block
+        self.mode = mode
+        self.backend = backend
+        self.offload = offload
         replaced = vars(block).get("forward")
         if isinstance(replaced, Converted):
-            block.class_forward = replaced.of_block
+            block.class_forward = replaced.of_block  # pyright: ignore[reportArgumentType]
         else:
-            block.class_forward = type(block).forward  # for the compiler, which cannot look it up in every class
+            # An attribute, since the compiler cannot look ``forward`` up in every class.
+            block.class_forward = type(block).forward  # pyright: ignore[reportArgumentType]
         run = MethodType(FORWARDS[mode], block)
-        self.run = run if backend is None else torch.compile(run, backend=backend, **_compile_settings())
+        self.run = (
+            run
+            if backend is None
+            else torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+        )
         self.uncompiled = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,21 +182,24 @@ class BlockForward:
         with self.offload.hold(self.block):
             return self.run(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> BlockForward:
         return BlockForward(copy.deepcopy(self.block, memo), self.mode, self.backend, self.offload)
 
 
 def _compile_settings() -> dict[str, int]:
-    """All blocks share one cache: kinds of block, with and without gradients, of fixed and of any size."""
+    """Arguments of ``torch.compile`` that raise its limit of recompilations.
+
+    All blocks share one cache, which holds each kind of block with and without gradients, of fixed and of any size.
+    """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": RECOMPILE_LIMIT}
-    settings = torch._dynamo.config  # torch 2.11 knows one limit for all that a process compiles, 8 if it is left
+    settings = torch._dynamo.config  # torch 2.11 has one limit for the whole process, 8 by default
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
     return {}
 
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return block.class_forward(block, *args, **kwargs)
+    return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
 def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -186,31 +210,43 @@ def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _recompute(block, args, kwargs, context_fn=_selective_contexts)
 
 
-FORWARDS = {"none": _plain, "full": _full, "selective": _selective}
+FORWARDS: dict[str, Callable[..., Any]] = {"none": _plain, "full": _full, "selective": _selective}
+"""The forward of a block for each ``activation_checkpointing``."""
 
 
 def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+    """Runs a block under non-reentrant checkpointing; ``settings`` are arguments of torch's ``checkpoint``."""
     if not torch.is_grad_enabled():
-        return block.class_forward(block, *args, **kwargs)
+        return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
     for name in CACHES:
         if kwargs.get(name) is not None:
             raise ConfigError(
                 f"{type(block).__name__} would write its keys and values into the cache {name} again when "
                 "train.activation_checkpointing recomputes it: call the model with use_cache=False"
             )
-    names, count = tuple(kwargs), len(args)
+    names = tuple(kwargs)
+    count = len(args)
 
     def forward(*values: Any) -> Any:
-        return block.class_forward(block, *values[:count], **dict(zip(names, values[count:], strict=True)))
+        named = dict(zip(names, values[count:], strict=True))
+        return block.class_forward(block, *values[:count], **named)  # pyright: ignore[reportCallIssue]
 
-    # Tensors given by position are saved for the backward pass, where offload sees them; those given by name are not.
+    # ``checkpoint`` saves tensors that it gets by position for the backward pass, where offload sees them, but holds
+    # those that it gets by name. So all go by position.
     return checkpoint(forward, *args, *kwargs.values(), use_reentrant=False, **settings)
 
 
-def _selective_contexts() -> tuple[Any, Any]:
+def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The contexts of one checkpointed call, of its forward pass and its recomputation.
+
+    They save attention, collectives and every second matrix product.
+    """
+    # Counted apart for the forward pass and the recomputation, so that both take the same products.
     counts = {False: 0, True: 0}
 
-    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operation: OpOverload, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
         name = operation.name().partition(".")[0]
         if name in ATTENTION or name in COMMUNICATION:
             return CheckpointPolicy.MUST_SAVE
@@ -224,7 +260,7 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 class ActivationOffload:
-    """Keeps what autograd saves inside blocks in pinned CPU memory until the backward pass needs it.
+    """Keeps tensors that autograd saves inside blocks in pinned CPU memory until the backward pass needs them.
 
     Copies run on a stream of their own beside the computation; while one block's backward pass runs, the activations
     of the block before it come back. Neither direction runs ahead of the computation by more than two blocks, which
@@ -238,15 +274,18 @@ class ActivationOffload:
             min_bytes: size from which tensors are moved.
             stay: types of devices whose tensors are not moved.
         """
-        self.min_bytes, self.stay = min_bytes, stay
-        self._streams: dict[torch.device, Any] = {}
-        self._under_way: deque[Any] = deque()
+        self.min_bytes = min_bytes
+        self.stay = stay
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._under_way: deque[torch.Event] = deque()
+        """Events at the ends of the copies of the last blocks."""
         self._last: weakref.ref[_Call] | None = None
+        """The call before, without keeping it alive."""
 
     @contextmanager
     def hold(self, block: nn.Module) -> Iterator[None]:
-        """Inside, what autograd saves is moved, except the weights of the block."""
-        while len(self._under_way) > 1:
+        """While it lasts, tensors that autograd saves are moved, except the weights of the block."""
+        while len(self._under_way) > 1:  # copies run at most two blocks behind the computation
             self._under_way.popleft().synchronize()
         call = _Call(block, self._last)
         self._last = weakref.ref(call)
@@ -256,7 +295,7 @@ class ActivationOffload:
             self._under_way.append(_event_on(call.stream, call.device))
 
     def moves(self, tensor: Tensor, weights: set[int]) -> bool:
-        """Whether a saved plain tensor goes to CPU memory; ``weights`` are the block's weights' storages."""
+        """Whether a saved plain tensor goes to CPU memory; ``weights`` are the storages of the block's weights."""
         return (
             tensor.layout == torch.strided
             and tensor.device.type not in self.stay
@@ -265,76 +304,91 @@ class ActivationOffload:
             and not is_converted_weight(tensor)
         )
 
-    def _pack(self, call: _Call, tensor: Tensor) -> Any:
+    def _pack(self, call: _Call, tensor: Tensor) -> _Packed:
         shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
         if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
             return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
         if shard.device not in self._streams:
             self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
-        held = call.copy_of(shard.detach(), self._streams[shard.device])
-        if shard is tensor:
-            return held, None
-        return held, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        host_copy = call.copy_of(shard.detach(), self._streams[shard.device])
+        if not isinstance(tensor, DTensor):
+            return host_copy, None
+        return host_copy, (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 class _Call:
-    """One call of a block: what it moved. It lives as long as one of its copies does."""
+    """The copies of one call of a block. It lives as long as one of its copies does."""
 
     def __init__(self, block: nn.Module, previous: weakref.ref[_Call] | None) -> None:
-        known = (value for part in block.modules() for value in (*part._parameters.values(), *vars(part).values()))
-        self.weights = {storage_of(value) for value in known if isinstance(value, Tensor)}
+        values = (
+            value
+            for submodule in block.modules()
+            for value in (*submodule._parameters.values(), *vars(submodule).values())
+        )
+        self.weights = {storage_of(value) for value in values if isinstance(value, Tensor)}
         """Storages of the block's weights; gathered ones of fsdp1 are plain attributes."""
-        self.copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
-        self.stream: Any = None
+        self.copies: dict[tuple[object, ...], tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
+        self.stream: torch.Stream | None = None
+        """The stream of the copies; None before the first."""
         self.device: torch.device | None = None
-        self._previous, self._awaited = previous, False
+        self._previous = previous
+        self._awaited = False
 
-    def copy_of(self, tensor: Tensor, stream: Any) -> _HostCopy:
+    def copy_of(self, tensor: Tensor, stream: torch.Stream) -> _HostCopy:
         """The copy of a tensor; the same one if the tensor has not changed since it was made."""
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        made = self.copies.get(key)
-        held = made[1]() if made else None
-        if held is None:
-            self.stream, self.device = stream, tensor.device
-            held = _HostCopy(tensor, stream, self)
-            # The weak reference keeps the storage's address from being given to another one.
-            self.copies[key] = (StorageWeakRef(storage), weakref.ref(held))
-        return held
+        entry = self.copies.get(key)
+        host_copy = entry[1]() if entry else None
+        if host_copy is None:
+            self.stream = stream
+            self.device = tensor.device
+            host_copy = _HostCopy(tensor, stream, self)
+            # The storage's address is part of the key. A weak reference keeps it from being reused for another storage.
+            self.copies[key] = (StorageWeakRef(storage), weakref.ref(host_copy))
+        return host_copy
 
     def bring_back(self) -> None:
-        """Starts the copies back of the call before, and waits for this one's; once, when this one's are needed."""
+        """Prefetches: when the first copy of this call is needed, starts its copies back and those of the call before.
+
+        The host waits for this call's. Later calls of this method do nothing.
+        """
         if self._awaited:
             return
         self._awaited = True
-        mine = [held for _, reference in self.copies.values() if (held := reference()) is not None]
-        for host_copy in mine:
+        saved_copies = [saved for _, reference in self.copies.values() if (saved := reference()) is not None]
+        for host_copy in saved_copies:
             host_copy.fetch()
         arrived = _event_on(self.stream, self.device)
-        before = self._previous() if self._previous else None
-        if before is not None and before.device == self.device:
-            self.stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
-            for _, reference in reversed(before.copies.values()):
-                held = reference()
-                if held is not None:
-                    held.fetch()
+        previous = self._previous() if self._previous else None
+        if previous is not None and previous.device == self.device:
+            cast("torch.Stream", self.stream).wait_stream(
+                torch.get_device_module(self.device).current_stream(self.device)
+            )
+            # In the order in which the backward pass needs them.
+            for _, reference in reversed(previous.copies.values()):
+                saved = reference()
+                if saved is not None:
+                    saved.fetch()
         arrived.synchronize()
 
 
 class _HostCopy:
-    """A tensor in CPU memory that can come back."""
+    """A copy of a tensor in pinned CPU memory, which can be copied back to the tensor's device."""
 
-    def __init__(self, tensor: Tensor, stream: Any, call: _Call) -> None:
-        self.device, self.stream, self.call = tensor.device, stream, call
+    def __init__(self, tensor: Tensor, stream: torch.Stream, call: _Call) -> None:
+        self.device = tensor.device
+        self.stream = stream
+        self.call = call
         self._back: Tensor | None = None
-        self._ready: Any = None
+        self._ready: torch.Event | None = None
         backend = torch.get_device_module(self.device)
-        stream.wait_stream(backend.current_stream(self.device))
+        stream.wait_stream(backend.current_stream(self.device))  # the tensor may still be computed
         with backend.stream(stream):
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=not tensor.is_cpu)
             self._host.copy_(tensor, non_blocking=True)
         if not tensor.is_cpu:
-            tensor.record_stream(stream)
+            tensor.record_stream(stream)  # its memory is not reused before the copy is over
 
     def fetch(self) -> None:
         """Starts the copy back."""
@@ -350,34 +404,36 @@ class _HostCopy:
         self.fetch()
         current = torch.get_device_module(self.device).current_stream(self.device)
         current.wait_event(self._ready)
-        if not self._back.is_cpu:
-            self._back.record_stream(current)
-        return self._back
+        back = cast("Tensor", self._back)  # ``fetch`` has set it
+        if not back.is_cpu:
+            back.record_stream(current)
+        return back
 
 
-def _unpack(packed: Any) -> Tensor:
+def _unpack(packed: _Packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    held, spec = packed
-    if spec is None:
-        return held.take()
-    mesh, placements, shape, stride = spec
-    return DTensor.from_local(held.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    host_copy, layout = packed
+    if layout is None:
+        return host_copy.take()
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(host_copy.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _event_on(stream: Any, device: torch.device) -> Any:
+def _event_on(stream: torch.Stream | None, device: torch.device | None) -> torch.Event:
+    """An event of the device's backend that is recorded on a stream now."""
     event = torch.get_device_module(device).Event()
     event.record(stream)
     return event
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Address of the memory that a tensor, of any shape and dtype, or this rank's shard of it lies in."""
+    """Address of the storage of a tensor, or of this rank's shard of a DTensor."""
     return local(tensor.detach()).untyped_storage()._cdata
 
 
 def is_converted_weight(tensor: Tensor) -> bool:
-    """Whether autocast made this tensor, of any shape and dtype, from a leaf."""
-    base = tensor._base if tensor._is_view() else tensor
+    """Whether this tensor, or the tensor that it is a view of, is autocast's conversion of a leaf such as a weight."""
+    base = cast("Tensor", tensor._base) if tensor._is_view() else tensor
     node = base.grad_fn
     return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")

@@ -1,14 +1,17 @@
 """The processes of a run as an object that is passed, never a global."""
 
+# torch.distributed offers its stores without naming them in __all__.
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,39 +25,45 @@ from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layou
 from sfumato.parallel.plain_values import from_bytes, to_bytes
 from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store
 
+if TYPE_CHECKING:
+    Value = TypeVar("Value")
+
 BEFORE_THE_FIRST_STEP = 3
-"""Times ``train.timeout_s`` that ranks wait for each other while they load and compile."""
+"""Factor of ``train.timeout_s`` for the wait of ranks for each other while they load and compile."""
 
 POLL_S = 0.1
-"""Seconds between two looks at the store."""
+"""Longest pause in seconds between two queries of the store."""
 
 PATIENCE_S = 120.0
-"""Seconds that a rank that has failed waits for the others to come where it stands."""
+"""Seconds that a rank with a problem waits for the others in ``first_problem``."""
 
 LEAVE_S = 30.0
-"""Seconds that a rank waits at the end for the others."""
+"""Seconds that a rank waits for the others in ``close_mesh``."""
 
 
 class Mesh:
-    """This process among all, and the groups it belongs to.
+    """The rank of this process, and its process groups.
 
     With one process every method is the identity and there is no process group.
     """
 
     def __init__(self, layout: Layout, device: torch.device, rank: int = 0) -> None:
         """Makes the process groups; call it on every rank of an initialised process group, in the same order."""
-        self.layout, self.device, self.rank = layout, device, rank
+        self.layout = layout
+        self.device = device
+        self.rank = rank
         self.distributed = dist.is_initialized()
         """Whether there is a process group (it may have one rank)."""
         if not self.distributed:
             return
-        self._roots = {axes: self._root(axes) for axes in (AXES, WEIGHT_AXES)}
+        self._roots: dict[tuple[str, ...], DeviceMesh] = {axes: self._root(axes) for axes in (AXES, WEIGHT_AXES)}
         if layout.ep > 1:
             self._roots[EXPERT_AXES] = self._root(EXPERT_AXES)
         views = {name: axes for name, axes in VIEWS.items() if name not in ("fsdp", "world")}  # torch has those two
         self._views = {name: self._roots[AXES][axes]._flatten(name) for name, axes in views.items()}
 
     def _root(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The mesh of all processes over these axes."""
         sizes = tuple(getattr(self.layout, axis) for axis in axes)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=axes)
 
@@ -86,12 +95,14 @@ class Mesh:
         """
         if axes[0] in self._views:
             return self._views[axes[0]]
-        root = next(root for known, root in reversed(self._roots.items()) if set(axes) <= set(known))
+        # Roots are searched from the last to the first, so that axes that several of them have (dp_replicate, tp) come
+        # from the weights', or with experts from the experts' root.
+        root = next(root for root_axes, root in reversed(self._roots.items()) if set(axes) <= set(root_axes))
         return root[axes[0] if len(axes) == 1 else axes]
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of an axis or view. Only with a process group."""
-        return dist.group.WORLD if axis == "world" else self.device_mesh(axis).get_group()
+        return cast("dist.ProcessGroup", dist.group.WORLD) if axis == "world" else self.device_mesh(axis).get_group()
 
     def rank_in(self, axis: str) -> int:
         """This process's rank in an axis or view."""
@@ -105,7 +116,7 @@ class Mesh:
         """Sum of a number over the ranks of an axis or view."""
         if self.size_of(over) == 1:
             return value
-        tensor = torch.tensor(float(value), dtype=torch.float64)  # by gloo, which no GPU is waited for
+        tensor = torch.tensor(float(value), dtype=torch.float64)  # on the CPU: gloo does not wait for a GPU
         dist.all_reduce(tensor, group=self.group(over))
         return float(tensor)
 
@@ -116,8 +127,8 @@ class Mesh:
     def sum_dict(self, values: dict[str, float], over: str = "data") -> dict[str, float]:
         """Sums of named numbers over ranks; a name may be missing on some."""
         total: dict[str, float] = {}
-        for part in self.gather(values, over):
-            for name, value in part.items():
+        for rank_values in self.gather(values, over):
+            for name, value in rank_values.items():
                 total[name] = total.get(name, 0.0) + value
         return total
 
@@ -126,22 +137,24 @@ class Mesh:
         return self.sum(float(value), over="world") > 0
 
     def first_problem(self, problem: str | None) -> str | None:
-        """The problem of the rank that had one first, on every rank; None where none has.
+        """The problem of the rank that reported one first, on every rank; None where no rank has one.
 
-        A rank that failed by itself may have left the others in a collective operation that never ends. So this is
-        none: it waits for them at the store, and not for ever.
+        Every rank must call it. It is no collective operation: where a rank fails alone, the others may be stuck in
+        one that never ends. So ranks meet at the store, and a rank with a problem waits for a limited time.
 
         Raises:
-            ConfigError: with the problem of this rank, when others do not come.
+            ConfigError: with the problem of this rank, when other ranks do not call it in time.
         """
         if not self.distributed:
             return problem
         store = distributed_c10d._get_default_store()
+        # Each rank counts its own calls, so equal numbers on all ranks name one meeting.
         place = f"sfumato/problem/{store.add(f'sfumato/problems/{self.rank}', 1)}"
         if problem is not None:
-            store.compare_set(place, "", problem)
+            store.compare_set(place, "", problem)  # only the first rank sets it
         store.add(f"{place}/ranks", 1)
-        deadline, pause = time.monotonic() + PATIENCE_S, POLL_S / 128
+        deadline = time.monotonic() + PATIENCE_S
+        pause = POLL_S / 128
         while store.add(f"{place}/ranks", 0) < self.size:
             if problem is not None and time.monotonic() > deadline:
                 raise ConfigError(f"rank {self.rank}, and not every rank: {problem}")
@@ -149,41 +162,42 @@ class Mesh:
             pause = min(2 * pause, POLL_S)
         return store.get(place).decode() if store.check([place]) else None
 
-    def gather(self, value: Any, over: str = "data") -> list[Any]:
+    def gather(self, value: Value, over: str = "data") -> list[Value]:
         """The value of every rank of an axis or view, in rank order, on each of them."""
         size = self.size_of(over)
         if size == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        payload = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group(over))  # by gloo, as ``sum``
+        # On the CPU, as in ``sum``. Tensors of a gather must be of one size: all are padded to the longest.
+        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.group(over))
         longest = max(int(length) for length in lengths)
-        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        padded = torch.nn.functional.pad(payload, (0, longest - len(payload)))
         values = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
         dist.all_gather(values, padded, group=self.group(over))
         return [from_bytes(data.numpy()[: int(length)].tobytes()) for data, length in zip(values, lengths, strict=True)]
 
-    def exchange(self, values: Sequence[Any], over: str = "data") -> list[Any]:
-        """Gives each rank of an axis or view its value of ``values``, which are in rank order.
+    def exchange(self, values: Sequence[Value], over: str = "data") -> list[Value]:
+        """Sends the i-th of ``values`` to rank i of an axis or view.
 
         Returns:
-            What the ranks gave this one, in rank order.
+            The values that the ranks sent to this one, in rank order.
         """
         if self.size_of(over) == 1:
             return list(values)
         sent = [torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8) for value in values]
-        sizes = self.gather([len(each) for each in sent], over)
-        received_sizes = [each[self.rank_in(over)] for each in sizes]
+        sizes = self.gather([len(payload) for payload in sent], over)
+        received_sizes = [rank_sizes[self.rank_in(over)] for rank_sizes in sizes]
         received = torch.empty(sum(received_sizes), dtype=torch.uint8)
         dist.all_to_all_single(received, torch.cat(sent), received_sizes, sizes[self.rank_in(over)], self.group(over))
-        return [from_bytes(each.numpy().tobytes()) for each in received.split(received_sizes)]
+        return [from_bytes(payload.numpy().tobytes()) for payload in received.split(received_sizes)]
 
-    def merge(self, values: dict[str, Any], over: str) -> dict[str, Any]:
-        """Named values of all ranks of an axis or view; of one name, that of the last rank that has it."""
-        return {name: value for part in self.gather(values, over) for name, value in part.items()}
+    def merge(self, values: Mapping[str, Value], over: str) -> dict[str, Value]:
+        """Named values of all ranks of an axis or view; where several ranks have a name, the last rank's value."""
+        return {name: value for rank_values in self.gather(values, over) for name, value in rank_values.items()}
 
     def first(self, value: Any, among: str) -> Any:
-        """The value of the first rank of an axis or view, on each of them."""
+        """The value of the first rank of an axis or view, on each of them. Values of the others are not used."""
         return self.gather(value, among)[0]
 
     def range_of_rank(self, count: int) -> range:
@@ -196,7 +210,7 @@ class Mesh:
             dist.barrier()
 
     def take_device(self) -> None:
-        """Makes this rank's GPU that of the calling thread: a new thread has GPU 0, where it would open a context."""
+        """Selects this rank's GPU in the calling thread. A new thread would use GPU 0, and open a context there."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -210,9 +224,9 @@ class Mesh:
 
     @contextmanager
     def first_rank_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the others: it makes what they then only read.
+        """Rank 0 runs the block before the others, such as one that writes files that the others then only read.
 
-        The others wait at the store, however long it takes: a collective would give up after some minutes.
+        The others wait at the store, however long it takes: a collective would time out.
         """
         if not self.distributed:
             yield
@@ -220,7 +234,7 @@ class Mesh:
         store = distributed_c10d._get_default_store()
         key = f"sfumato/first/{store.add(f'sfumato/turns/{self.rank}', 1)}"
         while not (self.is_first or store.check([key])):
-            time.sleep(POLL_S)  # and not in store.wait, where no signal is heeded
+            time.sleep(POLL_S)  # not store.wait, which signals cannot interrupt
         try:
             yield
         finally:
@@ -243,7 +257,8 @@ def build_mesh(config: TrainConfig) -> Mesh:
             environment does not say how these find each other, or their port is taken.
     """
     launched = read_launched()
-    size, rank = launched.world_size, launched.rank
+    size = launched.world_size
+    rank = launched.rank
     layout = Layout.of(config, size)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -253,12 +268,13 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
-        # cuDNN plans attention otherwise with gradients than without: a replay would differ from its rollout
+        # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which finds defects, and costs a pass
+        # Filling memory helps to find defects only, and costs a pass over it.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
     if size > 1 and not dist.is_initialized():
@@ -285,9 +301,9 @@ def build_mesh(config: TrainConfig) -> Mesh:
 
 
 def cpu_threads(config: TrainConfig, use_gpu: bool) -> int | None:
-    """CPU threads of this process; None leaves torch's choice.
+    """CPU threads of this process; None leaves the default, which is one thread in each of several ranks.
 
-    A rank of several has one where nothing else is said, but not where the CPU updates the weights of a GPU.
+    Where the CPU updates the weights of a GPU (``enable_fsdp_offload``), ranks share all cores of the machine.
     """
     if config.num_threads is None and use_gpu and config.enable_fsdp_offload:
         return max((os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
@@ -308,7 +324,7 @@ def close_mesh() -> None:
     try:
         while store.add("sfumato/left", 0) < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.01)
-    except dist.DistError:  # the process that kept the store has gone: it saw that all had arrived
+    except dist.DistError:  # the process with the store has ended: it saw that all ranks had arrived
         pass
     dist.destroy_process_group()
 
@@ -317,8 +333,8 @@ def close_mesh() -> None:
 def pretended_mesh(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """Inside, this process is one rank of a mesh whose other ranks do not exist.
 
-    Collectives return at once and leave in their results what was there, so that shapes are correct and values are not:
-    for modules on meta and fake tensors. Not within a process group.
+    For modules on meta and fake tensors: collectives return at once without writing their results, so that shapes are
+    correct and values are not. Not within a process group.
 
     Args:
         layout: the mesh.

@@ -1,4 +1,4 @@
-"""From a plain module to one that runs on a mesh; data parallelism is last: whole models (ddp) or shards (fsdp)."""
+"""Turns a plain module into one that runs on a mesh; data parallelism comes last: whole models or shards (fsdp)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,10 @@ def parallelize(
     Args:
         module: an unmodified transformers or diffusers model, adapters included; changed in place.
         mesh: the ranks.
-        config: what to apply.
+        config: sizes and modes of the parallelism.
         plan: the model's blocks and cuts.
         param_dtype: dtype in which float32 weights are used (bf16 under mixed precision): fsdp gathers them in it, and
-            where nothing is gathered layers convert their own. None keeps theirs.
+            without fsdp layers convert their weights themselves. None keeps the weights' dtype.
 
     Returns:
         The module to call from now on.
@@ -59,21 +59,22 @@ def parallelize(
     """
     layout = mesh.layout
     blocks = find_blocks(module, plan)
-    parts = [module.get_submodule(name) for name in plan.parts] or [module]
-    experts: dict[str, nn.Module] = {}
+    submodels = [module.get_submodule(name) for name in plan.parts] or [module]
+    experts: Mapping[str, nn.Module] = {}
     if layout.tp > 1:
-        for part in parts:
-            apply_tensor_parallel(part, mesh, plan, config.sequence_parallel)
+        for submodel in submodels:
+            apply_tensor_parallel(submodel, mesh, plan, config.sequence_parallel)
     if layout.ep > 1 and (layout.pp == 1 or has_experts(module)):
         experts = apply_expert_parallel(module, mesh)
     elif layout.ep == 1 and param_dtype is not None:
         apply_grouped_experts(module)
     for layer in module.modules() if param_dtype is not None else ():
-        if hasattr(layer, "cast_input_dtype_enabled"):  # peft's layers would cast to float32 what autocast casts back
-            layer.cast_input_dtype_enabled = False
+        # peft's layers would cast inputs to the float32 of their weights, and autocast would cast them back.
+        if hasattr(layer, "cast_input_dtype_enabled"):
+            layer.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
     if layout.cp > 1:
-        for part in parts:
-            apply_sequence_parallel(part, mesh, plan)
+        for submodel in submodels:
+            apply_sequence_parallel(submodel, mesh, plan)
     if param_dtype is not None and (not mesh.distributed or config.data_parallel_mode == "ddp"):
         compute_in(module, param_dtype)
     kind = mesh.device.type
@@ -118,27 +119,28 @@ def shard_data_parallel(
     if config.data_parallel_mode == "fsdp1":
         return _wrap_fsdp1(module, mesh, weights, config, blocks, param_dtype)
     on_gpu = mesh.device.type == "cuda"
-    settings = {
+    settings: dict[str, Any] = {
         "reshard_after_forward": config.enable_reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
     }
     place_experts = partial(expert_placement, ranks=mesh.layout.efsdp)
     for layer_experts in (experts or {}).values():
-        rest = mesh.device_mesh(*replicate, "efsdp")
-        fully_shard(layer_experts, mesh=rest, shard_placement_fn=place_experts, **settings)
+        expert_mesh = mesh.device_mesh(*replicate, "efsdp")
+        fully_shard(layer_experts, mesh=expert_mesh, shard_placement_fn=place_experts, **settings)
     place = partial(fsdp_placement, ranks=mesh.layout.fsdp)
     for unit in (*blocks.values(), module):
         fully_shard(unit, mesh=weights, shard_placement_fn=place, **settings)
-    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch
+    module.reduces_every_micro_batch = config.enable_reduce_every_micro_batch  # pyright: ignore[reportArgumentType]
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
+            # By default fsdp2 averages gradients over ranks; here a loss is divided by global counts already.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
     if config.enable_forward_prefetch:
         for unit, following in pairwise(blocks.values()):
-            unit.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([unit])
+            cast("FSDPModule", unit).set_modules_to_forward_prefetch([following])  # pyright: ignore[reportArgumentType]
+            cast("FSDPModule", following).set_modules_to_backward_prefetch([unit])  # pyright: ignore[reportArgumentType]
     return module
 
 
@@ -149,27 +151,30 @@ def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[Mic
     batch's backward pass must be over when the next one is asked for.
     """
     for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
+        is_last = index == len(batches) - 1
         if isinstance(module, FSDPModule):
-            every = module.reduces_every_micro_batch
-            module.set_requires_gradient_sync(last or every)
-            module.set_requires_all_reduce(last)
-        no_sync = isinstance(module, FullyShardedDataParallel) and not last
-        with module.no_sync() if no_sync else nullcontext():
+            reduces_every = cast("bool", module.reduces_every_micro_batch)
+            module.set_requires_gradient_sync(is_last or reduces_every)
+            module.set_requires_all_reduce(is_last)
+        no_sync = isinstance(module, FullyShardedDataParallel) and not is_last
+        with cast("FullyShardedDataParallel", module).no_sync() if no_sync else nullcontext():
             yield batch
 
 
 def keep_gathered(module: nn.Module, keep: bool) -> None:
-    """Whether what fsdp2 gathers for the module itself (the output layer, which a loss reads after the forward pass)
-    stays until the backward pass. Without one it must not: nothing would give it up before weights change."""
+    """Sets whether weights that fsdp2 gathers for the module itself, not its blocks, stay until the backward pass.
+
+    Among them is the output layer, which a loss reads after the forward pass. Without a backward pass they must not
+    stay: nothing would free them before weights change, and stale ones would be used.
+    """
     if isinstance(module, FSDPModule):
         module.set_reshard_after_forward(not keep, recurse=False)
 
 
 def forget_pass(module: nn.Module) -> None:
-    """After an exception within a forward or backward pass: what fsdp2 was doing and its gradients are forgotten.
+    """Resets fsdp2 after an exception within a forward or backward pass.
 
-    Otherwise it would take the next passes for parts of this one and reduce no gradients.
+    Otherwise it would take the next passes for parts of the failed one and reduce no gradients.
 
     Raises:
         ConfigError: when this version of torch cannot do that.
@@ -182,7 +187,7 @@ def forget_pass(module: nn.Module) -> None:
 
 
 def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
-    """Gives every rank the trainable parameters of the first among the ranks that hold the same shard."""
+    """Makes trainable parameters equal on all ranks that hold the same shard, to those of the first of these ranks."""
     for parameter in trainable_parameters(module).values():
         if parameter.is_meta:
             continue  # load_weights gives every rank the same
@@ -206,7 +211,8 @@ def _wrap_fsdp1(
     else:
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
     on_gpu = mesh.device.type == "cuda"  # elsewhere there is nothing to move
-    shapes, units = whole_shapes(module), set(blocks.values())
+    shapes = whole_shapes(module)
+    units = set(blocks.values())
     wrapped = FullyShardedDataParallel(
         module,
         device_mesh=weights,
@@ -218,5 +224,6 @@ def _wrap_fsdp1(
         device_id=mesh.device,
         use_orig_params=True,
     )
-    wrapped.whole_shapes = shapes  # its parameters are flat shards
+    # Its parameters are flat shards, from which whole shapes cannot be seen.
+    wrapped.whole_shapes = shapes  # pyright: ignore[reportArgumentType]
     return wrapped

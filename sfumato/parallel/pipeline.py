@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,10 +46,19 @@ from sfumato.parallel.stages import (
     weights_of,
 )
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
 LogitsLoss = Callable[[Tensor, Batch], Tensor]
+"""From the logits of a micro-batch and the padded micro-batch to its part of the loss."""
 
 StageArguments = Callable[[Batch, bool], dict[str, Any]]
-"""From a micro-batch, and whether it is for the first stage, to what a stage gets beside tokens or hidden states."""
+"""From a micro-batch, and whether it is for the first stage, to the arguments of a stage besides tokens or hidden
+states."""
 
 SCHEDULES = {
     "gpipe": "GPipe",
@@ -68,12 +77,12 @@ A new shape costs some milliseconds: new buffers and two short messages between 
 
 
 def positions_alone(batch: Batch, first: bool) -> dict[str, Any]:
-    """What the stages of a model that reads text are given."""
+    """The arguments of the stages of a model of text: position ids only."""
     return {"position_ids": batch["position_ids"]}
 
 
 class Stages(nn.Module):
-    """The stages of one rank. Modules, parameters and buffers have the names that they have in the whole model."""
+    """The stages of one rank. Modules, parameters and buffers keep their names of the whole model."""
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -105,19 +114,24 @@ class Pipeline:
         Args:
             stages: this rank's stages by number.
             goes_back: for each stage of the pipeline, whether gradients go back to the one before it.
-            hidden: width and dtype of what stages hand on.
-            mesh, config, length_multiple: as there.
+            hidden: width and dtype of the hidden states between stages.
+            mesh, config, length_multiple: as of ``build_pipeline``.
         """
         self.module = Stages(stages)
         """This rank's part of the model: for ``trainable_parameters``, the optimiser and ``reduce_and_clip``."""
-        self._stages, self._goes_back, self._hidden = dict(stages), goes_back, hidden
-        self._mesh, self._config, self._multiple = mesh, config, length_multiple
+        self._stages = dict(stages)
+        self._goes_back = goes_back
+        self._hidden = hidden
+        self._mesh = mesh
+        self._config = config
+        self._multiple = length_multiple
         self._ranks = ranks_of_stages(config)
-        self._made: tuple[tuple[int, ...], Any] | None = None
+        self._cached_schedule: tuple[tuple[int, ...], _PipelineSchedule] | None = None
+        """torch's schedule, and the number of micro-batches, rows and tokens that its buffers are for."""
         self._loss: LogitsLoss | None = None
         self._arguments: StageArguments = positions_alone
         self._batches: list[dict[str, Tensor]] = []
-        self._autocast: Callable[[], Any] = nullcontext
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def has_last(self) -> bool:
@@ -138,7 +152,7 @@ class Pipeline:
             loss: from logits (rows, padded length, vocabulary) and the padded micro-batch to its part of the loss, a
                 scalar that is divided by the count over all ranks and micro-batches already. Under sequence
                 parallelism both are this rank's part, so labels must be shifted already.
-            arguments: what a stage is given of the padded micro-batch.
+            arguments: arguments of a stage from the padded micro-batch.
 
         Returns:
             The loss of each micro-batch, on every rank of the pipeline.
@@ -152,7 +166,9 @@ class Pipeline:
         kind = self._mesh.device.type
         if torch.is_autocast_enabled(kind):
             self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
-        self._loss, self._arguments, self._batches = loss, arguments, batches
+        self._loss = loss
+        self._arguments = arguments
+        self._batches = batches
         losses: list[Tensor] = []
         try:
             with torch.autocast(kind, enabled=False):  # the backward pass follows the dtypes of the forward pass
@@ -163,7 +179,9 @@ class Pipeline:
                     return_outputs=False,
                 )
         finally:
-            self._loss, self._batches, self._autocast = None, [], nullcontext
+            self._loss = None
+            self._batches = []
+            self._autocast = nullcontext
         values = torch.zeros(len(batches), dtype=torch.float64, device=self._mesh.device)
         if self.has_last:
             values.copy_(torch.stack(losses).detach())
@@ -180,69 +198,76 @@ class Pipeline:
 
         Args:
             micro_batches: the same ones on each rank of a pipeline: ``input_ids`` and ``position_ids`` (rows, length).
-            arguments: what a stage is given of the micro-batch.
+            arguments: arguments of a stage from the micro-batch.
 
         Returns:
             Logits (rows, length, vocabulary) of each, under sequence parallelism of this rank's tokens, on the rank
             with the last stage; None elsewhere.
         """
-        group, mine = self._mesh.group("pp"), self._mesh.rank_in("pp")
-        found, sent = [], []
+        group = self._mesh.group("pp")
+        rank = self._mesh.rank_in("pp")
+        logits = []
+        sent = []
         for batch in (shard_sequence(micro_batch, self._mesh) for micro_batch in micro_batches):
-            # The same order of messages on all ranks: nothing can wait for what is behind it.
+            # All ranks send and receive in the order of micro-batches and stages, so that they cannot deadlock.
             for index in sorted(self._stages):
                 if index == 0:
                     hidden = batch["input_ids"]
-                elif self._ranks[index - 1] != mine:
+                elif self._ranks[index - 1] != rank:
                     shape = (*batch["input_ids"].shape, self._hidden[0])
                     hidden = torch.empty(shape, dtype=self._hidden[1], device=self._mesh.device)
                     dist.recv(hidden, group=group, group_src=self._ranks[index - 1])
                 hidden = self._stages[index](hidden, **arguments(batch, index == 0))
                 if index == len(self._ranks) - 1:
-                    found.append(hidden)
-                elif self._ranks[index + 1] != mine:
+                    logits.append(hidden)
+                elif self._ranks[index + 1] != rank:
                     self._check_dtype(index, hidden)
                     hidden = hidden.contiguous()
                     sent.append((dist.isend(hidden, group=group, group_dst=self._ranks[index + 1]), hidden))
         for work, _ in sent:
             work.wait()
+        # Without a backward pass nothing else would free the weights that fsdp2 has gathered.
         for unit in filter(lambda module: isinstance(module, FSDPModule), self.module.modules()):
-            unit.reshard()
-        return found if self.has_last else None
+            cast("FSDPModule", unit).reshard()
+        return logits if self.has_last else None
 
-    def _schedule(self, num: int, rows: int, length: int) -> Any:
-        """torch's schedule for micro-batches of this number and shape: the last one, or a new one with new buffers."""
-        if self._made is None or self._made[0] != (num, rows, length):
-            self._made = None  # frees the buffers of the last one
+    def _schedule(self, num_micro_batches: int, rows: int, length: int) -> _PipelineSchedule:
+        """torch's schedule for micro-batches of this number and shape: the cached one, or one with new buffers."""
+        if self._cached_schedule is None or self._cached_schedule[0] != (num_micro_batches, rows, length):
+            self._cached_schedule = None  # frees its buffers before new ones are made
             stages = [self._stage(index, rows, length) for index in sorted(self._stages)]
             kind = get_schedule_class(SCHEDULES[self._config.pipeline_schedule])
-            given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-            self._made = (num, rows, length), kind(given, num, self._part_of_loss, scale_grads=False)
-        return self._made[1]
+            schedule_stages: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+            self._cached_schedule = (
+                (num_micro_batches, rows, length),
+                kind(schedule_stages, num_micro_batches, self._part_of_loss, scale_grads=False),
+            )
+        return self._cached_schedule[1]
 
     def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
-        last = len(self._ranks) - 1
+        last_index = len(self._ranks) - 1
 
-        def handed_on(into: int) -> Tensor:
+        def handed_on(receiver: int) -> Tensor:
             hidden = torch.empty(rows, length, self._hidden[0], dtype=self._hidden[1], device="meta")
-            return hidden.requires_grad_(self._goes_back[into])
+            return hidden.requires_grad_(self._goes_back[receiver])
 
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        # Of what the last stage returns torch needs no shape, only that one is given.
+        # torch requires an example of the last stage's output, but does not use its shape: tokens stand for it.
         return _Stage(
             self,
             self._stages[index],
             index,
-            last + 1,
+            last_index + 1,
             self._mesh.device,
             input_args=(handed_on(index) if index else tokens,),
-            output_args=(handed_on(index + 1) if index < last else tokens,),
+            output_args=(handed_on(index + 1) if index < last_index else tokens,),
             group=self._mesh.group("pp"),
         )
 
     def _part_of_loss(self, logits: Tensor, index: Tensor) -> Tensor:
         with self._autocast():
-            return self._loss(logits, self._batches[int(index)]).clone()  # torch detaches it in place
+            # ``train_step`` has set the loss. A clone, since torch detaches the result in place.
+            return cast("LogitsLoss", self._loss)(logits, self._batches[int(index)]).clone()
 
     def _check_dtype(self, index: int, hidden: Tensor) -> None:
         if hidden.dtype != self._hidden[1]:
@@ -253,7 +278,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose forward passes run under the pipeline's autocast and take what it gives them."""
+    """torch's stage, but forward passes run under the pipeline's autocast and with the pipeline's arguments."""
 
     def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -262,7 +287,8 @@ class _Stage(PipelineStage):
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any
     ) -> Tensor:
-        pipeline = self._pipeline  # torch would cut arguments along dimension 0, where media have as many as there are
+        # torch would split keyword arguments over micro-batches along dimension 0, which in media counts images.
+        pipeline = self._pipeline
         kwargs = pipeline._arguments(pipeline._batches[fwd_chunk_id], self.is_first)
         with pipeline._autocast():
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **more)
@@ -281,18 +307,17 @@ def build_pipeline(
 ) -> Pipeline:
     """Cuts a language model into stages, keeps this rank's and parallelises each on its own.
 
-    Layers are shared out as evenly as ``split_layers`` says; the first stage has the embedding, and the encoders of a
-    model that sees, the last one the final norm and the head. A stage is the unmodified model with ``Absent`` in the
-    place of what other stages have. Inside a pipeline fsdp keeps weights that it has gathered until the last backward
-    pass of the step, and reduces gradients then: it would do both for every micro-batch otherwise. With a
-    ``param_dtype``, zero_bubble and zbv may add gradients of weights of neighbouring micro-batches in that dtype before
-    they are added up in float32.
+    Layers are distributed as by ``split_layers``; the first stage has the embedding, and the encoders of a multimodal
+    model, the last one the final norm and the head. A stage is the unmodified model with ``Absent`` in the place of
+    other stages' parts. Inside a pipeline fsdp keeps gathered weights until the last backward pass of the step, and
+    reduces gradients then: it would do both for every micro-batch otherwise. With a ``param_dtype``, zero_bubble and
+    zbv may add gradients of neighbouring micro-batches in that dtype before they are added up in float32.
 
     Args:
-        module: an unmodified transformers causal language model, or one that sees, adapters included, with weights or
-            on meta; give it up afterwards, so that parts of other stages are freed.
+        module: an unmodified transformers causal language model, or a multimodal one, adapters included, with weights
+            or on meta; drop all references to it afterwards, so that parts of other stages are freed.
         mesh: the ranks; their axis pp has more than one.
-        config: schedule, and what is applied to each stage.
+        config: the schedule, and the parallelism within each stage.
         plan: the model's blocks and cuts.
         param_dtype: dtype in which fsdp gathers and uses weights; None keeps theirs.
         length_multiple: rows are padded to a multiple of it in training.
@@ -306,38 +331,47 @@ def build_pipeline(
         find_experts(module, "train.expert_parallel_size must be 1")
     check_ties(before, after)
     check_hands_on(module, [*before, *layers, *after])
-    rest, sizes = iter(layers), split_layers(len(layers), len(ranks_of_stages(config)))
+    remaining = iter(layers)
+    sizes = split_layers(len(layers), len(ranks_of_stages(config)))
     check_added_features(module, sizes[0])
-    parts: list[list[Part]] = [[*islice(rest, size)] for size in sizes]
+    parts: list[list[Part]] = [[*islice(remaining, size)] for size in sizes]
     parts[0] += before
     parts[-1] += after
     trained = [any(weight.requires_grad for part in stage for weight in weights_of(part)) for stage in parts]
 
     dtype = param_dtype if config.data_parallel_mode == "fsdp2" else None
-    hidden = (module.config.get_text_config().hidden_size, dtype or module.get_input_embeddings().weight.dtype)
-    within = config.model_copy(update={"enable_reshard_after_forward": False})
+    model = cast("PreTrainedModel", module)
+    embedding = cast("nn.Embedding", model.get_input_embeddings())
+    hidden = (model.config.get_text_config().hidden_size, dtype or embedding.weight.dtype)
+    stage_config = config.model_copy(update={"enable_reshard_after_forward": False})
     stages = {}
     for index, rank in enumerate(ranks_of_stages(config)):
         if rank != mesh.rank_in("pp"):
             continue
-        stands = {id(part): part if index == owner else absent(part) for owner, own in enumerate(parts) for part in own}
-        stage = copy_around(module, stands)
-        stage.register_forward_pre_hook(partial(_to_model, first=index == 0), with_kwargs=True)
-        stage.register_forward_hook(partial(_from_model, last=index == len(parts) - 1))
-        stages[index] = parallelize(stage, mesh, within, plan_of_stage(plan, module, stage), param_dtype)
-    # With a split backward pass torch loses gradients of weights whose stage gets inputs without gradient.
+        replacements = {
+            id(part): part if index == owner else absent(part)
+            for owner, stage_parts in enumerate(parts)
+            for part in stage_parts
+        }
+        stage = copy_around(module, replacements)
+        stage.register_forward_pre_hook(partial(_call_as_model, first=index == 0), with_kwargs=True)
+        stage.register_forward_hook(partial(_take_output, last=index == len(parts) - 1))
+        stages[index] = parallelize(stage, mesh, stage_config, plan_of_stage(plan, module, stage), param_dtype)
+    # With a split backward pass torch loses gradients of the weights of a stage whose inputs need no gradient, so all
+    # inputs between stages are given one.
     split = config.pipeline_schedule in SPLIT_BACKWARD
     goes_back = [index > 0 and (split or any(trained[:index])) for index in range(len(parts))]
     return Pipeline(stages, goes_back, hidden, mesh, config, length_multiple)
 
 
-def _to_model(
+def _call_as_model(
     module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor], first: bool
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """What a stage is given, as a transformers model is called."""
+    """Hook before a stage: turns its positional input into the keyword arguments of a transformers model."""
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 
 
-def _from_model(module: nn.Module, args: tuple[Any, ...], output: Any, last: bool) -> Tensor:
-    """Logits, or hidden states where there is no head: these are a view, but torch detaches them in place."""
-    return output.logits if last else output.logits.clone()
+def _take_output(module: nn.Module, args: object, output: CausalLMOutput, last: bool) -> Tensor:
+    """Hook after a stage: takes logits, or hidden states where ``Absent`` stands for the head, from its output."""
+    logits = cast("Tensor", output.logits)
+    return logits if last else logits.clone()  # a view, which torch's in-place detach refuses

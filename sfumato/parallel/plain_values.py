@@ -1,8 +1,8 @@
-"""Values that ranks exchange, as bytes: numbers, texts, arrays, and records of classes that are loaded.
+"""Values that ranks exchange, as bytes: numbers, texts, arrays, and records whose classes are loaded already.
 
-Process groups know no secret, so that on a network with strangers a value may be somebody else's. What is read here is
-a pickle in its form, but it can neither import a module nor call a function: of all that a pickle can name it gets
-dataclasses, enumerations and the constructors of arrays.
+Process groups have no authentication, so on an untrusted network a value may come from an attacker. The format is
+pickle, restricted when it is read: it can neither import a module nor call an arbitrary function. Of all that a pickle
+can name only dataclasses, enumerations, tuples and the constructors of arrays are resolved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 from pathlib import PosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,10 +25,10 @@ NAMES = {
     ("builtins", name): getattr(__import__("builtins"), name)
     for name in ("set", "frozenset", "complex", "bytearray", "slice", "range")
 }
-"""What may be named besides records: containers of the language, and what arrays are made of again with."""
+"""Names that are resolved besides those of records: builtin containers."""
 
 
-def to_bytes(value: Any) -> bytes:
+def to_bytes(value: object) -> bytes:
     """A value in a form that ``from_bytes`` reads."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(value)
@@ -39,32 +39,34 @@ def from_bytes(data: bytes | memoryview) -> Any:
     """The value of ``to_bytes``.
 
     Raises:
-        ConfigError: it holds something of another kind, which may do anything when it is made.
+        ConfigError: when it names another class or function, whose call could have any effect.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Arrays as bytes with a shape: what numpy and torch make of them again from trusts what it is told."""
+        """Writes arrays as bytes with dtype and shape, since numpy's and torch's own constructors trust their input."""
         if isinstance(value, np.generic):
             return make_scalar, (value.tobytes(), value.dtype.str)
         if type(value) is np.ndarray and not value.dtype.hasobject:
             return make_array, (value.tobytes(), value.dtype.str, value.shape)
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
-            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and cast("torch.Tensor", value).layout == torch.strided:
+            content = (
+                cast("torch.Tensor", value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
             is_parameter = isinstance(value, torch.nn.Parameter)
             return make_tensor, (content, value.dtype, tuple(value.shape), str(value.device), is_parameter)
         return NotImplemented
 
 
-def make_scalar(content: bytes, dtype: str) -> Any:
-    """A number of numpy."""
-    return make_array(content, dtype, ())[()]
+def make_scalar(content: bytes, dtype: str) -> np.generic:
+    """A numpy scalar."""
+    return cast("np.generic", make_array(content, dtype, ())[()])
 
 
 def make_array(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """An array. Raises ValueError when the bytes are not those of such a one."""
+    """An array from its bytes. Raises ValueError when they do not fit dtype and shape, or the dtype holds objects."""
     kind = np.dtype(dtype)
     if kind.hasobject or not isinstance(content, bytes):
         raise ValueError("no array of numbers")
@@ -76,7 +78,7 @@ def make_array(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray
 def make_tensor(
     content: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str, is_parameter: bool
 ) -> torch.Tensor:
-    """A tensor. Raises ValueError when the bytes are not those of such a one."""
+    """A tensor from its bytes. Raises ValueError when they do not fit dtype and shape."""
     if not isinstance(dtype, torch.dtype) or not isinstance(content, bytes):
         raise ValueError("no tensor")
     if content:
@@ -91,12 +93,12 @@ def make_tensor(
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """A name of a loaded module that stands for a record, or for an array; nothing else."""
+        """Resolves the name of a record's class, or of an array's constructor, in a loaded module; no other name."""
         if (module, name) in NAMES:
             return NAMES[module, name]
-        named = sys.modules.get(module)
-        for part in name.split("."):
-            named = getattr(named, part, None)
+        named = sys.modules.get(module)  # not an import, which would run code
+        for attribute in name.split("."):
+            named = getattr(named, attribute, None)
         if _is_record(named):
             return named
         raise ConfigError(
@@ -105,7 +107,8 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _is_record(named: Any) -> bool:
+def _is_record(named: object) -> bool:
+    """Whether an unpickler may use this object of a module: constructing it only makes a plain value."""
     if isinstance(named, torch.dtype):
         return True
     if named in (collections.OrderedDict, collections.Counter, collections.deque, torch.Size, torch.device):

@@ -1,4 +1,4 @@
-"""Where documents of packed rows begin, as the host knows it: attention need not ask the device for it."""
+"""Where documents of packed rows begin, from position ids that are kept on the host: no wait for the device."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.algorithms.device import on_host
 
-_whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_whole_rows: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Position ids of whole rows by a rank's part of them."""
 
 
 def remember_whole(part: Tensor, whole: Tensor) -> None:
-    """Keeps the position ids ``[B, T]`` of whole rows, of which ``part`` is a rank's part."""
-    _whole[part] = whole
+    """Remembers the position ids ``[B, T]`` of whole rows for ``part``, this rank's part of them, while it lives."""
+    _whole_rows[part] = whole
 
 
 def whole_positions(part: Tensor) -> Tensor | None:
-    """Those of whole rows, where they are known."""
-    return _whole.get(part)
+    """The position ids of whole rows that were remembered for ``part``; None where none were."""
+    return _whole_rows.get(part)
 
 
 def document_bounds(position_ids: Tensor, chunk: int | None = None) -> list[list[int]]:
-    """Of each row of position ids ``[B, T]`` the first token of each document, and at the end T.
+    """For each row of position ids ``[B, T]``, the first token of each document, followed by T.
 
     A document begins where a position is not the one before plus 1, or with ``chunk`` a multiple of that.
     """
@@ -35,5 +36,5 @@ def document_bounds(position_ids: Tensor, chunk: int | None = None) -> list[list
 
 
 def lengths_between(bounds: list[int]) -> list[int]:
-    """Lengths of the documents of a row."""
+    """Lengths of the documents of a row, from its bounds as of ``document_bounds``."""
     return [stop - start for start, stop in pairwise(bounds)]

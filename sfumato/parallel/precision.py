@@ -1,8 +1,8 @@
-"""bf16 in one process and under ddp as under fsdp2, which gathers float32 weights in bf16 and computes with those.
+"""bf16 in one process and under ddp that equals fsdp2, which gathers float32 weights in bf16 and computes with those.
 
-Autocast converts the weights of linear layers and convolutions by itself. Weights that are used otherwise (embeddings,
-norms, experts, tables of modulations) would stay float32 there, and with them everything between the layers: the result
-would depend on whether there are several GPUs, and one GPU would move twice the bytes. Trained weights, gradients and
+Autocast converts the weights of linear layers and convolutions by itself. Weights with other uses (embeddings, norms,
+experts, tables of modulations) would stay float32, and with them all activations between the layers: results would
+depend on whether there are several GPUs, and one GPU would move twice the bytes. Trained weights, gradients and
 optimiser state stay float32.
 """
 
@@ -11,28 +11,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 """Layers whose weights autocast converts when they are used."""
 
 
 TABLES = {"Qwen2AudioEncoder": "embed_positions"}
-"""Modules that read the weight of a part, of this name, without calling it."""
+"""By class name, modules that read the weight of a submodule without calling it, and the submodule's name."""
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Has layers use their float32 weights as if these were of another dtype, where autocast does not do it.
+    """Makes layers use their float32 weights in another dtype, where autocast does not convert them.
 
     Only the ``forward`` of each such layer is replaced, on the instance, and outside of autocast it is as it was.
     Gradients reach the float32 weights.
 
     Args:
         module: before recomputation, compilation and data parallelism; changed in place.
-        dtype: that of autocast.
+        dtype: the dtype of autocast.
     """
     for layer in module.modules():
         names = [
@@ -45,14 +48,16 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class Converted:
-    """What stands in for the forward of one layer."""
+    """A callable in the place of one layer's ``forward``, which converts float32 weights for the time of the call."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype, table: nn.Module | None = None) -> None:
-        """``table`` is a part whose weight the layer reads, in place of its own."""
-        self.layer, self.dtype, self.table = layer, dtype, table
+        """``table`` is a submodule whose weight is converted in place of the layer's own."""
+        self.layer = layer
+        self.dtype = dtype
+        self.table = table
         self.replaced: Callable[..., Any] | None = vars(layer).get("forward")
-        """What stood in for it before, if anything did."""
-        self._of_class = type(layer).forward  # for the compiler, which cannot look it up in every class
+        """The layer's own replacement of ``forward`` before this one, if there was any."""
+        self._of_class = type(layer).forward  # stored, since the compiler cannot look it up in every class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
@@ -63,37 +68,38 @@ class Converted:
         return converted(self.layer, self.dtype, *forward, *args, **kwargs)
 
     def of_block(self, _block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The same, called as the function of a class is."""
+        """The same with the signature of a class's ``forward``, for ``BlockForward``."""
         return self(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+    def __deepcopy__(self, memo: dict[int, object]) -> Converted:
         layer = copy.deepcopy(self.layer, memo)
-        made = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
-        made.replaced = copy.deepcopy(self.replaced, memo)
-        return made
+        duplicate = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
+        duplicate.replaced = copy.deepcopy(self.replaced, memo)
+        return duplicate
 
 
 def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function within which a layer's own float32 weights are of another dtype."""
-    if type(layer) is nn.Embedding:  # the rows that are looked up, not the table
-        found = forward(*args, **kwargs)
-        return found.to(dtype) if found.dtype == torch.float32 else found
+    """Calls a function while a layer's own float32 weights appear in another dtype."""
+    if type(layer) is nn.Embedding:  # converts the rows that are looked up, which are fewer than the table's
+        embedded = forward(*args, **kwargs)
+        return embedded.to(dtype) if embedded.dtype == torch.float32 else embedded
     return with_weights_in(layer, dtype, forward, *args, **kwargs)
 
 
 def with_weights_in(
     layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The same, whatever the layer is."""
-    # An attribute of the instance stands before a parameter of the same name, which stays where it is.
-    mine = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
-    vars(layer).update(mine)
+    """As ``converted``, without the exception for embeddings."""
+    # Attributes in the instance's dictionary are found before parameters of the same name, which stay registered.
+    converted_weights = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
+    vars(layer).update(converted_weights)
     try:
         return forward(*args, **kwargs)
     finally:
-        for name in mine:
+        for name in converted_weights:
             del vars(layer)[name]
 
 
-def _is_single(weight: nn.Parameter | None) -> bool:
+def _is_single(weight: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+    """Whether this is a float32 weight."""
     return weight is not None and weight.dtype == torch.float32

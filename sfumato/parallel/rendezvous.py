@@ -1,9 +1,12 @@
 """Where the processes of a run find each other, and which network their connections are bound to.
 
-Neither torch's stores nor gloo know a secret: whoever reaches them reads and changes what is in them. So processes of
-one machine meet in a file that only their user can open, or at loopback, and their process groups listen there alone;
-on several machines the store listens at the address that MASTER_ADDR names, and not on every network of its machine.
+Neither torch's stores nor gloo authenticate: whoever reaches them can read and change their contents. So processes of
+one machine meet in a file that only their user can open, or at loopback, where their process groups listen, too; on
+several machines the store listens at the address of MASTER_ADDR only, and not on every network of its machine.
 """
+
+# torch.distributed offers its stores without naming them in __all__.
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 STORE_VARIABLE = "SFUMATO_STORE"
-"""Environment variable with the file by which ranks of one machine meet; its folder is their user's alone."""
+"""Environment variable with the file in which ranks of one machine meet; only their user can open its folder."""
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
 
@@ -34,12 +37,12 @@ def is_loopback(address: str) -> bool:
 
 
 def is_on_one_machine() -> bool:
-    """Whether all ranks of this process group are on this machine, as its variables say."""
+    """Whether all ranks of this process group are on this machine, by the environment variables."""
     return bool(os.environ.get(STORE_VARIABLE)) or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
 def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The store of a process group whose place the environment names.
+    """The store of the process group that the environment describes; rank 0 serves it unless an agent does.
 
     Args:
         rank: of this process.
@@ -54,8 +57,8 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_there_already = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank == 0 and not is_there_already:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if rank == 0 and not agent_serves:
         return serve_store(address, port, timeout, size)
     return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
 
@@ -64,11 +67,11 @@ def serve_store(address: str, port: int, timeout: timedelta, size: int | None = 
     """A store in this process that listens at one address.
 
     Args:
-        address: of this machine, or a name of it; where it cannot be listened at, as one that a router translates or a
-            name that leads other machines elsewhere, every network of this machine is taken.
+        address: of this machine, or a name of it. Where this machine cannot listen at it, since a router translates it
+            or the name leads to another address elsewhere, every network of this machine is taken.
         port: 0 takes a free one.
-        timeout: of its waits.
-        size: processes that must come before this returns; None: none.
+        timeout: of waits at the store.
+        size: number of processes that must connect before this returns; None waits for none.
 
     Raises:
         DistNetworkError: the port is taken.
@@ -84,11 +87,12 @@ def serve_store(address: str, port: int, timeout: timedelta, size: int | None = 
         wait_for_workers=size is not None,
         master_listen_fd=listening.fileno(),
     )
-    listening.detach()  # the store closes it
+    listening.detach()  # the store owns the socket now, and closes it
     return store
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    """A socket that listens at an address, or on every network where this machine does not have the address."""
     family, place = _address_of(address)
     try:
         return _listening(family, place, port)
@@ -113,20 +117,21 @@ def _listening(family: socket.AddressFamily, address: str, port: int) -> socket.
 
 
 def _address_of(name: str) -> tuple[socket.AddressFamily, str]:
-    """The address to listen at: of the name, or of every network where only this machine takes it for its own."""
+    """Family and address to listen at for a name; every network where the name resolves to loopback, or not at all."""
     try:
         family, *_, place = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
     except socket.gaierror:
         return socket.AF_INET, "0.0.0.0"
     address = str(place[0])
-    if is_loopback(address) and not is_loopback(name):  # /etc/hosts gives a machine's own name so
+    # /etc/hosts may map a machine's own name to loopback, where other machines could not reach it.
+    if is_loopback(address) and not is_loopback(name):
         return socket.AF_INET, "0.0.0.0"
     return family, address
 
 
 @contextlib.contextmanager
 def bound_to_loopback() -> Iterator[None]:
-    """Process groups of gloo that are made inside listen at loopback alone, unless a person named an interface."""
+    """Makes gloo process groups created inside listen at loopback only, unless the user has chosen an interface."""
     name = loopback_interface()
     if "GLOO_SOCKET_IFNAME" in os.environ or not name:
         yield
@@ -139,5 +144,5 @@ def bound_to_loopback() -> Iterator[None]:
 
 
 def loopback_interface() -> str:
-    """Its name on this machine; empty where it has none."""
+    """Name of the loopback interface of this machine; empty where there is none."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")

@@ -1,14 +1,14 @@
-"""Attention of whole packed rows where Ulysses by itself shares the sequence: what a model has in one process.
+"""Attention of whole packed rows where only Ulysses shares the sequence: the model's attention of one process.
 
-Each rank has all tokens then, for some heads. So windows, soft caps and sinks (arXiv 2309.17453) need nothing of their
-own: they are left to the attention of packed rows that transformers' registry knows.
+Each rank then has all tokens, for some heads. So windows, soft caps and sinks (arXiv 2309.17453) need no distributed
+implementation: the attention of packed rows in transformers' registry computes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,9 +19,9 @@ OFF = f"set {SIZES} to 1"
 UNKNOWN_TO = "sequence parallelism"
 
 CHANGES = ("softcap", "s_aux")
-"""Arguments of attention that only an attention of whole rows can know here."""
+"""Arguments that change the scores and are supported by an attention of whole rows only."""
 WINDOWS = "sliding_attention"
-"""Layers with a window, in ``layer_types`` of a model's configuration."""
+"""The entry for layers with a window in ``layer_types`` of a model's configuration."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,17 @@ class RowAttention:
 
     attend: Callable[..., tuple[Tensor, None]]
     window_of: Callable[..., Any]
-    """Makes what stands in for a mask."""
+    """The mask function that belongs to it; its result for a window takes the place of a mask."""
 
     @classmethod
     def of(cls, name: str) -> RowAttention | None:
-        """The one of this name; None where it does not know windows, soft caps and sinks in packed rows."""
+        """The attention of this name; None where it does not support windows, soft caps and sinks in packed rows."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        found = AttentionInterface().get(name)
-        if not set(CHANGES) <= {*getattr(found, "knows", ())}:
+        attention = AttentionInterface().get(name)
+        if not set(CHANGES) <= {*getattr(attention, "knows", ())}:  # ``packed_causal`` sets it
             return None
-        return cls(found, AttentionMaskInterface()[name])
+        return cls(cast("Callable[..., tuple[Tensor, None]]", attention), AttentionMaskInterface()[name])
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class RowAttention:
             schedule: where tokens lie.
             position_ids: ``[B or 1, S]`` of whole rows.
             scale: of the scores.
-            window: tokens that a token sees, itself among them.
+            window: number of tokens that a token sees, itself included.
             softcap: scores are ``softcap tanh(score / softcap)``.
             sinks: ``[H]``, a score of each head that takes weight from all others.
 
@@ -72,28 +72,35 @@ class RowAttention:
         def attend(query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
             mask = None if window is None else self._window(window, position_ids)
             settings = {"softcap": softcap, "s_aux": None if sinks is None else sinks[heads]}
-            found = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
-            return found[0].transpose(1, 2)
+            result = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
+            return result[0].transpose(1, 2)
 
         return attention_of_rows(attend, *inputs, schedule).transpose(1, 2)
 
     def _window(self, size: int, position_ids: Tensor) -> Any:
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key > query - size)  # it is asked within a document only
+            return (key <= query) & (key > query - size)  # called for tokens of one document only
 
-        length, device = position_ids.shape[1], position_ids.device
+        length = position_ids.shape[1]
+        device = position_ids.device
         return self.window_of(q_length=length, mask_function=sees, local_size=size, device=device)
 
 
 def window_for_mask(
-    *args: Any,
-    config: Any = None,
+    *args: object,
+    config: object = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
-    **_: Any,
+    **_: object,
 ) -> int | None:
-    """transformers' mask function: no mask, since documents follow from position ids, but the window of a layer."""
+    """A mask function for transformers' registry: it returns the window of a layer, or None.
+
+    There is no mask, since documents follow from position ids.
+
+    Raises:
+        ConfigError: when the model asks for a padding mask, or for another mask of its own.
+    """
     if attention_mask is not None and not attention_mask.all():
         raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
     if use_vmap or local_size not in (None, getattr(config, "sliding_window", None)):

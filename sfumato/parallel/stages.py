@@ -1,4 +1,4 @@
-"""The stages of a pipeline: who has which layers, what cannot be cut, and micro-batches of one shape."""
+"""The stages of a pipeline: their layers and ranks, checks of models and settings, and micro-batches of one shape."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,31 +16,34 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, matcher
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Batch = Mapping[str, Tensor]
 
 Part = nn.Module | nn.Parameter
-"""What one stage has and others have not."""
+"""A part of a model that one stage has and others have not."""
 
 TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Schedules with two stages in each rank."""
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
-"""Schedules that compute gradients of inputs and of weights apart."""
+"""Schedules that compute the gradients of inputs and those of weights separately."""
 
 PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
-"""The values of padding by field; 0 in others. Positions of padding start at 0: it is a document of its own."""
+"""Values of padding by field; 0 in the others. Positions of padding start at 0: it is a document of its own."""
 
 
 class Absent(nn.Module):
-    """Stands for a part that another stage has: hands on what it is given."""
+    """Stands for a part that another stage has: returns its first argument."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Returns the hidden states, any shape."""
         return hidden_states
 
 
 def absent(part: Part) -> Absent | None:
-    """What stands for a part in other stages."""
+    """The replacement of a part in other stages: ``Absent`` for a module, None for a parameter."""
     return Absent() if isinstance(part, nn.Module) else None
 
 
@@ -50,10 +53,10 @@ def weights_of(part: Part) -> list[nn.Parameter]:
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage has.
+    """The number of layers of each stage.
 
     The embedding and the head count as one layer each, so the first and the last stage have about one layer less; every
-    stage has at least one. What does not divide goes to the earlier stages.
+    stage has at least one. A remainder goes to the earlier stages.
 
     Raises:
         ConfigError: when there are fewer layers than stages.
@@ -74,7 +77,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[int]:
 
 
 def ranks_of_stages(config: ParallelConfig) -> list[int]:
-    """The rank (within the axis pp) of each stage: in turn, or for zbv down and up again."""
+    """The rank (within the axis pp) of each stage: ranks in order, twice for two stages in each; zbv then backwards."""
     ranks = list(range(config.pipeline_parallel_size))
     if config.pipeline_schedule == "zbv":
         return ranks + ranks[::-1]
@@ -82,7 +85,7 @@ def ranks_of_stages(config: ParallelConfig) -> list[int]:
 
 
 def check_micro_batches(config: ParallelConfig, num: int) -> None:
-    """Whether the schedule can run so many micro-batches in a step.
+    """Checks that the schedule can run ``num`` micro-batches in a step.
 
     Raises:
         ConfigError: when it cannot, with the arithmetic.
@@ -103,11 +106,11 @@ def check_micro_batches(config: ParallelConfig, num: int) -> None:
 
 
 def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of one shape: the most rows and the longest length of all, a multiple of ``multiple``.
+    """Pads micro-batches to one shape: the largest number of rows, and the longest length rounded up to a multiple.
 
     Args:
         micro_batches: fields of shape (rows, length, ...) are padded, as ``train_step`` says; others stay.
-        multiple: what the length is a multiple of.
+        multiple: the length becomes a multiple of it.
 
     Raises:
         ConfigError: for a field that stages would not see.
@@ -122,23 +125,24 @@ def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str
                 "a pipeline's stages get no attention_mask: leave it out; position_ids separate packed documents, and "
                 "padding on the right needs labels -100 only"
             )
-        found = {}
+        fields = {}
         for name, tensor in batch.items():
             if tensor.shape[:2] != shape:
-                found[name] = tensor
+                fields[name] = tensor
                 continue
             if name == "position_ids":
                 places = (torch.arange(length, device=tensor.device) - shape[1]) % length  # 0 after the row's end
-                found[name] = places.to(tensor.dtype).repeat(rows, 1)
-                found[name][shape[0] :] = torch.arange(length, device=tensor.device)
+                fields[name] = places.to(tensor.dtype).repeat(rows, 1)
+                fields[name][shape[0] :] = torch.arange(length, device=tensor.device)
             else:
-                found[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
-            found[name][: shape[0], : shape[1]] = tensor
-        padded.append(found)
+                fields[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
+            fields[name][: shape[0], : shape[1]] = tensor
+        padded.append(fields)
     return padded
 
 
 def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
+    """Raises ConfigError for settings that do not go with a pipeline, or with its schedule."""
     schedule = config.pipeline_schedule
     if config.pipeline_parallel_size < 2 or not mesh.distributed:
         raise ConfigError("a pipeline needs train.pipeline_parallel_size above 1")
@@ -156,24 +160,32 @@ def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:
 
 
 DECODER = ("embed_tokens", "layers", "norm")
-"""Parts of the language models that see of which transformers' configuration does not say them (Qwen3-VL)."""
+"""Parts of the language model of multimodal models whose configuration in transformers names none (Qwen3-VL)."""
 
 
 def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
-    """What goes before the layers, the layers, and what goes after them, in order.
+    """The parts of a model before its layers, the layers, and the parts after them, in order.
 
-    The names stand in ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In one that
-    sees they are those of its language model; all that is beside that goes before.
+    The names come from ``base_model_pp_plan`` of a transformers configuration and ``_pp_plan`` of the model. In a
+    multimodal model they are those of its language model; everything around that goes before the layers.
+
+    Raises:
+        ConfigError: when the model does not declare its parts, or has not exactly one list of layers.
     """
-    name, config = type(module).__name__, getattr(module.config, "get_text_config", lambda: module.config)()
-    plan, head = getattr(config, "base_model_pp_plan", None), getattr(type(module), "_pp_plan", None)
-    decoder, before = module, []
+    model = cast("PreTrainedModel", module)
+    name = type(module).__name__
+    config = getattr(module.config, "get_text_config", lambda: module.config)()
+    plan = getattr(config, "base_model_pp_plan", None)
+    head = getattr(type(module), "_pp_plan", None)
+    decoder = module
+    before = []
     if config is not module.config:
-        decoder, head = module.get_decoder(), [_name_of(module, module.get_output_embeddings())]
-        before = _beside(module, decoder)
+        decoder = model.get_decoder()
+        head = [_find_name(module, cast("nn.Module", model.get_output_embeddings()))]
+        before = _find_parts_around(module, decoder)
         plan = plan or (DECODER if all(hasattr(decoder, part) for part in DECODER) else None)
     elif plan and head:
-        decoder = module.base_model
+        decoder = model.base_model
     if not plan or not head:
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: only causal language models of transformers can, which say "
@@ -185,43 +197,48 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     if len(places) != 1:
         raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
     after = parts[places[0] + 1 :] + [module.get_submodule(path) for path in head]
-    return [*before, *parts[: places[0]]], [*parts[places[0]]], after
+    return [*before, *parts[: places[0]]], [*cast("nn.ModuleList", parts[places[0]])], after
 
 
-def _name_of(module: nn.Module, part: nn.Module) -> str:
+def _find_name(module: nn.Module, part: nn.Module) -> str:
+    """The name of a submodule."""
     return next(name for name, submodule in module.named_modules() if submodule is part)
 
 
-def _beside(module: nn.Module, decoder: nn.Module) -> list[Part]:
-    """Encoders, projectors and single weights of a model that sees, beside its language model and the head."""
-    found: list[Part] = []
-    for owner in {module, module.base_model}:
-        kept = {id(decoder), id(module.base_model), id(module.get_output_embeddings())}
-        found += [child for child in owner.children() if id(child) not in kept]
-        found += owner.parameters(recurse=False)
-    return found
+def _find_parts_around(module: nn.Module, decoder: nn.Module) -> list[Part]:
+    """Encoders, projectors and single weights of a multimodal model, besides its language model and the head."""
+    model = cast("PreTrainedModel", module)
+    children: list[Part] = []
+    for owner in {module, model.base_model}:
+        excluded = {id(decoder), id(model.base_model), id(model.get_output_embeddings())}
+        children += [child for child in owner.children() if id(child) not in excluded]
+        children += owner.parameters(recurse=False)
+    return children
 
 
 def check_added_features(module: nn.Module, layers: int) -> None:
-    """Whether the first stage has all layers to whose output features of images are added: later ones see no image.
+    """Checks that the first stage has all layers to whose outputs features of images are added.
+
+    Later stages get no images.
 
     Args:
         module: the whole model.
-        layers: of the first stage.
+        layers: number of layers of the first stage.
 
     Raises:
-        ConfigError: when it has fewer.
+        ConfigError: when these are too few.
     """
-    wanted = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    if layers < wanted:
+    num_needed = len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if layers < num_needed:
         raise ConfigError(
             f"train.pipeline_parallel_size: {type(module).__name__} adds features of images to the output of its first "
-            f"{wanted} layers (vision_config.deepstack_visual_indexes), of which the first stage has {layers}: lower "
-            "it, or take a train.pipeline_schedule with one stage in each rank"
+            f"{num_needed} layers (vision_config.deepstack_visual_indexes), of which the first stage has {layers}: "
+            "lower it, or take a train.pipeline_schedule with one stage in each rank"
         )
 
 
 def check_ties(before: Sequence[Part], after: Sequence[Part]) -> None:
+    """Raises ConfigError when the first and the last stage would train, or load, copies of one tied weight."""
     first = {id(parameter): parameter for part in before for parameter in weights_of(part)}
     tied = [parameter for part in after for parameter in weights_of(part) if id(parameter) in first]
     if any(parameter.requires_grad or parameter.is_meta for parameter in tied):
@@ -233,45 +250,57 @@ def check_ties(before: Sequence[Part], after: Sequence[Part]) -> None:
 
 
 def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
-    """Makes sure that a model does nothing to hidden states outside its parts: every stage would do it again."""
+    """Checks that a model changes hidden states only in its parts; anything else every stage would do again.
+
+    The model without its parts must have no weights and return hidden states as they are.
+
+    Raises:
+        ConfigError: when it does not.
+    """
+    model = cast("PreTrainedModel", module)
     name = type(module).__name__
     shell = copy_around(module, {id(part): absent(part) for part in parts})
-    left = [weight for weight, _ in shell.named_parameters()]
+    leftover = [weight for weight, _ in shell.named_parameters()]
     if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
     device = next((buffer.device for buffer in shell.buffers()), torch.device("cpu"))
-    hidden = torch.arange(2 * module.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
+    hidden = torch.arange(2 * model.config.get_text_config().hidden_size, device=device).reshape(1, 2, -1).float()
     try:
         with torch.no_grad():
-            handed = hidden if left else shell(inputs_embeds=hidden, use_cache=False).logits
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it asks the embedding, which is elsewhere
+            returned = hidden if leftover else shell(inputs_embeds=hidden, use_cache=False).logits
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # it needs the embedding, which is absent
         raise ConfigError(
             f"{name} cannot be cut into pipeline stages: given hidden states alone it stops with {error}; set "
             "train.pipeline_parallel_size to 1"
         ) from error
-    if left or not torch.equal(handed, hidden):
-        does = f"has weights ({', '.join(left[:3])})" if left else "changes hidden states"
+    if leftover or not torch.equal(returned, hidden):
+        fault = f"has weights ({', '.join(leftover[:3])})" if leftover else "changes hidden states"
         raise ConfigError(
-            f"{name} {does} outside its embedding, layers, norm and head, so that every stage of a pipeline would do "
+            f"{name} {fault} outside its embedding, layers, norm and head, so that every stage of a pipeline would do "
             "it again; set train.pipeline_parallel_size to 1"
         )
 
 
 def copy_around(module: nn.Module, parts: dict[int, Part | None]) -> nn.Module:
-    """A copy of a model with these parts in the place of those with these ids; configurations, of its language model,
-    too, stay the same."""
-    configs = [each.config for each in module.modules() if hasattr(each, "config")]
+    """A deep copy of a model in which parts are replaced. Configurations are shared with the original.
+
+    Args:
+        module: the model.
+        parts: the replacement of each part by the id of the part.
+    """
+    # A memo of deepcopy: what it holds for an id is taken in place of a copy.
+    configs = [submodule.config for submodule in module.modules() if hasattr(submodule, "config")]
     return copy.deepcopy(module, parts | {id(config): config for config in configs})
 
 
 def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> ParallelPlan:
-    """The plan without tensor-parallel styles of parts that only other stages have."""
-    here = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
-    here |= {name for name, _ in stage.named_parameters()}
-    gone = {*dict(module.named_modules()), *dict(module.named_parameters())} - here
+    """The plan without tensor-parallel styles of parts that only other stages have, which would match nothing."""
+    stage_names = {name for name, submodule in stage.named_modules() if not isinstance(submodule, Absent)}
+    stage_names |= {name for name, _ in stage.named_parameters()}
+    absent_names = {*dict(module.named_modules()), *dict(module.named_parameters())} - stage_names
     tensor = {}
     for pattern, style in plan.tensor.items():
         matches = matcher(pattern)
-        if any(map(matches, here)) or not any(map(matches, gone)):
+        if any(map(matches, stage_names)) or not any(map(matches, absent_names)):
             tensor[pattern] = style
     return replace(plan, tensor=tensor)

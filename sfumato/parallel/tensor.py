@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -22,10 +22,13 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor_sequence import share_sequence
 from sfumato.parallel.tensor_styles import Cutter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class Style:
-    """What a plan says of one module or parameter."""
+    """The style that a plan gives a module or parameter."""
 
     kind: str
     blocks: int = 1
@@ -36,22 +39,23 @@ class Style:
         """Reads ``kind`` or ``kind:blocks``."""
         kind, _, blocks = text.partition(":")
         if kind not in STYLES or (blocks and not blocks.isdigit()):
-            known = ", ".join(sorted(STYLES))
-            raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {known}")
+            names = ", ".join(sorted(STYLES))
+            raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {names}")
         return cls(kind, int(blocks) if blocks else STYLES[kind].blocks)
 
     @property
     def meaning(self) -> Meaning:
-        """Its entry in the table."""
+        """Its entry in ``STYLES``."""
         return STYLES[self.kind]
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, sequence_parallel: bool) -> None:
     """Shares the matrices of a model among tensor-parallel ranks.
 
-    Weights become DTensors on ``mesh.device_mesh("tp")``, cut from what each rank has, which may be on the meta device;
-    other weights stay plain and whole, with equal gradients on all ranks. Trainable ones are first made equal to those
-    of the first rank. What modules take and return stays plain, and, outside of groups of cut layers, whole.
+    Weights become DTensors on ``mesh.device_mesh("tp")``, cut from the whole weights of each rank, which may be on the
+    meta device; other weights stay plain and whole, with equal gradients on all ranks. Trainable ones are first made
+    equal to those of the first rank. Inputs and outputs of modules stay plain tensors, and whole outside of groups of
+    cut layers.
 
     Args:
         module: an unmodified transformers or diffusers model; LoRA adapters may be in it. Changed in place.
@@ -81,31 +85,33 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
             f"{len(lists)}: set it to false"
         )
     cutter = Cutter(module, mesh.device_mesh("tp"))
-    found = match_plan(module, plan.tensor)
-    _match_tied_embeddings(module, found)
+    module_styles = match_plan(module, plan.tensor)
+    _match_tied_embeddings(module, module_styles)
     blocks = find_blocks(module, plan)
-    groups = _groups(blocks, found) if sequence_parallel else {}
-    _check_heads(module, found, cutter.ranks.size)
-    _check_owners(module, found)
+    groups = _find_groups(blocks, module_styles) if sequence_parallel else {}
+    _check_heads(module, module_styles, cutter.ranks.size)
+    _check_owners(module, module_styles)
     for parameter in trainable_parameters(module).values():  # each rank may have drawn its own at random
         if not parameter.is_meta:
             dist.broadcast(parameter.data, group=mesh.group("tp"), group_src=0)
 
-    inside = tuple(f"{name}." for name in blocks)
-    parts = tuple(f"{name}." for name, is_partial in groups.items() if is_partial)
+    block_prefixes = tuple(f"{name}." for name in blocks)
+    partial_prefixes = tuple(f"{name}." for name, is_partial in groups.items() if is_partial)
     handled: set[nn.Module] = set()
-    for name, style in found.items():
-        handled |= _apply(style, _Site(module, name, cutter, name.startswith(parts), name.startswith(inside)))
-    _reduce_heads(module, found, cutter.ranks.size)
+    for name, style in module_styles.items():
+        handled |= _apply(
+            style, _Site(module, name, cutter, name.startswith(partial_prefixes), name.startswith(block_prefixes))
+        )
+    _reduce_heads(module, module_styles, cutter.ranks.size)
     if sequence_parallel:
         share_sequence(module, blocks, groups, handled, cutter.ranks)
 
 
 def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Along which dimension fsdp2 cuts a weight further, for its ``shard_placement_fn``: None leaves the choice to it.
+    """The dimension along which fsdp2 cuts a weight further, for its ``shard_placement_fn``; None is fsdp2's default.
 
-    Pieces of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: there
-    would be no DTensor placement to say where they lie.
+    Shards of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: no
+    DTensor placement could describe the result.
 
     Args:
         parameter: after ``apply_tensor_parallel``.
@@ -116,8 +122,9 @@ def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
-    placement, size = parameter.placements[-1], parameter.device_mesh.size(-1)
-    if placement.is_replicate() or placement.dim != 0:
+    placement = parameter.placements[-1]
+    size = parameter.device_mesh.size(-1)
+    if placement.is_replicate() or cast("Shard", placement).dim != 0:
         return None
     if getattr(placement, "split_factor", 1) == 1 and not parameter.shape[0] % size:
         return None
@@ -142,7 +149,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         ConfigError: for an unknown style, or a pattern that matches nothing and does not end in ``?``.
     """
     names = [*dict(module.named_modules()), *dict(module.named_parameters())]
-    found: dict[str, Style] = {}
+    module_styles: dict[str, Style] = {}
     for pattern, text in plan.items():
         style = Style.of(text.removesuffix("?"), pattern)
         matching = [*filter(matcher(pattern), names)]
@@ -151,31 +158,33 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
                 f"plan of tensor parallelism: {pattern!r} ({text}) matches nothing in {type(module).__name__}; "
                 "correct the name, or end the style with ? if not every model has it"
             )
-        found |= dict.fromkeys(matching, style)
-    return found
+        module_styles |= dict.fromkeys(matching, style)
+    return module_styles
 
 
-def _match_tied_embeddings(module: nn.Module, found: dict[str, Style]) -> None:
-    """An embedding whose weight is that of a cut head is cut too."""
+def _match_tied_embeddings(module: nn.Module, module_styles: dict[str, Style]) -> None:
+    """Adds a style for an embedding whose weight is tied to a cut head: both share one parameter."""
     heads = {
         id(getattr(_base(module.get_submodule(name)), "weight", None))
-        for name, style in found.items()
+        for name, style in module_styles.items()
         if style.meaning.cuts == "outputs" and not _is_parameter(module, name)
     }
     for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.Embedding) and id(submodule.weight) in heads and name not in found:
-            found[name] = Style("embedding_rowwise")
+        if isinstance(submodule, nn.Embedding) and id(submodule.weight) in heads and name not in module_styles:
+            module_styles[name] = Style("embedding_rowwise")
 
 
-def _check_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
-    for name, style in found.items():
+def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
+    """Raises ConfigError when tensor-parallel ranks cannot share the attention heads evenly."""
+    for name, style in module_styles.items():
         if style.kind != "colwise" or _is_parameter(module, name):
             continue
-        parent, layer = _parent(module, name), _base(module.get_submodule(name))
+        parent = _parent(module, name)
+        layer = _base(module.get_submodule(name))
         counts = [getattr(parent, "heads", None), getattr(parent, "num_heads", None)]
         width = getattr(parent, "head_dim", None)
         if isinstance(width, int) and not getattr(layer, "out_features", 0) % width:
-            counts.append(layer.out_features // width)
+            counts.append(cast("int", layer.out_features) // width)
         for heads in counts:
             if isinstance(heads, int) and heads % size:
                 raise ConfigError(
@@ -184,11 +193,12 @@ def _check_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> No
                 )
 
 
-def _check_owners(module: nn.Module, found: Mapping[str, Style]) -> None:
-    for name, style in found.items():
+def _check_owners(module: nn.Module, module_styles: Mapping[str, Style]) -> None:
+    """Raises ConfigError for a cut bare parameter whose module does not compute with this rank's shards."""
+    for name, style in module_styles.items():
         if style.meaning.cuts and _is_parameter(module, name):
             owner = name.rpartition(".")[0]
-            if owner not in found or found[owner].kind not in ("moe_tp_experts", "local_params"):
+            if owner not in module_styles or module_styles[owner].kind not in ("moe_tp_experts", "local_params"):
                 raise ConfigError(
                     f"plan of tensor parallelism: {name} is a bare parameter ({style.kind}); its module {owner} needs "
                     "the style moe_tp_experts or local_params"
@@ -204,21 +214,26 @@ class _Site:
     name: str
     """The module or parameter in it."""
     cutter: Cutter
-    parts: bool
-    """Whether it stands in a partial group."""
-    inside: bool
-    """Whether it stands in a block, where shards must be equal."""
+    in_partial_group: bool
+    """Whether it is in a partial group of layers, see ``_find_groups``."""
+    in_block: bool
+    """Whether it is in a block, where shards must be of equal size."""
 
 
 def _apply(style: Style, site: _Site) -> set[nn.Module]:
-    """Applies a style. Returns the modules whose parameters it has taken care of."""
+    """Applies a style.
+
+    Returns:
+        The modules whose parameters are handled: ``share_sequence`` need not sum their gradients.
+    """
     if _is_parameter(site.module, site.name):
-        owner, _, own = site.name.rpartition(".")
+        owner, _, key = site.name.rpartition(".")
         dims = site.module.get_parameter(site.name).ndim
         dim = max(dims - 2, 0) if style.meaning.cuts == "outputs" else dims - 1
-        site.cutter.cut(site.module.get_submodule(owner), own, dim, owner, style.blocks)
+        site.cutter.cut(site.module.get_submodule(owner), key, dim, owner, style.blocks)
         return set()
-    target, meaning = site.module.get_submodule(site.name), style.meaning
+    target = site.module.get_submodule(site.name)
+    meaning = style.meaning
     if meaning.cuts:
         return _apply_linear(target, style, site)
     if meaning.layer is not None:
@@ -227,16 +242,21 @@ def _apply(style: Style, site: _Site) -> set[nn.Module]:
 
 
 def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module]:
-    """Cuts a linear layer and its adapters: of an adapter's two matrices the one at the cut side."""
+    """Cuts a linear layer and, of each adapter's two matrices, the one at the side that is cut.
+
+    The second matrix of an adapter has the layer's outputs, the first one its inputs; the other stays whole.
+    """
     layer, firsts, seconds = _linear_parts(module, site.name, style.kind)
-    cutter, blocks, is_whole = site.cutter, style.blocks, style.meaning.is_whole
-    settings = {"tp_ranks": cutter.ranks, "tp_parts": site.parts}
+    cutter = site.cutter
+    blocks = style.blocks
+    is_whole = style.meaning.is_whole
+    settings = {"tp_ranks": cutter.ranks, "tp_parts": site.in_partial_group}
     if style.meaning.cuts == "inputs":
         for linear in (layer, *firsts):
             cutter.cut(linear, "weight", 1, site.name, blocks)
             styles.become(linear, styles.Rowwise, tp_whole_input=is_whole, **settings)
         return {layer, *firsts}
-    even = site.inside and not is_whole
+    even = site.in_block and not is_whole
     for linear in (layer, *seconds):
         if blocks == 1 or linear is layer:
             cutter.cut(linear, "weight", 0, site.name, blocks, even)
@@ -248,33 +268,40 @@ def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module
 
 def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
     """A linear layer, and the first and second matrices of its LoRA adapters."""
-    layer = _base(module)
+    layer = cast("nn.Linear", _base(module))
     _check_type(layer, nn.Linear, name, kind)
     if layer is module:
         return layer, [], []
-    known = ("base_layer.", "lora_A.", "lora_B.")
-    others = [parameter_name for parameter_name, _ in module.named_parameters() if not parameter_name.startswith(known)]
-    if others or getattr(module, "lora_variant", None) or not hasattr(module, "lora_A"):
+    lora_prefixes = ("base_layer.", "lora_A.", "lora_B.")
+    other_parameters = [
+        parameter_name
+        for parameter_name, _ in module.named_parameters()
+        if not parameter_name.startswith(lora_prefixes)
+    ]
+    if other_parameters or getattr(module, "lora_variant", None) or not hasattr(module, "lora_A"):
         raise ConfigError(
             f"{name}: tensor parallelism cuts plain LoRA adapters only, not {type(module).__name__} with "
-            f"{', '.join(others) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain LoRA"
+            f"{', '.join(other_parameters) or 'a variant of LoRA'}: set train.tensor_parallel_size to 1 or take plain "
+            "LoRA"
         )
-    return layer, list(module.lora_A.values()), list(module.lora_B.values())
+    firsts = list(cast("Mapping[str, nn.Linear]", module.lora_A).values())
+    seconds = list(cast("Mapping[str, nn.Linear]", module.lora_B).values())
+    return layer, firsts, seconds
 
 
-def _check_type(module: nn.Module, wanted: type[nn.Module], name: str, kind: str) -> None:
-    if not isinstance(module, wanted):
+def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: str) -> None:
+    if not isinstance(module, expected):
         raise ConfigError(
             f"plan of tensor parallelism: {name} is a {type(module).__name__}, but the style {kind} is for "
-            f"torch.nn.{wanted.__name__}"
+            f"torch.nn.{expected.__name__}"
         )
 
 
-def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> None:
-    """diffusers' attention divides features by its number of heads, or inner_dim by it; it has this rank's now."""
+def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
+    """Sets the numbers of heads and features that diffusers' attention reshapes by to those of one rank."""
     parents = {
         _parent(module, name)
-        for name, style in found.items()
+        for name, style in module_styles.items()
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
     for parent in parents:
@@ -284,7 +311,7 @@ def _reduce_heads(module: nn.Module, found: Mapping[str, Style], size: int) -> N
 
 
 def _base(module: nn.Module) -> nn.Module:
-    """The layer below an adapter."""
+    """The layer that an adapter wraps, or the module itself."""
     return getattr(module, "base_layer", module)
 
 
@@ -293,12 +320,13 @@ def _parent(module: nn.Module, name: str) -> nn.Module:
 
 
 def _is_parameter(module: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own in module.get_submodule(owner)._parameters
+    """Whether a name is that of a parameter, not of a module."""
+    owner, _, key = name.rpartition(".")
+    return key in module.get_submodule(owner)._parameters
 
 
 def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True) -> _Apply:
-    """Gives a module a role of ``tensor_styles``, and cuts its weight along a dimension if one is given."""
+    """A function that gives a module a role of ``tensor_styles`` and cuts its weight along ``dim``, if one is given."""
 
     def apply(module: nn.Module, site: _Site) -> set[nn.Module]:
         if dim is not None:
@@ -317,8 +345,8 @@ def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 
 def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
-    if not site.parts:
-        config = site.module.config.get_text_config()
+    if not site.in_partial_group:
+        config = cast("PreTrainedModel", site.module).config.get_text_config()
         if not hasattr(config, "qk_rope_head_dim"):
             raise ConfigError(
                 f"{site.name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration"
@@ -338,34 +366,35 @@ def _apply_experts(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 
 def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
-    if site.parts:
+    if site.in_partial_group:
         styles.become(module, styles.Summed, tp_ranks=site.cutter.ranks)
         return {module}
     return _apply_role(styles.Local)(module, site)
 
 
 _Apply = Callable[[nn.Module, _Site], set[nn.Module]]
-"""Changes a module in place. Returns the modules whose parameters it has taken care of."""
+"""Changes a module in place. Returns the modules whose parameters are handled, as ``_apply``."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a style does: cuts a linear layer or bare parameter, or applies a function to a module."""
+    """The effect of a style: it cuts a linear layer or bare parameter, or applies a function to a module."""
 
     cuts: Literal["", "outputs", "inputs"] = ""
     is_whole: bool = False
-    """Whether cut outputs are gathered, or inputs come whole; otherwise they stay, and come, cut."""
+    """Whether outputs are gathered after the layer, or inputs come whole; otherwise both are cut outside, too."""
     blocks: int = 1
     """Equal blocks of a fused matrix where the plan does not say."""
     leaves_sums: bool = False
-    """Whether it can leave all sums to the ends of the group of layers it stands in, see ``_groups``."""
+    """Whether it can leave all sums over ranks to the ends of its group of layers, see ``_find_groups``."""
     layer: type[nn.Module] | None = None
-    """The only class of module that it is for."""
+    """The class of module that it is restricted to."""
     apply: _Apply | None = None
+    """Applied where nothing is cut."""
 
 
 STYLES: dict[str, Meaning] = {
-    # Linear layers and bare parameters. Of a head that is cut logits stay cut; ``token_log_probs`` takes such a head.
+    # Linear layers and bare parameters. Logits of a cut head stay cut; ``token_log_probs`` supports such a head.
     "colwise": Meaning("outputs", leaves_sums=True),
     "packed_colwise": Meaning("outputs", blocks=2, leaves_sums=True),
     "colwise_gather_output": Meaning("outputs", is_whole=True),
@@ -395,12 +424,13 @@ STYLES: dict[str, Meaning] = {
 }
 
 
-def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict[str, bool]:
-    """The groups of layers in each block that need the whole sequence, and whether they are partial.
+def _find_groups(blocks: Mapping[str, nn.Module], module_styles: Mapping[str, Style]) -> dict[str, bool]:
+    """The groups of layers that need the whole sequence, by name, and whether each is partial.
 
-    A group is a child of a block (attention, feed-forward). One whose styles all can leave their sums to its ends is
-    partial: a gather before it, a reduce-scatter after it. Others, such as mixtures of experts whose router must see
-    whole gradients, run as without sequence parallelism: a gather before them, and each rank keeps its part.
+    A group is a child of a block (attention, feed-forward). It is partial if all its styles can leave their sums to its
+    ends: it has a gather before it and a reduce-scatter after it. Others, such as mixtures of experts whose router must
+    see whole gradients, run as without sequence parallelism: a gather before them, and each rank keeps its part of the
+    output.
     """
     groups = {}
     for name, block in blocks.items():
@@ -410,8 +440,12 @@ def _groups(blocks: Mapping[str, nn.Module], found: Mapping[str, Style]) -> dict
                 "which would be used on a part of the sequence: set it to false"
             )
         for child, submodule in block.named_children():
-            meant = [style.meaning for key, style in found.items() if f"{key}.".startswith(f"{name}.{child}.")]
-            if any(True for _ in submodule.parameters()) and (meant or not type(submodule).__name__.endswith("Norm")):
-                sums = any(meaning.cuts == "inputs" for meaning in meant)
-                groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meant)
+            meanings = [
+                style.meaning for key, style in module_styles.items() if f"{key}.".startswith(f"{name}.{child}.")
+            ]
+            if any(True for _ in submodule.parameters()) and (
+                meanings or not type(submodule).__name__.endswith("Norm")
+            ):
+                sums = any(meaning.cuts == "inputs" for meaning in meanings)
+                groups[f"{name}.{child}"] = sums and all(meaning.leaves_sums for meaning in meanings)
     return groups

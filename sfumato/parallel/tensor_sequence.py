@@ -1,4 +1,4 @@
-"""Sequence parallelism of tensor-parallel ranks (arXiv 2205.05198): between groups of cut layers each has a part."""
+"""Sequence parallelism of tensor-parallel ranks (arXiv 2205.05198): between groups of cut layers tokens are cut."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from sfumato.parallel.tensor_styles import TensorRanks
 
 
 class SharedSequence:
-    """The sequence that the model is working on, and what ranks do with their parts of it."""
+    """The length of the sequence in the current pass, and the hooks that cut and join it around the blocks."""
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks = ranks
         self.length = 0
         """Tokens of all ranks together."""
 
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Before the first block: keeps this rank's part of the hidden states."""
+    def enter(
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hook before the first block: keeps this rank's part of the hidden states ``[B, S, H]``."""
         hidden, args, kwargs = _take_input(args, kwargs)
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """After the last block: joins the parts."""
+    def leave(self, block: nn.Module, args: object, output: Any) -> Any:
+        """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 
 
 class SequenceGroup(nn.Module):
-    """A group of layers that runs on the whole sequence and returns this rank's part."""
+    """A role for a group of layers: it runs on the whole sequence, and takes and returns this rank's part."""
+
+    tp_sequence: SharedSequence
+    tp_sums: bool
+    """Whether the group is partial: sums over ranks are done at its ends."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        sequence, ranks = self.tp_sequence, self.tp_sequence.ranks
-        # read anew in each block: before it is recomputed other sequences may have passed
+        sequence = self.tp_sequence
+        ranks = self.tp_sequence.ranks
+        # Read in each block: when it is recomputed, other sequences may have passed since.
         if kwargs.get("position_ids") is not None:
             sequence.length = kwargs["position_ids"].shape[-1]
         elif kwargs.get("position_embeddings") is not None:
@@ -43,7 +50,7 @@ class SequenceGroup(nn.Module):
         hidden, args, kwargs = _take_input(args, kwargs)
         output = super().forward(styles.gather(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
         keep = styles.scatter if self.tp_sums else styles.cut
-        shape = (len(hidden), sequence.length, -1)  # some mixtures of experts return the tokens of all rows in one
+        shape = (len(hidden), sequence.length, -1)  # some mixtures of experts flatten rows and tokens in their output
         return _on_output(lambda states: keep(states.reshape(shape), 1, ranks), output)
 
 
@@ -55,6 +62,7 @@ def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
 
 
 def _on_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Changes the hidden states in a layer's output, which is a tensor or a tuple that begins with one."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -69,7 +77,8 @@ def share_sequence(
     sequence = SharedSequence(ranks)
     for name, block in blocks.items():
         for child, submodule in block.named_children():
-            is_partial = groups.get(f"{name}.{child}")
+            is_partial = groups.get(f"{name}.{child}")  # None outside of groups
+            # There, and in partial groups, each rank sees some tokens only: gradients of whole weights must be summed.
             if is_partial is not False:
                 for owner in submodule.modules():
                     if owner._parameters and owner not in handled:

@@ -1,12 +1,13 @@
-"""What a layer does under tensor parallelism: the shard of its weights that a rank keeps, and what ranks exchange.
+"""Layers under tensor parallelism: the shard of its weights that each rank keeps, and the exchange between ranks.
 
 Weights are DTensors on the mesh axis ``tp``, so that sharding and checkpoints know where they lie. The layers compute
 with this rank's plain shard: between them there are plain tensors only, of any length, and compiled code.
 
 Inside a layer group that starts with cut outputs and ends with cut inputs (Megatron-LM, arXiv 1909.08053) there are
-two conventions. Usually what enters is whole on every rank and its gradient is summed where it enters. In a *partial*
-group (sequence parallelism, arXiv 2205.05198) the gather before it and the reduce-scatter after it do all the sums:
-gradients inside are parts whose sum over ranks is the gradient, and so are those of weights that are not cut.
+two conventions. Usually the group's input is whole on every rank, and its gradient is summed over ranks where it
+enters. In a *partial* group (sequence parallelism, arXiv 2205.05198) the gather before it and the reduce-scatter after
+it do all the sums: gradients inside, those of weights that are not cut included, are parts whose sum over ranks is the
+gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class TensorRanks:
 
 
 def copy(tensor: Tensor, ranks: TensorRanks) -> Tensor:
-    """The tensor, of any shape and dtype, whole on every rank; its gradient is summed over ranks."""
+    """Returns a tensor that is whole on every rank; its gradient is summed over ranks."""
     return _Copy.apply(tensor, ranks) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
@@ -91,7 +92,10 @@ class _Reduce(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, total, ranks, parts):
-        ctx.dim, ctx.width, ctx.ranks, ctx.parts = dim, tensor.shape[dim], ranks, parts
+        ctx.dim = dim
+        ctx.width = tensor.shape[dim]
+        ctx.ranks = ranks
+        ctx.parts = parts
         return _all_gather(tensor, dim, total, ranks)
 
     @staticmethod
@@ -103,7 +107,9 @@ class _Gather(torch.autograd.Function):
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dim, ranks, sums):
-        ctx.dim, ctx.total, ctx.ranks = dim, tensor.shape[dim], ranks
+        ctx.dim = dim
+        ctx.total = tensor.shape[dim]
+        ctx.ranks = ranks
         return (_reduce_scatter if sums else _shard)(tensor, dim, ranks)
 
     @staticmethod
@@ -132,6 +138,7 @@ def _reduce_scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
 
 
 def _shard(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
+    """This rank's shard of a whole tensor, padded with zeros to the width of all shards."""
     total = tensor.shape[dim]
     width = _width(total, ranks)
     start = min(ranks.rank * width, total)
@@ -140,11 +147,12 @@ def _shard(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
 
 
 def _width(total: int, ranks: TensorRanks) -> int:
-    """Elements of each rank's shard; the last shards may be shorter."""
+    """Elements of each rank's shard along a dimension; the last shards may be shorter before they are padded."""
     return -(-total // ranks.size)
 
 
 def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
+    """Pads a dimension with zeros at its end."""
     missing = width - tensor.shape[dim]
     if not missing:
         return tensor
@@ -152,21 +160,24 @@ def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
 
 
 def blockwise_shard(tensor: Tensor, dim: int, blocks: int, ranks: TensorRanks) -> Tensor:
-    """This rank's shard ``[..., size / ranks, ...]`` of equal blocks, one after the other: of fused matrices."""
+    """This rank's shard ``[..., size / ranks, ...]`` of a fused matrix: its chunks of all blocks, joined."""
     return torch.cat([block.chunk(ranks.size, dim)[ranks.rank] for block in tensor.chunk(blocks, dim)], dim)
 
 
 class Cutter:
-    """Makes parameters DTensors of which this rank keeps a shard. One for a model: it knows tied weights."""
+    """Replaces parameters of a model by DTensors of which this rank keeps a shard. One instance per model, so that tied
+    weights stay tied."""
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        self.device_mesh, self.ranks = device_mesh, TensorRanks.of(device_mesh)
+        self.device_mesh = device_mesh
+        self.ranks = TensorRanks.of(device_mesh)
         owners: dict[int, int] = {}
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):
                 owners[id(parameter)] = owners.get(id(parameter), 0) + 1
         self._tied = {identity for identity, count in owners.items() if count > 1}
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._cut_tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """Tied parameters by id, and their DTensors. The original is kept alive, so that its id is not reused."""
 
     def cut(self, module: nn.Module, name: str, dim: int, where: str, blocks: int = 1, even: bool = True) -> None:
         """Replaces a parameter by its DTensor.
@@ -186,28 +197,30 @@ class Cutter:
         if parameter is None:
             return
         dim %= parameter.ndim
-        size, parts = parameter.shape[dim], blocks * self.ranks.size
-        if (even or blocks > 1) and size % parts:
+        size = parameter.shape[dim]
+        num_shards = blocks * self.ranks.size
+        if (even or blocks > 1) and size % num_shards:
             raise ConfigError(
-                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {parts} equal shards "
-                f"({size} / {parts} = {size / parts:g}): lower train.tensor_parallel_size {self.ranks.size}"
+                f"{where}.{name}: dimension {dim} of {tuple(parameter.shape)} cannot be cut into {num_shards} equal "
+                f"shards ({size} / {num_shards} = {size / num_shards:g}): lower train.tensor_parallel_size "
+                f"{self.ranks.size}"
             )
         placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
-        known = self._made.get(id(parameter))
-        if known and known[1].placements != (placement,):
+        earlier = self._cut_tied.get(id(parameter))
+        if earlier and cast("DTensor", earlier[1]).placements != (placement,):
             raise ConfigError(
                 f"{where}.{name} is tied to a weight that is cut otherwise: give both the same style in the plan"
             )
-        made = known[1] if known else self._distribute(parameter, placement)
+        distributed = earlier[1] if earlier else self._distribute(parameter, placement)
         if id(parameter) in self._tied:
-            self._made[id(parameter)] = (parameter, made)
-        module.register_parameter(name, made)
+            self._cut_tied[id(parameter)] = (parameter, distributed)
+        module.register_parameter(name, distributed)
 
     def _distribute(self, parameter: nn.Parameter, placement: Shard | _StridedShard) -> nn.Parameter:
         if isinstance(placement, Shard):
             tensor = distribute_tensor(parameter.data, self.device_mesh, [placement], src_data_rank=None)
         else:
-            shard = blockwise_shard(parameter.data, placement.dim, placement.split_factor, self.ranks)
+            shard = blockwise_shard(parameter.data, placement.dim, cast("int", placement.split_factor), self.ranks)
             layout = {"shape": parameter.shape, "stride": parameter.contiguous().stride()}
             tensor = DTensor.from_local(shard, self.device_mesh, [placement], run_check=False, **layout)
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
@@ -216,9 +229,17 @@ class Cutter:
 class Colwise(nn.Linear):
     """A linear layer whose outputs are cut: weight [out, in] and bias [out] along ``out``.
 
-    With several blocks its bias, and the weight of an adapter, stay whole and are cut here: fsdp2 can share a blockwise
-    cut only along ``in``.
+    With several blocks the bias, and the weight of an adapter, stay whole and are cut here: fsdp2 can cut a blockwise
+    shard further only along ``in``.
     """
+
+    tp_ranks: TensorRanks
+    tp_parts: bool
+    """Whether it is in a partial group."""
+    tp_joined: bool
+    """Whether outputs are gathered."""
+    tp_blocks: int
+    """Equal blocks of a fused matrix."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.tp_parts:
@@ -234,10 +255,16 @@ class Colwise(nn.Linear):
 
 
 class Rowwise(nn.Linear):
-    """A linear layer whose inputs are cut, and its weight [out, in] along ``in``; what comes out is summed.
+    """A linear layer whose inputs are cut, and its weight [out, in] along ``in``; outputs are summed over ranks.
 
     The bias stays whole and is added once.
     """
+
+    tp_ranks: TensorRanks
+    tp_parts: bool
+    """Whether it is in a partial group, after which outputs are summed."""
+    tp_whole_input: bool
+    """Whether inputs come whole and are cut here."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.tp_whole_input:
@@ -247,12 +274,15 @@ class Rowwise(nn.Linear):
             output = reduce(output, self.tp_ranks)
         if self.bias is None:
             return output
+        # In a partial group every rank's output is summed later, so each adds its share of the bias.
         bias = copy(self.bias, self.tp_ranks) / self.tp_ranks.size if self.tp_parts else self.bias
         return output + bias.to(output.dtype)
 
 
 class EmbeddingRowwise(nn.Embedding):
-    """An embedding whose rows, the vocabulary, are cut; what the ranks find is summed."""
+    """An embedding whose rows, the vocabulary, are cut; outputs, 0 for rows of other ranks, are summed over ranks."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -261,7 +291,7 @@ class EmbeddingRowwise(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
-        if not len(weight):  # more ranks than shards
+        if not len(weight):  # this rank has no rows; a lookup of index 0, which is masked, needs one
             weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
         with showing(self, weight=weight, padding_idx=padding):
             output = super().forward((input - start).masked_fill(missing, 0))
@@ -269,7 +299,9 @@ class EmbeddingRowwise(nn.Embedding):
 
 
 class EmbeddingColwise(nn.Embedding):
-    """An embedding whose features are cut, and gathered again."""
+    """An embedding whose features are cut, and gathered after the lookup."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
         with showing(self, weight=local(self.weight)):
@@ -278,11 +310,13 @@ class EmbeddingColwise(nn.Embedding):
 
 
 class NormAcrossHeads(nn.RMSNorm):
-    """An RMS norm over the features of all heads, which are cut: the mean of squares is that of all ranks."""
+    """An RMS norm over the features of all heads, which are cut: the mean of squares is taken over all ranks."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
         values = input.float()
-        # every rank's output depends on the sum, and so its gradient is summed over ranks too
+        # Every rank's output depends on the sum, so its gradient is summed over ranks, too.
         squares = copy(reduce(values.square().sum(-1, keepdim=True), self.tp_ranks), self.tp_ranks)
         eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
         values = values * torch.rsqrt(squares / self.normalized_shape[0] + eps)
@@ -290,11 +324,13 @@ class NormAcrossHeads(nn.RMSNorm):
 
 
 class Local(nn.Module):
-    """A module that computes with this rank's shards of its own parameters."""
+    """A role for a module that computes with this rank's shards of its own parameters."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-        with showing(self, **{name: self._of_rank(parameter) for name, parameter in own.items()}):
+        parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
@@ -302,16 +338,17 @@ class Local(nn.Module):
 
 
 class Summed(Local):
-    """A module with whole parameters of which each rank sees a part of the uses: their gradients are summed."""
+    """A role for a module with whole parameters that each rank applies to a part of the data, such as some heads or
+    tokens: gradients of the parameters are summed over ranks."""
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
         return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
 
 
 class Experts(Local):
-    """Experts that compute with their shards; what comes out is summed.
+    """Experts that compute with their shards; outputs are summed over ranks.
 
-    Gradients of the tokens and of their routing weights are summed too; the router stays whole.
+    Gradients of the tokens and of their routing weights are summed, too; the router stays whole.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -325,21 +362,30 @@ class Experts(Local):
 
 
 class AllReduced(nn.Module):
-    """A module whose output is summed."""
+    """A role for a module whose output is summed over ranks."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
 
 class IdentityExpert(nn.Module):
-    """An expert without weights: it is given its share, so that the sum over ranks is whole."""
+    """A role for an expert without weights: each rank puts in an equal share, so that the sum over ranks is whole."""
+
+    tp_ranks: TensorRanks
 
     def forward(self, input: Tensor, *args: Any) -> Any:
         return super().forward(input / self.tp_ranks.size, *args)
 
 
 class LatentKeyValue(nn.Module):
-    """A latent projection whose last outputs go to this rank's heads directly: their gradients are summed."""
+    """A latent projection whose last outputs (the rotary key) go to this rank's heads directly: their gradients are
+    summed over ranks. The others pass through a cut layer, which sums theirs."""
+
+    tp_ranks: TensorRanks
+    tp_rotary: int
+    """Number of these outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = super().forward(input)
@@ -348,22 +394,23 @@ class LatentKeyValue(nn.Module):
 
 
 class SeparateOutputs(nn.Module):
-    """A block that returns several views of one tensor, which compiled code cannot do beside DTensors."""
+    """A role for a block that returns several views of one tensor, which compiled code with DTensors cannot do."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 
 
-def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:
-    """Gives a module another forward, which may call its own: by a class of the same name, as fsdp2 does.
+def become(module: nn.Module, role: type[nn.Module], **settings: object) -> None:
+    """Gives a module another forward, which may call the original one, by changing its class, as fsdp2 does.
 
-    Compiled code of one block then serves all, which a method of each module's own would prevent.
+    The new class, of the same name, derives from the role and the module's class. All modules of a class share it, so
+    that compiled code of one block serves all; a method on each instance would prevent that.
 
     Args:
         module: changed in place.
         role: a class with that forward.
-        settings: attributes that it reads.
+        settings: attributes that the role reads.
     """
     module.__class__ = _class_of(role, type(module))
     for name, value in settings.items():
@@ -371,18 +418,21 @@ def become(module: nn.Module, role: type[nn.Module], **settings: Any) -> None:
 
 
 @functools.cache
-def _class_of(role: type[nn.Module], known: type[nn.Module]) -> type[nn.Module]:
-    return type(known.__name__, (role, known), {"__module__": known.__module__})
+def _class_of(role: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    return type(base.__name__, (role, base), {"__module__": base.__module__})
 
 
 @contextmanager
-def showing(module: nn.Module, **values: Any) -> Iterator[None]:
-    """While it lasts, a module's attributes have other values; its parameters stay registered as they are."""
-    before = {name: module.__dict__[name] for name in values if name in module.__dict__}
+def showing(module: nn.Module, **values: object) -> Iterator[None]:
+    """While it lasts, attributes of a module have other values. Parameters of these names stay registered.
+
+    Values in the instance's dictionary are found before parameters.
+    """
+    overwritten = {name: module.__dict__[name] for name in values if name in module.__dict__}
     module.__dict__.update(values)
     try:
         yield
     finally:
         for name in values:
             del module.__dict__[name]
-        module.__dict__.update(before)
+        module.__dict__.update(overwritten)

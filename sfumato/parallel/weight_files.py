@@ -1,4 +1,4 @@
-"""Weights in safetensors files: tensors of which a part can be read, as they stand or as transformers combines them."""
+"""Weights in safetensors files: tensors that can be read in parts, as stored or as transformers combines them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,15 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 from sfumato.parallel.shards import ranges_of
 
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    from transformers import PreTrainedModel
+
+    Value = TypeVar("Value")
+
 FILES = ("model", "diffusion_pytorch_model")
-"""What transformers and diffusers call a weight file, without its ending."""
+"""Names of weight files of transformers and diffusers, without their endings."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -38,16 +45,18 @@ DTYPES = {
 }
 
 Slices = tuple[slice, ...]
+"""One slice, with start and stop, for each dimension."""
 
 
 class TensorSource(Protocol):
-    """A tensor of which a part can be had without the rest."""
+    """A tensor that can be read in parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, slices: Slices) -> Tensor:
-        """The part within one slice (with start and stop) for each dimension."""
+        """The part of the tensor within these slices."""
+        ...
 
 
 @dataclass
@@ -55,6 +64,7 @@ class FileTensor:
     """A tensor in a safetensors file."""
 
     file: Any
+    """The open file, of ``safe_open``, which has no type of its own."""
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +81,9 @@ class Held:
     """A tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
 
     def read(self, slices: Slices) -> Tensor:
         return self.tensor[slices]
@@ -82,7 +94,9 @@ class Stacked:
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([part.shape for part in parts], "stacked")
-        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.parts = parts
+        self.dim = dim
+        self.dtype = parts[0].dtype
         self.shape = (*parts[0].shape[:dim], len(parts), *parts[0].shape[dim:])
 
     def read(self, slices: Slices) -> Tensor:
@@ -98,25 +112,31 @@ class Joined:
 
     def __init__(self, parts: Sequence[TensorSource], dim: int) -> None:
         _require_equal([part.shape[:dim] + part.shape[dim + 1 :] for part in parts], "joined")
-        self.parts, self.dim, self.dtype = parts, dim, parts[0].dtype
+        self.parts = parts
+        self.dim = dim
+        self.dtype = parts[0].dtype
         self.ends = list(accumulate((part.shape[dim] for part in parts), initial=0))
         self.shape = (*parts[0].shape[:dim], self.ends[-1], *parts[0].shape[dim + 1 :])
 
     def read(self, slices: Slices) -> Tensor:
-        wanted, found = slices[self.dim], []
-        for part, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
-            first, last = max(wanted.start, start), min(wanted.stop, stop)
-            if first < last or not found:
+        bounds = slices[self.dim]
+        pieces = []
+        for source, (start, stop) in zip(self.parts, pairwise(self.ends), strict=True):
+            first, last = max(bounds.start, start), min(bounds.stop, stop)
+            if first < last or not pieces:  # an empty range still reads one empty piece, which has shape and dtype
                 inside = slice(first - start, last - start) if first < last else slice(0, 0)
-                found.append(part.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
-        return torch.cat(found, self.dim)
+                pieces.append(source.read((*slices[: self.dim], inside, *slices[self.dim + 1 :])))
+        return torch.cat(pieces, self.dim)
 
 
 class Narrowed:
     """A range of a tensor along a dimension."""
 
     def __init__(self, whole: TensorSource, dim: int, start: int, stop: int) -> None:
-        self.whole, self.dim, self.start, self.dtype = whole, dim, start, whole.dtype
+        self.whole = whole
+        self.dim = dim
+        self.start = start
+        self.dtype = whole.dtype
         self.shape = (*whole.shape[:dim], stop - start, *whole.shape[dim + 1 :])
 
     def read(self, slices: Slices) -> Tensor:
@@ -125,7 +145,7 @@ class Narrowed:
 
 
 def equal_parts(whole: TensorSource, dim: int, count: int) -> list[TensorSource]:
-    """A tensor's equal parts along a dimension; the last may be shorter."""
+    """Parts of equal size of a tensor along a dimension; the last ones may be shorter, or empty."""
     size = whole.shape[dim]
     length = -(-size // count)
     return [
@@ -137,10 +157,13 @@ class Swapped:
     """A tensor with two dimensions exchanged."""
 
     def __init__(self, whole: TensorSource, first: int, second: int) -> None:
-        self.whole, self.first, self.second, self.dtype = whole, first, second, whole.dtype
+        self.whole = whole
+        self.first = first
+        self.second = second
+        self.dtype = whole.dtype
         self.shape = self._swap(whole.shape)
 
-    def _swap(self, values: Sequence[Any]) -> tuple[Any, ...]:
+    def _swap(self, values: Sequence[Value]) -> tuple[Value, ...]:
         swapped = list(values)
         swapped[self.first], swapped[self.second] = swapped[self.second], swapped[self.first]
         return tuple(swapped)
@@ -155,7 +178,7 @@ def _require_equal(shapes: Sequence[tuple[int, ...]], how: str) -> None:
 
 
 def read_shard(source: TensorSource, like: Tensor) -> Tensor:
-    """What this rank holds of a tensor, reading nothing else.
+    """Reads this rank's shard of a tensor, and no other part of it.
 
     Args:
         source: the tensor, of the whole shape of ``like``.
@@ -168,6 +191,7 @@ def read_shard(source: TensorSource, like: Tensor) -> Tensor:
 
 
 def _read_ranges(source: TensorSource, ranges: list[list[tuple[int, int]]], slices: Slices) -> Tensor:
+    """Reads the ranges of the dimensions after those that ``slices`` fixes, and joins them."""
     dim = len(slices)
     if dim == len(ranges):
         return source.read(slices)
@@ -177,7 +201,7 @@ def _read_ranges(source: TensorSource, ranges: list[list[tuple[int, int]]], slic
 
 @contextmanager
 def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSource]]:
-    """The tensors of a weight folder, by the names in its files; they can be read inside the block.
+    """The tensors of a weight folder, by the names in its files. They can be read while the context lasts.
 
     Args:
         files: a folder that transformers' or diffusers' ``save_pretrained`` wrote (one file, or several and an
@@ -186,7 +210,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
     Raises:
         ConfigError: when a file is missing, damaged or of an unknown dtype, or two hold the same tensor.
     """
-    found: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     with ExitStack() as stack:
         for path in _files(files):
             try:
@@ -194,16 +218,21 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}; fetch the weights again") from error
             for name in file.keys():  # noqa: SIM118
-                if name in found:
+                if name in sources:
                     raise ConfigError(f"{path}: tensor {name!r} is in another file too: remove one of them")
                 view = file.get_slice(name)
                 if view.get_dtype() not in DTYPES:
                     raise ConfigError(f"{path}: tensor {name!r} has dtype {view.get_dtype()}, which is not supported")
-                found[name] = FileTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
-        yield found
+                sources[name] = FileTensor(file, name, tuple(view.get_shape()), DTYPES[view.get_dtype()])
+        yield sources
 
 
 def _files(files: Path | Sequence[Path]) -> list[Path]:
+    """Paths of the weight files that ``files`` of ``open_weights`` stands for.
+
+    Raises:
+        ConfigError: when a folder has no weights, or its index cannot be read.
+    """
     if not isinstance(files, str | Path):
         return list(files)
     files = Path(files)
@@ -219,19 +248,19 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index} is not an index of weights: {error!r}; fetch it again") from error
             return [files / name for name in sorted(set(names))]
-    wanted = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
-    raise ConfigError(f"{files} has neither {wanted}: give a folder that save_pretrained wrote")
+    expected = " nor ".join(f"{stem}.safetensors[.index.json]" for stem in FILES)
+    raise ConfigError(f"{files} has neither {expected}: give a folder that save_pretrained wrote")
 
 
 def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
-    """The file that holds a tensor of that name, for a message; where none has it under that name, all of them."""
+    """The file that holds a tensor of that name, for a message; where none has it under that name, all files."""
     try:
         paths = sorted(files.glob("*.safetensors")) if isinstance(files, Path) and files.is_dir() else _files(files)
         for path in paths if len(paths) > 1 else ():
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118
                     return path
-    except (OSError, SafetensorError, ConfigError):  # whoever reads them says so
+    except (OSError, SafetensorError, ConfigError):  # reading the weights reports it
         paths = []
     return paths[0] if len(paths) == 1 else files if isinstance(files, Path) else ", ".join(map(str, files))
 
@@ -242,49 +271,63 @@ def converted(
     shapes: dict[str, tuple[int, ...]],
     skip_others: bool = False,
 ) -> dict[str, TensorSource]:
-    """Tensors under the names that a transformers model has for them, as its conversion mapping says.
+    """Renames and combines tensors as transformers' conversion mapping of a model says.
 
     Args:
         stored: by the names in the files.
-        model: of any class that is made of transformers'.
+        model: a transformers model, whose class may be derived by fsdp2 or tensor parallelism.
         shapes: of the model's tensors.
         skip_others: leave out tensors that cannot be read in parts.
 
+    Returns:
+        Tensors by the model's names.
+
     Raises:
-        ConfigError: when there is one that cannot be, and they are not left out.
+        ConfigError: when a tensor cannot be read in parts and is not left out, or two get the same name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     with _plain_classes(model):
-        mapping = get_model_conversion_mapping(model)
+        mapping = get_model_conversion_mapping(cast("PreTrainedModel", model))
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, TensorSource] = {}
+    converter_of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    sources: dict[str, TensorSource] = {}
     groups: dict[str, dict[str, list[TensorSource]]] = {}
+    # In numerical order, so that experts that are stored one by one are stacked in the order of their numbers.
     for name in sorted(
         stored, key=lambda key: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
     ):
-        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
-        if new not in shapes and name in shapes:
+        new, pattern = rename_source_key(name, renamings, converters, cast("str", model.base_model_prefix), shapes)
+        if new not in shapes and name in shapes:  # the file has the model's own name already
             new, pattern = name, None
         if pattern is not None:
             groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
-        elif new in found:
+        elif new in sources:
             raise ConfigError(f"two tensors of the files are {new!r} in transformers")
         else:
-            found[new] = stored[name]
-    for name, parts in groups.items():
+            sources[new] = stored[name]
+    for name, stored_parts in groups.items():
         with suppress(ConfigError) if skip_others else nullcontext():
-            found |= _combined(name, parts, of_pattern[next(iter(parts))], shapes)
-    return found
+            sources |= _combined(name, stored_parts, converter_of_pattern[next(iter(stored_parts))], shapes)
+    return sources
 
 
 def _combined(
     name: str, parts: dict[str, list[TensorSource]], converter: Any, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, TensorSource]:
-    """What a transformers converter makes of the tensors that match its patterns; ``name`` is the first target's."""
+    """Applies a transformers converter to the tensors that match its patterns, without reading them.
+
+    Args:
+        name: the model's name of the first target.
+        parts: tensors by the pattern that they match.
+        converter: a ``WeightConverter``.
+        shapes: of the model's tensors.
+
+    Raises:
+        ConfigError: for an operation that cannot be done in parts.
+    """
     first = converter.target_patterns[0]
     names = [name.replace(first, pattern) for pattern in converter.target_patterns]
     state = [parts[pattern] for pattern in converter.source_patterns if pattern in parts]
@@ -297,9 +340,9 @@ def _combined(
             case "Chunk" if getattr(op, "num_shards_attribute", None) is None:
                 state = [[chunk] for chunk in equal_parts(state[0][0], op.dim, len(names))]
             case "Transpose":
-                whole = state[0][0]
-                keep = getattr(op, "check_dims", False) and whole.shape == shapes.get(name)
-                state = [[whole if keep else Swapped(whole, op.dim0, op.dim1)]]
+                tensor = state[0][0]
+                keep = getattr(op, "check_dims", False) and tensor.shape == shapes.get(name)
+                state = [[tensor if keep else Swapped(tensor, op.dim0, op.dim1)]]
             case other:
                 raise ConfigError(
                     f"{name}: transformers converts it by {other}, which cannot be read in parts: load the model with "
@@ -312,12 +355,14 @@ def _combined(
 
 @contextmanager
 def _plain_classes(module: nn.Module) -> Iterator[None]:
-    """Inside, modules have transformers' classes, not those of fsdp2 and of ours that are made of them: transformers
-    looks conversions up by class name."""
-    known = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
-    sharded = {submodule: type(submodule) for submodule, cls in known.items() if cls is not type(submodule)}
+    """While it lasts, modules have transformers' classes instead of the derived ones of fsdp2 and sfumato.
+
+    transformers looks conversions up by class name.
+    """
+    plain_classes = {submodule: _plain_class(type(submodule)) for submodule in module.modules()}
+    sharded = {submodule: type(submodule) for submodule, cls in plain_classes.items() if cls is not type(submodule)}
     for submodule in sharded:
-        submodule.__class__ = known[submodule]
+        submodule.__class__ = plain_classes[submodule]
     try:
         yield
     finally:
@@ -326,4 +371,5 @@ def _plain_classes(module: nn.Module) -> Iterator[None]:
 
 
 def _plain_class(cls: type) -> type:
-    return next(each for each in cls.__mro__ if not issubclass(each, FSDPModule) and "sfumato." not in each.__module__)
+    """The first class in the order of inheritance that neither fsdp2 nor sfumato has made."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule) and "sfumato." not in base.__module__)

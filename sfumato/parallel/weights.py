@@ -1,8 +1,8 @@
 """Weights in and out of a module on any mesh: from safetensors files, from scratch, and back as whole tensors.
 
-A weight file is a set of tensors that can be read in part. ``load_weights`` works out where each of the module's
-weights stands, in which of several files and perhaps as many small tensors (experts one by one), and reads what this
-rank holds of it.
+A weight file is a set of tensors that can be read in parts. ``load_weights`` finds where each of the module's weights
+is stored, in which of several files and perhaps as many small tensors (experts one by one), and reads this rank's shard
+of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ NAMED = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a module must be given under a name."""
+class ExpectedTensor:
+    """A tensor of a module that files must provide."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,55 +52,57 @@ def load_weights(
 ) -> None:
     """Fills a module with the weights of a transformers or diffusers folder. Every rank must call it.
 
-    Weights on meta become real, in this rank's shape only; what the files hold is cast to the module's dtypes. Each
-    rank reads its own part of each tensor. What transformers renames, joins or stacks when it loads (experts that
-    are stored one by one) is so here. Adapters are left alone.
+    Weights on meta become real, in the shape of this rank's shard; tensors of the files are cast to the module's
+    dtypes. Each rank reads its own part of each tensor. Tensors that transformers renames, joins or stacks when it
+    loads (experts that are stored one by one) are treated equally here. Adapters are not touched.
 
     Args:
         module: plain, ddp, or cut by fsdp2, tensor, expert and pipeline parallelism.
         files: see ``open_weights``.
         mesh: the ranks.
         from_rank0: only rank 0 touches the files; the others receive one whole tensor at a time.
-        strict: False passes over tensors that the module has no place for, and lets weights that are not on meta keep
+        strict: False ignores tensors that the module has no place for, and lets weights that are not on meta keep
             their values when the files have none.
-        rename: from a name in the files to one that the module, or transformers' conversion, knows.
-        device: where weights that are on meta come to lie; the mesh's if None. The CPU with enable_fsdp_offload.
+        rename: from a name in the files to the module's name, or to one that transformers' conversion renames.
+        device: device for weights that are on meta; the mesh's if None. The CPU with enable_fsdp_offload.
 
     Raises:
         ConfigError: on every rank and before anything changes, when tensors are missing, left over, of another shape
             or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
             Afterwards, when a weight is not finite.
     """
-    here = _loadable(module).items()
-    wanted = {name: Wanted(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in here}
-    wanted = mesh.merge(wanted, over="pp")
+    loadable = _loadable(module).items()
+    expected = {name: ExpectedTensor(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in loadable}
+    # The files hold tensors of all pipeline stages: each rank must know them all, to find missing and extra ones.
+    expected = mesh.merge(expected, over="pp")
     shared = from_rank0 and mesh.size > 1
     with ExitStack() as stack:
-        found: dict[str, TensorSource] = {}
+        sources: dict[str, TensorSource] = {}
         problems: list[str] = []
         if mesh.is_first or not shared:
             try:
                 stored = _rename(stack.enter_context(open_weights(files)), rename)
-                found, problems = _match(stored, wanted, module, strict)
+                sources, problems = _match_files(stored, expected, module, strict)
             except ConfigError as error:
                 problems = [str(error)]
         _raise_everywhere(problems, mesh)
         make_real(module, device or mesh.device)
         targets = _loadable(module)
-        for name in mesh.gather(list(found), over="world")[0] if shared else found:
-            source = _from_first(found.get(name), mesh) if shared else found[name]
+        # With ``from_rank0`` all ranks loop over rank 0's names, since each of its tensors is a collective.
+        for name in mesh.gather(list(sources), over="world")[0] if shared else sources:
+            source = _from_first(sources.get(name), mesh) if shared else sources[name]
             if name in targets:
                 _copy(read_shard(source, targets[name]), targets[name])
     refuse_not_finite(targets, files, mesh)
 
 
 def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, from_rank0: bool = False) -> None:
-    """Copies whole tensors into what this rank holds of a module's weights. Every rank must call it.
+    """Copies this rank's shards of whole tensors into a module's weights. Every rank must call it.
 
     Args:
         module: any that ``parallelize`` returned, adapters included; not on meta.
         tensors: some or all of its parameters and persistent buffers, by the names of the plain module, on any
-            device. With pipeline parallelism those of all stages.
+            device. With pipeline parallelism tensors of all stages.
         mesh: the ranks.
         from_rank0: only rank 0 has them (elsewhere the argument is not looked at) and sends one at a time.
 
@@ -131,75 +133,75 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
     _raise_everywhere(problems, mesh)
     for name in mesh.gather(list(tensors) if mesh.is_first else [], over="world")[0] if shared else tensors:
-        mine = Held(tensors[name]) if mesh.is_first or not shared else None
-        whole = (_from_first(mine, mesh) if shared else mine).tensor
+        held = Held(tensors[name]) if mesh.is_first or not shared else None
+        whole_tensor = (_from_first(held, mesh) if shared else cast("Held", held)).tensor
         if name in parameters:
-            _copy(shards.shard(name, whole), parameters[name])
+            _copy(shards.shard(name, whole_tensor), parameters[name])
         elif name in buffers:
-            _copy(whole, buffers[name])
+            _copy(whole_tensor, buffers[name])
 
 
 def whole_weights(
     module: nn.Module, mesh: Mesh, only_trainable: bool = False, share: bool = False
 ) -> dict[str, Tensor]:
-    """A module's weights as the plain module would have them. Every rank must call it.
+    """A module's whole weights, as the plain module would have them. Every rank must call it.
 
-    They are gathered one at a time. A weight that is tied stands under the first of its names.
+    They are gathered one at a time. A tied weight has the first of its names.
 
     Args:
         module: any that ``parallelize`` returned, adapters included.
         mesh: the ranks.
         only_trainable: parameters that require gradients; otherwise all, and persistent buffers.
-        share: weights that are whole on the CPU are not copied: they change with the module.
+        share: weights that are whole on the CPU are not copied, so that the result changes with the module.
 
     Returns:
-        On rank 0 whole tensors on the CPU, of all pipeline stages; elsewhere nothing.
+        On rank 0 whole tensors on the CPU, of all pipeline stages, by name; elsewhere an empty dictionary.
     """
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
-    mine = {name: (tuple(shards.shapes[name]), parameter.dtype) for name, parameter in parameters.items()}
-    mine |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+    own_specs = {name: (tuple(shards.shapes[name]), parameter.dtype) for name, parameter in parameters.items()}
+    own_specs |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
-    found: dict[str, Tensor] = {}
-    for number, specs in enumerate(mesh.gather(mine, over="pp")):
+    weights: dict[str, Tensor] = {}
+    for owner_stage, specs in enumerate(mesh.gather(own_specs, over="pp")):
         for name, (shape, dtype) in specs.items():
-            if number == stage:
-                whole = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
+            if owner_stage == stage:
+                tensor = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
                 if stage > 0 and ranks[0] == 0:
-                    dist.send(whole.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
+                    dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
-                whole = torch.empty(shape, dtype=dtype, device=mesh.device)
-                dist.recv(whole, src=ranks[number], group=mesh.group("pp"))
+                tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+                dist.recv(tensor, src=ranks[owner_stage], group=mesh.group("pp"))
             if mesh.is_first:
-                found.setdefault(name, whole.detach().to("cpu", copy=not share))
-    return found
+                weights.setdefault(name, tensor.detach().to("cpu", copy=not share))
+    return weights
 
 
 def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]:
     """Names of a module's parameters and persistent buffers that hold NaN or infinite values, on any rank.
 
     Args:
-        module: plain or as ``parallelize`` returned it; what is on meta is passed over.
-        mesh: the ranks, all of which must call it; None looks at this process alone.
+        module: plain or as ``parallelize`` returned it; weights on meta are skipped.
+        mesh: the ranks, all of which must call it; None checks this process only.
     """
-    found = not_finite(all_parameters(module) | persistent_buffers(module))
-    return found if mesh is None else together(found, mesh)
+    names = not_finite(all_parameters(module) | persistent_buffers(module))
+    return names if mesh is None else together(names, mesh)
 
 
 def refuse_not_finite(
     loaded: nn.Module | Mapping[str, Tensor], files: Path | Sequence[Path], mesh: Mesh | None = None
 ) -> None:
-    """Looks at weights that were just loaded.
+    """Checks weights that were just loaded.
 
     Args:
         loaded: a module, or some of its weights by name.
-        files: where they come from, for the message.
-        mesh: the ranks, all of which must call it; None looks at this process alone.
+        files: the files they were loaded from, for the message.
+        mesh: the ranks, all of which must call it; None checks this process only.
 
     Raises:
-        ConfigError: when some are NaN or infinite; it names the file and the first of them.
+        ConfigError: when a weight is NaN or infinite; it names the file and the first few weights.
     """
     bad = weights_not_finite(loaded) if isinstance(loaded, nn.Module) else not_finite(loaded)
     bad = bad if mesh is None else together(bad, mesh)
@@ -211,20 +213,22 @@ def refuse_not_finite(
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Makes a module whose parameters take no memory, while its buffers have their values.
+    """Builds a module whose parameters take no memory, while its buffers have their values.
 
-    Buffers that are computed when a module is made (frequencies of rotary embeddings) stand in no file.
+    Buffers that are computed when a module is built (frequencies of rotary embeddings) are in no file, so they must be
+    real.
 
     Args:
-        build: makes the module on the CPU; each parameter exists until it is registered.
+        build: builds the module on the CPU; each parameter has memory until it is registered.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # one that is on meta may be tied: it stays the same object
+        # A parameter on meta is kept as the object that it is: it may be registered again, as a tied weight.
+        if param is not None and not param.is_meta:
             attributes = param.__dict__
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-            param.__dict__.update(attributes)
+            cast("dict[str, Any]", param.__dict__).update(attributes)
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta
@@ -236,23 +240,23 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
 @contextmanager
 def real_stand_ins(module: nn.Module) -> Iterator[None]:
-    """Inside, weights on meta seem to lie on the CPU, without taking memory.
+    """While it lasts, weights on meta are replaced by zeros on the CPU that share one element, so take no memory.
 
-    Adapters that are made inside are then real, with the same random values as beside real weights; peft would put
-    them on meta. For initialisations that do not look at the weights.
+    Adapters that are added meanwhile are real, with the same random values as beside real weights; peft would put them
+    on meta. Only for initialisations that do not read the weights.
     """
-    kept = []
+    replaced = []
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
                 stand_in = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                kept.append((owner, name, parameter))
+                replaced.append((owner, name, parameter))
                 owner._parameters[name] = nn.Parameter(stand_in, requires_grad=parameter.requires_grad)
     try:
         yield
     finally:
-        for owner, name, parameter in kept:
-            parameter.requires_grad_(owner._parameters[name].requires_grad)
+        for owner, name, parameter in replaced:
+            parameter.requires_grad_(cast("nn.Parameter", owner._parameters[name]).requires_grad)
             owner._parameters[name] = parameter
 
 
@@ -261,21 +265,21 @@ def initialise_on_meta(
 ) -> None:
     """Gives a module on meta the random weights that one plain process would have, bit for bit, on any mesh.
 
-    Random numbers drawn in shards would depend on the mesh, so rank 0 makes the plain module, which must fit into its
+    Random numbers drawn in shards would depend on the mesh, so rank 0 builds the plain module, which must fit into its
     CPU memory, and sends one weight at a time. Every rank must call it.
 
     Args:
-        module: what ``parallelize`` made of ``build_on_meta(build)``.
-        build: makes the plain module.
+        module: the result of ``parallelize`` on ``build_on_meta(build)``.
+        build: builds the plain module.
         mesh: the ranks.
-        seed: torch's seed while it is made.
+        seed: torch's seed while it is built.
         device: see ``load_weights``.
 
     Raises:
         ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
     """
     _refuse_fsdp1(module)
-    wanted = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
+    names = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
     tensors: dict[str, Tensor] = {}
     problems = []
     if mesh.is_first:
@@ -283,28 +287,32 @@ def initialise_on_meta(
             torch.manual_seed(seed)
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        lacking = [name for name in wanted if name not in tensors]
-        problems = [f"the module that was built has no {listed(lacking, NAMED)}"] if lacking else []
+        missing = [name for name in names if name not in tensors]
+        problems = [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
     _raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
-    load_whole(module, {name: tensors[name].detach() for name in wanted if name in tensors}, mesh, from_rank0=True)
+    load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
 
 
 def make_real(module: nn.Module, device: torch.device) -> None:
-    """Gives weights on meta memory on a device, for this rank's shard, without values. Others keep theirs."""
+    """Allocates memory on a device, without values, for this rank's shards of weights on meta. Other weights stay."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((owner, key))
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-    for (first, name), *others in places.values():
-        for owner, key in others:  # tied weights stay one
+    for (first, name), *tied in places.values():
+        for owner, key in tied:  # ``_apply`` has made a parameter for each name; tied weights become one again
             owner._parameters[key] = first._parameters[name]
 
 
 def _loadable(module: nn.Module) -> dict[str, Tensor]:
-    """What files hold of a module, by the names there: parameters but adapters', and persistent buffers."""
+    """The tensors of a module that files hold, by their names there: parameters without adapters, persistent buffers.
+
+    Raises:
+        ConfigError: when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
+    """
     _refuse_fsdp1(module)
     buffers = persistent_buffers(module)
     computed = [name for name, buffer in module.named_buffers() if buffer.is_meta and plain_name(name) not in buffers]
@@ -320,9 +328,9 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     on_meta = [name for name, parameter in parameters.items() if name.startswith(adapters) and parameter.is_meta]
     if on_meta:
         raise ConfigError(f"adapters are on meta: {listed(on_meta, NAMED)}; add them inside real_stand_ins")
-    found = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
-    found |= buffers
-    return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in found.items()}
+    loadable = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
+    loadable |= buffers
+    return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in loadable.items()}
 
 
 def _refuse_fsdp1(module: nn.Module) -> None:
@@ -334,7 +342,7 @@ def _refuse_fsdp1(module: nn.Module) -> None:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with the weights, by the names of the plain module; whole on every rank."""
+    """Buffers that are saved with the weights, by the names of the plain module. They are whole on every rank."""
     return {
         plain_name(f"{prefix}.{name}" if prefix else name): buffer
         for prefix, owner in module.named_modules()
@@ -357,52 +365,55 @@ def _rename(
     return renamed
 
 
-def _match(
-    stored: dict[str, TensorSource], wanted: dict[str, Wanted], module: nn.Module, strict: bool
+def _match_files(
+    stored: dict[str, TensorSource], expected_tensors: dict[str, ExpectedTensor], module: nn.Module, strict: bool
 ) -> tuple[dict[str, TensorSource], list[str]]:
-    """A tensor for each name that is wanted, and what is wrong."""
+    """A tensor of the files for each name that the module expects, and a list of problems."""
     root = _transformers_model(module)
     if root is not None:
-        stored = converted(stored, root, {name: expected.shape for name, expected in wanted.items()})
+        stored = converted(stored, root, {name: expected.shape for name, expected in expected_tensors.items()})
     root = module if root is None else root
+    # A tied weight may be stored under any of its names: by module and by the class's declaration.
     names_of: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), set()).add(plain_name(name))
     same = [names for names in names_of.values() if len(names) > 1]
     same += [set(pair) for pair in getattr(root, "all_tied_weights_keys", {}).items()]
-    found, missing, misfits = {}, [], []
-    for name, expected in wanted.items():
+    sources = {}
+    missing = []
+    misfits = []
+    for name, expected in expected_tensors.items():
         names = [name, *sorted(chain.from_iterable(group for group in same if name in group))]
-        source = next((stored[known] for known in names if known in stored), None)
+        source = next((stored[alias] for alias in names if alias in stored), None)
         if source is not None:
-            found[name] = source
+            sources[name] = source
             misfits += _misfit(name, source, expected)
         elif expected.is_meta or (strict and not _ignores(root, "missing", name)):
             missing.append(name)
-    allowed = {*wanted, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
+    allowed = {*expected_tensors, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
     extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
     problems = [f"the files have no {listed(missing, NAMED)}; is this the folder of another model?"] if missing else []
     problems += [f"the module has no place for {listed(extra, NAMED)} of the files"] if extra else []
-    return found, problems + misfits
+    return sources, problems + misfits
 
 
-def _misfit(name: str, source: TensorSource, wanted: Wanted) -> list[str]:
-    if source.shape != wanted.shape:
-        return [f"{name} has shape {source.shape} in the files, the module wants {wanted.shape}"]
-    if wanted.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
+def _misfit(name: str, source: TensorSource, expected: ExpectedTensor) -> list[str]:
+    if source.shape != expected.shape:
+        return [f"{name} has shape {source.shape} in the files, the module wants {expected.shape}"]
+    if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
         return [f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"]
     return []
 
 
-def _ignores(model: nn.Module, what: str, name: str) -> bool:
-    """Whether the model's class says that this name may be missing or unexpected."""
-    patterns = getattr(model, f"_keys_to_ignore_on_load_{what}", None) or ()
-    computed = (r"rotary_emb\.inv_freq$",) if what == "unexpected" else ()
+def _ignores(model: nn.Module, kind: str, name: str) -> bool:
+    """Whether the model's class declares that a tensor may be missing or unexpected (``kind``) in the files."""
+    patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
+    computed = (r"rotary_emb\.inv_freq$",) if kind == "unexpected" else ()
     return any(re.search(pattern, name) for pattern in (*patterns, *computed))
 
 
 def _transformers_model(module: nn.Module) -> nn.Module | None:
-    """The transformers model that a module is or, as a pipeline's stages, contains under the same names."""
+    """The transformers model that a module is, or that it contains with equal names, as a pipeline's ``Stages`` do."""
     if "transformers" not in sys.modules:
         return None
     from transformers import PreTrainedModel
@@ -413,21 +424,31 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
 
 
 def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
-    together = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
-    if together:
-        raise ConfigError(f"weights: {listed(together, NAMED, '; ')}")
+    """Raises ConfigError on every rank when any rank has a problem. Every rank must call it."""
+    all_problems = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
+    if all_problems:
+        raise ConfigError(f"weights: {listed(all_problems, NAMED, '; ')}")
 
 
 def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
-    """A tensor that rank 0 reads and sends to all; its failure is everyone's."""
-    header: Any = None
+    """A whole tensor that rank 0 reads and broadcasts.
+
+    Args:
+        source: on rank 0 the tensor, elsewhere None.
+        mesh: the ranks, all of which must call it.
+
+    Raises:
+        ConfigError: on every rank, when rank 0 cannot read it.
+    """
+    # Shape and dtype, or the message of a failure.
+    header: tuple[torch.Size, torch.dtype] | str | None = None
     if source is not None:
         try:
             tensor = source.read(tuple(slice(0, size) for size in source.shape)).to(mesh.device).contiguous()
             header = (tensor.shape, tensor.dtype)
         except (OSError, SafetensorError) as error:
             header = f"rank 0 cannot read a weight: {error}"
-    header = mesh.first(header, among="world")
+    header = cast("tuple[torch.Size, torch.dtype] | str", mesh.first(header, among="world"))
     if isinstance(header, str):
         raise ConfigError(header)
     if source is None:
@@ -438,5 +459,6 @@ def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
 
 @torch.no_grad()
 def _copy(shard: Tensor, target: Tensor) -> None:
+    """Copies a shard into this rank's shard of a weight."""
     place = local(target.detach())
     place.copy_(shard.view(place.shape))

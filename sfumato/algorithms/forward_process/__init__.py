@@ -1,5 +1,5 @@
-"""Objectives on the forward process: final samples are noised anew, and the loss looks at what is predicted there.
+"""Objectives on the forward process: final samples get fresh noise, and the loss depends on the predictions there.
 
-``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step, and ``stats`` are detached sums
-over rows, which it divides by their number.
+``loss(...) -> (loss [R], stats)``: the caller takes the mean over all rows of a step; ``stats`` are detached sums over
+rows, which the caller divides by the number of rows.
 """

@@ -54,7 +54,7 @@ class CRD(ForwardProcessObjective):
             raise ValueError("beta and advantage_clip must be above 0, and temperature not below 0")
 
     def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
-        """r above: float32 ``[R]``, with gradients."""
+        """r of the class's formula: float32 ``[R]``, with gradients."""
         return self._error(batch, batch.velocity_of("old")) - self._error(batch, batch.velocity)
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
@@ -81,12 +81,14 @@ class CRD(ForwardProcessObjective):
         return [_softmax(q, good), _softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
 
     def _fit(self, r: Tensor, q: Tensor, weights: Tensor) -> Tensor:
-        implicit, wanted = self.beta * (r - weights @ r.detach()), q - weights @ q
+        """Losses ``[R]`` of centred implicit rewards against centred q; ``weights`` ``[R, R]`` as of ``_weights``."""
+        implicit = self.beta * (r - weights @ r.detach())
+        target = q - weights @ q
         if self.form == "bce":
             return torch.nn.functional.binary_cross_entropy_with_logits(
-                implicit, torch.sigmoid(wanted), reduction="none"
+                implicit, torch.sigmoid(target), reduction="none"
             )
-        return (implicit - wanted) ** 2
+        return (implicit - target) ** 2
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -177,7 +179,8 @@ class DPO(ForwardProcessObjective):
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
         gain = self._gain(batch)
-        cells, signs = on_host(batch.cells()), on_host(advantages)
+        cells = on_host(batch.cells())
+        signs = on_host(advantages)
         same = cells[:, None] == cells
         pairs = same & (signs > 0)[:, None] & (signs < 0)
         partners = pairs.sum(dim=0) + pairs.sum(dim=1)
@@ -191,14 +194,17 @@ class DPO(ForwardProcessObjective):
         winners, losers = (to_device(index, gain.device) for index in pairs.nonzero(as_tuple=True))
         partners = to_device(partners, gain.device)
 
-        def of_rows(of_pairs: Tensor) -> Tensor:
-            sums = torch.zeros_like(gain).index_add(0, winners, of_pairs).index_add(0, losers, of_pairs)
+        def mean_over_pairs(pair_values: Tensor) -> Tensor:
+            sums = torch.zeros_like(gain).index_add(0, winners, pair_values).index_add(0, losers, pair_values)
             return sums / partners.clamp(min=1)
 
         losses = preference_loss(gain[winners], gain[losers], self.beta, self.form, self.label_smoothing)
         margin = self.beta * (gain[winners] - gain[losers]).detach()
-        stats = {"dpo/margin": of_rows(margin).sum(), "dpo/accuracy": of_rows((margin > 0).to(margin)).sum()}
-        return of_rows(losses), stats
+        stats = {
+            "dpo/margin": mean_over_pairs(margin).sum(),
+            "dpo/accuracy": mean_over_pairs((margin > 0).to(margin)).sum(),
+        }
+        return mean_over_pairs(losses), stats
 
     def _gain(self, batch: NoisedSamples) -> Tensor:
         return (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2

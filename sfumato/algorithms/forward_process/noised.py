@@ -1,4 +1,4 @@
-"""What objectives on the forward process share: final samples that are noised anew, and what is predicted there.
+"""What objectives on the forward process share: final samples with fresh noise, and the velocities predicted there.
 
 Shapes: R rows, each a (sample, noise level) pair; ... latent dimensions.
 """
@@ -26,7 +26,7 @@ SMALLEST_WEIGHT = 1e-5
 
 @dataclass(frozen=True)
 class NoisedSamples:
-    """Final samples at noise levels, and what the policies predict there."""
+    """Final samples at noise levels, and the velocities that the policies predict there."""
 
     x0: Float32[Tensor, "rows *latent"]
     """float32 ``[R, ...]``: the samples."""
@@ -39,7 +39,7 @@ class NoisedSamples:
     group_ids: Int64[Tensor, "rows"]
     """int64 ``[R]``: rows of one prompt."""
     levels: Int64[Tensor, "rows"]
-    """int64 ``[R]``: which of its sample's noise levels a row is; 0 where there is one."""
+    """int64 ``[R]``: index of a row's noise level among those of its sample; 0 where there is one."""
     old_velocity: Float32[Tensor, "rows *latent"] | None = None
     """float32 ``[R, ...]``: the old policy's, where ``needs`` names ``old``."""
     reference_velocity: Float32[Tensor, "rows *latent"] | None = None
@@ -82,14 +82,14 @@ class NoisedSamples:
 
 
 class ForwardProcessObjective(Protocol):
-    """Base of every objective. It draws nothing: noise and levels come with the batch."""
+    """Base of every objective. It draws no random numbers: noise and levels come with the batch."""
 
     whole_groups: ClassVar[bool] = False
     """All rows of a group and level must be in one batch."""
     shared_noise: ClassVar[bool] = False
     """Rows of a group and level must have the same noise and the same sigma."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Whose velocities the batch must hold besides the policy's: of old, reference, ema."""
+    """The policies whose velocities the batch must hold besides the trained one's: of old, reference, ema."""
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """The loss ``[R]`` (lower is better) and its statistics, for advantages ``[R]``."""
@@ -103,9 +103,9 @@ def reward_probability(
 
     Args:
         advantages: ``[R]``.
-        clip: the advantage that stands for 1.
-        mode: what is kept of A first: all; only what is above, only what is below 0; 1 where it is above 0, else 0;
-            its sign.
+        clip: the advantage that is mapped to 1.
+        mode: how A is changed before: not at all; negative values become 0; positive values become 0; 1 where it is
+            above 0, else 0; its sign.
 
     Returns:
         ``[R]``.

@@ -1,4 +1,4 @@
-"""Objectives that learn from each final sample by itself, whatever the others of its group are."""
+"""Objectives that learn from each final sample by itself, not from comparisons within a group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class NFT(ForwardProcessObjective):
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         r = reward_probability(advantages, self.advantage_clip, self.advantage_mode)
-        old, beta = batch.velocity_of("old"), self.beta
+        old = batch.velocity_of("old")
+        beta = self.beta
         positive = self._error(batch, beta * batch.velocity + (1 - beta) * old)
         negative = self._error(batch, (1 + beta) * old - beta * batch.velocity)
         loss = self.advantage_clip * (r * positive + (1 - r) * negative) / beta
@@ -102,7 +103,8 @@ class AWM(ForwardProcessObjective):
 
     def log_prob(self, batch: NoisedSamples, velocity: Float32[Tensor, "rows *latent"]) -> Float[Tensor, "rows"]:
         """float32 ``[R]`` of the samples under a policy that predicts ``velocity``."""
-        error, t = batch.error(velocity), batch.sigma
+        error = batch.error(velocity)
+        t = batch.sigma
         if self.weighting == "huber":
             return -(torch.sqrt(error + _TINY) - _TINY**0.5) * t
         if self.weighting == "ghuber":
