@@ -395,13 +395,15 @@ class DiffusionModel(FrozenParts):
         parts = self.split_denoiser(self.plain_denoiser())
         for name, plain in parts.items():
             prefix = f"{name}." if len(parts) > 1 else ""
-            own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+            own_weights = {
+                key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)
+            }
             target = folder if name == self.denoiser_name else folder / name
-            layers, adapter = get_peft_model_state_dict(plain, own), self._adapters["default"]
+            layers, adapter = get_peft_model_state_dict(plain, own_weights), self._adapters["default"]
             folded, described = fold_scale(layers, adapter)
-            given = {f"{self.denoiser_name}_lora_layers": folded}
-            given[f"{self.denoiser_name}_lora_adapter_metadata"] = described
-            self.pipeline.save_lora_weights(target, **given)
+            metadata_arguments = {f"{self.denoiser_name}_lora_layers": folded}
+            metadata_arguments[f"{self.denoiser_name}_lora_adapter_metadata"] = described
+            self.pipeline.save_lora_weights(target, **metadata_arguments)
             if adapter.use_dora:
                 self.say(
                     f"{target}: adapters of variant dora are for diffusers; for others export a whole model (--merge)"

@@ -62,11 +62,11 @@ class DatasetRows:
 
     def save(self, path: Path, signature: str) -> None:
         """Writes them whole or not at all. ``signature`` is of the dataset and its files."""
-        said = json.dumps([signature, self.paths, self.bad_rows]).encode("utf-8", "surrogateescape")
+        header = json.dumps([signature, self.paths, self.bad_rows]).encode("utf-8", "surrogateescape")
         keys = np.array([self.latents, self.prompts, self.negatives], "V16").reshape(3, -1)
         try:
             with replace_file(path) as file:
-                np.savez(file, keys=keys, nothing=np.array([self.nothing], "V16"), said=np.frombuffer(said, np.uint8))
+                np.savez(file, keys=keys, nothing=np.array([self.nothing], "V16"), said=np.frombuffer(header, np.uint8))
         except OSError as error:
             raise DataError(f"data.cache_dir: {path} cannot be written: {error.strerror}") from error
 

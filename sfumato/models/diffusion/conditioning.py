@@ -87,10 +87,10 @@ def image_digest(image: np.ndarray | None) -> str:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
         ctx.rank = mesh.rank_in("cfg")
-        branches = [torch.empty_like(mine) for _ in range(mesh.layout.cfg)]
-        dist.all_gather(branches, mine.contiguous(), group=mesh.group("cfg"))
+        branches = [torch.empty_like(branch) for _ in range(mesh.layout.cfg)]
+        dist.all_gather(branches, branch.contiguous(), group=mesh.group("cfg"))
         return tuple(branches)
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Exchange(torch.autograd.Function):
         return gradients[ctx.rank], None
 
 
-def exchange_branches(mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+def exchange_branches(branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     """Both branches' velocities on both ranks.
 
     Each rank goes on to compute the same loss from both and gets the gradient of its own branch; parameters' gradients
@@ -111,7 +111,7 @@ def exchange_branches(mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     Returns:
         The unconditional and the conditional branch, ``[B, ...]`` each.
     """
-    return _Exchange.apply(mine, mesh)
+    return _Exchange.apply(branch, mesh)
 
 
 def share_gradient(output: Tensor, mesh: Mesh) -> Tensor:

@@ -70,24 +70,24 @@ def read_rows(
     dataset: Dataset, index_batch: IndexBatch, with_captions: bool = False, with_sources: bool = False
 ) -> ReadRows:
     """Reads the images of a batch; rows that are broken are left out and named."""
-    pictures, found = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
+    pictures, rows = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
         try:
             picture, caption = dataset.picture(index), dataset.caption(index) if with_captions else ""
             source = dataset.source(index, picture.pixels) if with_sources else None
         except DataError as error:
-            found.broken.append((dataset.describe(index), error))
+            rows.broken.append((dataset.describe(index), error))
             continue
         pictures.append(picture)
-        found.sample_ids.append(sample_id)
+        rows.sample_ids.append(sample_id)
         if with_captions:
-            found.captions.append(caption)
+            rows.captions.append(caption)
         if source is not None:
-            found.sources.append(source)
+            rows.sources.append(source)
     if not pictures:
-        return found
+        return rows
     pixels = torch.stack([picture.pixels for picture in pictures])
-    return replace(found, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
+    return replace(rows, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
 
 
 def read_pixels(
@@ -100,10 +100,10 @@ def read_pixels(
         bad_rows: takes note of broken rows, or raises their DataError.
         captions: if given, the captions of the rows that could be read are appended to it.
     """
-    found = read_rows(dataset, index_batch, with_captions=captions is not None)
+    rows = read_rows(dataset, index_batch, with_captions=captions is not None)
     if captions is not None:
-        captions += found.captions
-    return found.usable(bad_rows)
+        captions += rows.captions
+    return rows.usable(bad_rows)
 
 
 def embed_nothing(model: DiffusionModel, size: Sequence[int]) -> Conditioning:
@@ -142,8 +142,8 @@ class OnlineEncoder:
         latents = encode_rows(self.dataset, self.model, pixels)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
-            found = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
-            return self._without(found, index_batch, is_finite.tolist())
+            batch = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
+            return self._without(batch, index_batch, is_finite.tolist())
         return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing)
 
     def _count_enlarged(self, read: ReadRows) -> None:
@@ -161,15 +161,15 @@ class OnlineEncoder:
             if not good:
                 index = index_of[sample_id]
                 self.bad_rows.add(self.dataset.describe(index), not_finite_error(self.dataset, index))
-        rows = [row for row, good in enumerate(is_finite) if good]
-        kept = rows or [0]
+        finite_indices = [row for row, good in enumerate(is_finite) if good]
+        kept_rows = finite_indices or [0]
         return EncodedBatch(
-            batch.latents[kept] if rows else torch.zeros_like(batch.latents[:1]),
-            batch.conditioning.rows(kept).blanked(),
-            [batch.sample_ids[row] for row in kept],
-            len(rows),
+            batch.latents[kept_rows] if finite_indices else torch.zeros_like(batch.latents[:1]),
+            batch.conditioning.rows(kept_rows).blanked(),
+            [batch.sample_ids[row] for row in kept_rows],
+            len(finite_indices),
             self.size,
-            None if batch.framing is None else batch.framing[kept],
+            None if batch.framing is None else batch.framing[kept_rows],
         )
 
 

@@ -37,45 +37,45 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     size = model.probe_size
     probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
     image = probe[0].permute(1, 2, 0).numpy()
-    latents = [_of_tensor(model.encode_pixels(probe))]
+    latents = [_digest_tensor(model.encode_pixels(probe))]
     embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None).tensors
-    prompts = [[name, _of_tensor(tensor)] for name, tensor in sorted(embedded.items())]
+    prompts = [[name, _digest_tensor(tensor)] for name, tensor in sorted(embedded.items())]
     modules = model.components
-    autoencoder = {name: _of_module(modules[name]) for name in model.autoencoder_names if name in modules}
-    encoders = {name: _of_module(modules[name]) for name in model.encoder_names if name in modules}
-    others = {
-        name: _of_processor(part)
+    autoencoder = {name: _describe_module(modules[name]) for name in model.autoencoder_names if name in modules}
+    encoders = {name: _describe_module(modules[name]) for name in model.encoder_names if name in modules}
+    processors = {
+        name: _describe_processor(part)
         for name, part in sorted(model.pipeline.components.items())
         if part is not None and not isinstance(part, nn.Module) and ("tokenizer" in name or "processor" in name)
     }
-    seen = autoencoder if model.takes_image else {}  # whose latents of the source stand beside the prompt
+    source_encoder = autoencoder if model.takes_image else {}  # whose latents of the source stand beside the prompt
     family, limit = type(model).__name__, model.max_sequence_length
     return EncoderIdentity(
-        _digest([family, latents, autoencoder]), _digest([family, limit, prompts, encoders, others, seen])
+        _digest([family, latents, autoencoder]), _digest([family, limit, prompts, encoders, processors, source_encoder])
     )
 
 
-def _of_module(module: nn.Module) -> list[Any]:
+def _describe_module(module: nn.Module) -> list[Any]:
     config = getattr(module, "config", None)
-    said = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
-    said = {name: str(value) for name, value in sorted(said.items()) if name not in UNSAID and name[0] != "_"}
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    settings = {name: str(value) for name, value in sorted(settings.items()) if name not in UNSAID and name[0] != "_"}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with ThreadPoolExecutor(THREADS) as pool:
-        return [said, [*tensors], [*pool.map(_of_tensor, tensors.values())]]
+        return [settings, [*tensors], [*pool.map(_digest_tensor, tensors.values())]]
 
 
-def _of_processor(part: Any) -> list[Any]:
+def _describe_processor(part: Any) -> list[Any]:
     backend = getattr(part, "backend_tokenizer", None)
     if backend is not None:
-        said = json.loads(backend.to_str())
-        said |= {"padding": None, "truncation": None}  # of the last call
-        return [type(part).__name__, said, part.model_max_length, str(part.special_tokens_map)]
+        settings = json.loads(backend.to_str())
+        settings |= {"padding": None, "truncation": None}  # of the last call
+        return [type(part).__name__, settings, part.model_max_length, str(part.special_tokens_map)]
     if hasattr(part, "get_vocab"):
         return [type(part).__name__, sorted(part.get_vocab().items()), str(part.special_tokens_map)]
     return [type(part).__name__, part.to_json_string() if hasattr(part, "to_json_string") else ""]
 
 
-def _of_tensor(tensor: torch.Tensor) -> str:
+def _digest_tensor(tensor: torch.Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 

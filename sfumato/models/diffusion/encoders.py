@@ -26,7 +26,10 @@ class BucketEncoder:
     def __init__(self, encoders: dict[int, OnlineEncoder | LatentCache], rows: dict[int, OneSize]) -> None:
         """Encoders and what they encode, by the number of the bucket."""
         self._encoders, self._rows = encoders, rows
-        self._place = {number: {int(row): at for at, row in enumerate(one.indices)} for number, one in rows.items()}
+        self._position_of = {
+            number: {int(row): position for position, row in enumerate(bucket_rows.indices)}
+            for number, bucket_rows in rows.items()
+        }
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         return self.encode(self.read(index_batch))
@@ -34,9 +37,9 @@ class BucketEncoder:
     def read(self, index_batch: IndexBatch) -> tuple[int, ReadRows | EncodedBatch]:
         """The number of the bucket, and the first half of ``batch``."""
         number = index_batch.bucket
-        place = self._place[number]
-        own = replace(index_batch, indices=[place[index] for index in index_batch.indices])
-        return number, self._encoders[number].read(own)
+        position_of = self._position_of[number]
+        bucket_batch = replace(index_batch, indices=[position_of[index] for index in index_batch.indices])
+        return number, self._encoders[number].read(bucket_batch)
 
     def encode(self, read: tuple[int, Any]) -> EncodedBatch:
         number, rows = read

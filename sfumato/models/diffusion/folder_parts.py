@@ -84,17 +84,17 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> N
             "does not name: take a whole pipeline"
         )
     for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
             _check_part(folder, name, component_class(*value), str(index.get("_class_name")))
 
 
 def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     """Raises ConfigError for a network that is quantised, or whose weights have names that are not read."""
-    part = folder / name
-    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part.is_dir():
+    part_folder = folder / name
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():
         return
     try:
-        described = read_json(part / "config.json")
+        described = read_json(part_folder / "config.json")
     except (OSError, ValueError):
         return  # whoever loads it says so
     quantised = described.get("quantization_config") if isinstance(described, dict) else None
@@ -104,19 +104,21 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
             f"model.model_path {folder}: {name} is quantised ({method or 'quantization_config'} in its config.json), "
             "which can neither be trained nor kept in another precision here: take the weights that were quantised"
         )
-    if any((part / file).is_file() for file in WEIGHTS):
+    if any((part_folder / file).is_file() for file in WEIGHTS):
         return
-    others = sorted(path.name for path in part.glob("*.safetensors"))
-    variants = {file.split(".")[1].split("-")[0] for file in others if file.count(".") > 1}
-    if not others:
+    safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))
+    variants = {file.split(".")[1].split("-")[0] for file in safetensors_files if file.count(".") > 1}
+    if not safetensors_files:
         raise ConfigError(
             f"model.model_path {folder}: {name} has no weights: copy or download {' or '.join(WEIGHTS[::2])} into it"
         )
     if variants:
         variant = sorted(variants)[0]
         raise ConfigError(
-            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({others[0]}). Write the "
+            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({safetensors_files[0]}). Write the "
             f'folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
             f"'{folder}', variant='{variant}').save_pretrained('FOLDER')\", and give FOLDER"
         )
-    raise ConfigError(f"model.model_path {folder}: {name} has {others[0]}, but {' or '.join(WEIGHTS[::2])} is read")
+    raise ConfigError(
+        f"model.model_path {folder}: {name} has {safetensors_files[0]}, but {' or '.join(WEIGHTS[::2])} is read"
+    )

@@ -105,8 +105,12 @@ class FrozenParts(ABC):
         Args:
             names: of the pipeline's components; those that a pipeline does without may be among them.
         """
-        found = [self.components[name] for name in names if name in self.components]
-        moved = [] if self.idle_device is None else [part for part in found if device_of(part) != self.device]
+        components = [self.components[name] for name in names if name in self.components]
+        moved = (
+            []
+            if self.idle_device is None
+            else [component for component in components if device_of(component) != self.device]
+        )
         try:
             for component in moved:
                 component.to(self.device)
@@ -143,12 +147,12 @@ class FrozenParts(ABC):
 
         uint8 has no NaN: rounding makes it a black pixel like any other.
         """
-        together = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
+        chunk_size = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
         pixels, is_finite = [], []
         with self.at_work(*self.autoencoder_names):
-            for part in latents.split(together):
-                filling = part[-1:].expand(together - len(part), *part.shape[1:])
-                decoded = self.latents_to_pixels(torch.cat([part, filling]))[: len(part)]
+            for chunk in latents.split(chunk_size):
+                padding = chunk[-1:].expand(chunk_size - len(chunk), *chunk.shape[1:])
+                decoded = self.latents_to_pixels(torch.cat([chunk, padding]))[: len(chunk)]
                 if not decoded.is_floating_point():
                     raise TypeError(f"{type(self).__name__}.latents_to_pixels must return pixels before rounding")
                 decoded = decoded.float()
@@ -211,17 +215,17 @@ class FrozenParts(ABC):
             )
         if not missing:
             return
-        found = None if images is None else dict(zip(digests, images, strict=True))
-        working = self.encoder_names if found is None else (*self.encoder_names, *self.autoencoder_names)
+        images_by_digest = None if images is None else dict(zip(digests, images, strict=True))
+        working = self.encoder_names if images_by_digest is None else (*self.encoder_names, *self.autoencoder_names)
         with torch.no_grad(), self.at_work(*working):
-            self._embed(missing, found)
+            self._embed(missing, images_by_digest)
         for prompt, _ in missing:
             self._say_if_cut(prompt)
 
-    def _embed(self, missing: list[tuple[str, str]], found: dict[str, np.ndarray] | None) -> None:
-        if found is not None:
+    def _embed(self, missing: list[tuple[str, str]], images_by_digest: dict[str, np.ndarray] | None) -> None:
+        if images_by_digest is not None:
             for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
-                self._keep([(prompt, digest)], self.embed_edit(prompt, found[digest]))
+                self._keep([(prompt, digest)], self.embed_edit(prompt, images_by_digest[digest]))
             return
         for start in range(0, len(missing), EMBED_BATCH):
             chunk = missing[start : start + EMBED_BATCH]
@@ -249,10 +253,10 @@ class FrozenParts(ABC):
         count = len(self._cut)
         if count & (count - 1) == 0:  # a power of two
             shown = prompt if len(prompt) < 80 else f"{prompt[:77]}..."
-            what = "prompt was" if count == 1 else "different prompts were"
+            subject = "prompt was" if count == 1 else "different prompts were"
             hint = " (model.max_sequence_length)" if self.prompt_limit == self.max_sequence_length else ""
             self.say(
-                f"{count} {what} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this one "
+                f"{count} {subject} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this one "
                 f"has {num_tokens}: {shown!r}"
             )
 
@@ -263,8 +267,8 @@ class FrozenParts(ABC):
 
     def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
         if (images is not None) != self.takes_image:
-            what = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
-            raise DataError(f"{self.pipeline_class} {what}")
+            problem = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
+            raise DataError(f"{self.pipeline_class} {problem}")
         if images is None:
             return
         if len(images) != len(prompts):

@@ -80,8 +80,8 @@ class LatentCache:
         self._latent_of = latents.positions(rows.latents)
         self._prompt_of, self._negative_of = prompts.positions(rows.prompts), prompts.positions(rows.negatives)
         self._own_negative, self._nothing = model.takes_image, int(prompts.positions([rows.nothing])[0])
-        known = latents.tensors.get("latents")
-        empty = no_latents(dataset, model).cpu() if known is None else torch.zeros_like(known[0])
+        stored_latents = latents.tensors.get("latents")
+        empty = no_latents(dataset, model).cpu() if stored_latents is None else torch.zeros_like(stored_latents[0])
         self._placeholder = empty[None], no_framing(dataset)[None]
 
     def __len__(self) -> int:
@@ -254,9 +254,9 @@ class _Builder:
         """Keys of some rows; rows that are broken are missing and noted."""
         dataset, with_source = self._dataset, self._model.takes_image
         if isinstance(dataset, GlyphDataset):
-            made = {index: digest_16(dataset.fingerprint(), index) for index in indices}
-            source = {index: key if with_source else b"" for index, key in made.items()}
-            return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in made.items()}
+            glyph_keys = {index: digest_16(dataset.fingerprint(), index) for index in indices}
+            source = {index: key if with_source else b"" for index, key in glyph_keys.items()}
+            return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in glyph_keys.items()}
         files: dict[int, list[File]] = {}
         self._stats = {}
         captions: dict[int, str] = {}
@@ -271,14 +271,14 @@ class _Builder:
                 rows.paths += dataset.paths(index)
                 self._leave_out(index, error, rows)
         keys: dict[int, RowKeys] = {}
-        for (index, found), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
+        for (index, row_files), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
             if isinstance(digests, OSError):
                 self._leave_out(index, DataError(f"{dataset.describe(index)}: {digests}"), rows)
                 continue
             has_source = with_source and dataset.has_source(index)
             pictures = digests[:-1] if has_source else digests
             source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
-            keys[index] = RowKeys(digest_16(len(found), *pictures), source, captions[index])
+            keys[index] = RowKeys(digest_16(len(row_files), *pictures), source, captions[index])
         return keys
 
     def _digest(self, files: list[File]) -> list[bytes] | OSError:
@@ -369,12 +369,12 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
                 "captions that no data set of this cache has any more: delete the folder to make room; what is needed "
                 "is then encoded again"
             )
-    others = [path for path in sorted(folder.iterdir()) if path.is_dir() and OLD_LAYOUT.fullmatch(path.name)]
-    if others:
-        size = sum(file.stat().st_size for path in others for file in path.rglob("*") if file.is_file())
+    old_folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and OLD_LAYOUT.fullmatch(path.name)]
+    if old_folders:
+        size = sum(file.stat().st_size for path in old_folders for file in path.rglob("*") if file.is_file())
         say(
-            f"{folder} holds {len(others)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not used: "
-            f"delete them: {', '.join(path.name for path in others[:3])}{', ...' if len(others) > 3 else ''}"
+            f"{folder} holds {len(old_folders)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not used: "
+            f"delete them: {', '.join(path.name for path in old_folders[:3])}{', ...' if len(old_folders) > 3 else ''}"
         )
 
 

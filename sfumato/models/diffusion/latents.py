@@ -19,7 +19,7 @@ PIXELS_AT_ONCE = 8 * 512 * 512
 """Pixels that an autoencoder makes or takes at a time: eight images of 512 x 512."""
 
 
-def in_slices(compute: Callable[[Tensor], Tensor], given: Tensor, pixels: int) -> Tensor:
+def in_slices(compute: Callable[[Tensor], Tensor], inputs: Tensor, pixels: int) -> Tensor:
     """Runs a network of convolutions on some samples at a time, so that its memory does not grow with the batch.
 
     All slices are of one size, the last one filled up: kernels may round a row otherwise in a batch of another size.
@@ -29,20 +29,20 @@ def in_slices(compute: Callable[[Tensor], Tensor], given: Tensor, pixels: int) -
         given: ``[B, ...]``.
         pixels: of one sample, all frames together.
     """
-    count = len(given)
+    count = len(inputs)
     num_slices = -(-count // max(PIXELS_AT_ONCE // pixels, 1))
     if num_slices < 2:
-        return compute(_as_convolved(given))
+        return compute(_to_convolution_layout(inputs))
     size = -(-count // num_slices)
-    rows = torch.arange(num_slices * size).clamp(max=count - 1).to(given.device)
-    return torch.cat([compute(_as_convolved(given[part])) for part in rows.split(size)])[:count]
+    rows = torch.arange(num_slices * size).clamp(max=count - 1).to(inputs.device)
+    return torch.cat([compute(_to_convolution_layout(inputs[part])) for part in rows.split(size)])[:count]
 
 
-def _as_convolved(given: Tensor) -> Tensor:
+def _to_convolution_layout(inputs: Tensor) -> Tensor:
     """Images in the layout that convolutions on GPUs compute in; their weights follow."""
-    if given.device.type == "cuda" and given.ndim == 4:
-        return given.contiguous(memory_format=torch.channels_last)
-    return given
+    if inputs.device.type == "cuda" and inputs.ndim == 4:
+        return inputs.contiguous(memory_format=torch.channels_last)
+    return inputs
 
 
 def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int | None = None) -> None:

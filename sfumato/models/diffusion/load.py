@@ -43,13 +43,13 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 
 def find_families() -> dict[str, type[DiffusionModel]]:
     """The model families in families/ by pipeline class name; a file with a subclass is enough to be found."""
-    found = {}
+    family_of_pipeline = {}
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, DiffusionModel) and not inspect.isabstract(cls) and cls.__module__ == module.__name__:
-                found[cls.pipeline_class] = cls
-    return dict(sorted(found.items()))
+                family_of_pipeline[cls.pipeline_class] = cls
+    return dict(sorted(family_of_pipeline.items()))
 
 
 def family_of(config: ModelConfig) -> type[DiffusionModel]:
@@ -79,13 +79,13 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
                 f"{pipeline_class!r}"
             )
     else:
-        known = find_families()
-        if pipeline_class not in known:
+        known_families = find_families()
+        if pipeline_class not in known_families:
             raise ConfigError(
-                f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your "
+                f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known_families)}. A family of your "
                 "own is named by model.family: my_module:MyFamily"
             )
-        family = known[pipeline_class]
+        family = known_families[pipeline_class]
     if config.config_path is None:
         check_parts(folder, index, family.needed_parts())
     if config.max_sequence_length < family.shortest_prompt:
@@ -157,8 +157,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         problem = outside_problem(folder, name, or_folder=True)
         if problem not in (None, "does not exist"):
             raise ConfigError(f"model.model_path {folder}: model_index.json names {name[:100]!r}, which {problem}")
-    here = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
-    missing = [name for name, value in parts.items() if any(value) and name not in here]
+    present = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
+    missing = [name for name, value in parts.items() if any(value) and name not in present]
     if missing:
         raise ConfigError(
             f"model.model_path {folder}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
@@ -250,19 +250,19 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     pipeline_type = family.pipeline_type()
     dtype = frozen if config.lora else torch.float32
     index = read_index(folder)
-    given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    components: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
     if not has_part(index, family.denoiser_name):
         raise ConfigError(f"model.model_path {folder}: it has no {family.denoiser_name}, by model_index.json")
     denoisers = [name for name in (family.denoiser_name, *family.further_denoisers) if has_part(index, name)]
     dtypes = {"default": frozen, **dict.fromkeys(denoisers, dtype)}
     for name in denoisers if on_meta else ():
-        given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
+        components[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
     try:
-        pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **given)
+        pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **components)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
-        why = _other_shapes(folder, index) or f"diffusers cannot load it: {said}"
-        raise ConfigError(f"model.model_path {folder}: {why}") from error
+        message = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
+        reason = _other_shapes(folder, index) or f"diffusers cannot load it: {message}"
+        raise ConfigError(f"model.model_path {folder}: {reason}") from error
     except ImportError as error:
         raise MissingDependencyError(
             f"model.model_path {folder}: {family.pipeline_class} needs a package that is not installed: {error}"

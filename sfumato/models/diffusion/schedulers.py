@@ -222,9 +222,9 @@ def require_scipy(class_name: str, settings: Any, where: str) -> None:
         )
 
 
-def _refuse_class(name: str, model: str, known: list[str], advised: str) -> None:
+def _refuse_class(name: str, model: str, supported: list[str], advised: str) -> None:
     raise ConfigError(
-        f"the scheduler {name} is none of {model} whose noise levels are known here: {', '.join(known)}. If the model "
+        f"the scheduler {name} is none of {model} whose noise levels are known here: {', '.join(supported)}. If the model "
         f"goes with one of these, name it, such as {advised}, in model_index.json and as _class_name in {FILE}"
     )
 
@@ -266,15 +266,15 @@ def flow_sigmas(
     """
     if type(scheduler).__name__ == "FlowMatchHeunDiscreteScheduler":
         scheduler = _as_euler(scheduler)
-    scheduler, settings, given = copy.deepcopy(scheduler), settings_of(scheduler), {}
+    scheduler, settings, shift_arguments = copy.deepcopy(scheduler), settings_of(scheduler), {}
     if gives_sigmas and num_steps == 1:  # shift or none, and shift_terminal would divide by zero
         return torch.tensor([1.0, 0.0])
     if settings.get("use_dynamic_shifting"):
-        given["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
+        shift_arguments["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
     if gives_sigmas and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **given)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **shift_arguments)
     else:
-        scheduler.set_timesteps(num_steps, **given)
+        scheduler.set_timesteps(num_steps, **shift_arguments)
     return scheduler.sigmas.to(torch.float32)
 
 
@@ -307,9 +307,9 @@ def dynamic_shift(scheduler: Any, tokens: int, largest_shift: float) -> float:
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    given = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": 4096}
+    defaults = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": 4096}
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
-    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
+    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in defaults.items()}
     return float(calculate_shift(tokens, **settings))
 
 
@@ -335,8 +335,8 @@ def as_ddim(scheduler: Any) -> Any:
 
 def unet_levels(scheduler: Any) -> Tensor:
     """s = c / (a + c) of each timestep of a variance-preserving schedule: float64, ascending."""
-    kept = as_ddim(scheduler).alphas_cumprod.double()
-    signal, noise = kept.sqrt(), (1 - kept).sqrt()
+    alphas_cumprod = as_ddim(scheduler).alphas_cumprod.double()
+    signal, noise = alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
     return noise / (signal + noise)
 
 

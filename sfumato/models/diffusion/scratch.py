@@ -16,18 +16,18 @@ from sfumato.config.load import suggest
 from sfumato.errors import MissingDependencyError
 
 
-def unknown_keys(description: dict[str, Any], known: Iterable[str], needed: str | None = None) -> None:
+def unknown_keys(description: dict[str, Any], allowed: Iterable[str], needed: str | None = None) -> None:
     """Raises ValueError for a section that no family knows, or when the one that is needed is missing."""
-    known = sorted(known)
-    wrong = [key for key in description if key not in known]
+    allowed = sorted(allowed)
+    wrong = [key for key in description if key not in allowed]
     if wrong:
-        raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+        raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), allowed)}")
     if needed is not None and needed not in description:
         raise ValueError(f"{needed}: required, but not set")
 
 
 def section_of(
-    description: dict[str, Any], name: str, target: Callable[..., Any], given: Iterable[str] = ()
+    description: dict[str, Any], name: str, target: Callable[..., Any], reserved: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The arguments that a section of a description has for what it builds.
 
@@ -43,10 +43,10 @@ def section_of(
     section = description.get(name, {})
     if not isinstance(section, dict):
         raise ValueError(f"{name}: must be a mapping, not {section!r}")
-    known = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *given}]
-    wrong = [key for key in section if key not in known]
+    allowed = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *reserved}]
+    wrong = [key for key in section if key not in allowed]
     if wrong:
-        raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+        raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), allowed)}")
     return section
 
 

@@ -70,7 +70,7 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
     try:
         with (
-            run_some(blocks, counter.block_left, counter.block_repeats),
+            run_some(blocks, counter.record_block, counter.repeat_block),
             torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed),
             counter,
         ):
@@ -78,7 +78,7 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     finally:
         for hook in hooks:
             hook.remove()
-    return counter.found
+    return counter.saved
 
 
 class _Recorded(DynamicCache):
@@ -88,9 +88,9 @@ class _Recorded(DynamicCache):
         super().__init__()
         self.since, self.total = 0, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
         self.since += key_states.nbytes + value_states.nbytes
-        return super().update(key_states, value_states, *args, **more)
+        return super().update(key_states, value_states, *args, **options)
 
 
 @torch.no_grad()
@@ -105,13 +105,13 @@ def count_cached(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callab
     """
     cache = _Recorded()
 
-    def ran(_index: int, _made: list[Tensor]) -> int:
-        found, cache.since = cache.since, 0
-        cache.total += found
-        return found
+    def ran(_index: int, _outputs: list[Tensor]) -> int:
+        num_bytes, cache.since = cache.since, 0
+        cache.total += num_bytes
+        return num_bytes
 
-    def repeated(_index: int, _made: list[Tensor], found: int) -> None:
-        cache.total += found
+    def repeated(_index: int, _outputs: list[Tensor], num_bytes: int) -> None:
+        cache.total += num_bytes
 
     with run_some(blocks, ran, repeated), _Counter(module, len(blocks)):
         run(cache)
@@ -125,14 +125,14 @@ def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:
         module: with weights on meta or anywhere.
         dtype: of all weights, as fsdp gathers them; None keeps theirs.
     """
-    made: dict[int, nn.Parameter] = {}
+    fake_of_parameter: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in fake_of_parameter:
                     empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                owner._parameters[key] = made[id(parameter)]
+                    fake_of_parameter[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                owner._parameters[key] = fake_of_parameter[id(parameter)]
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -159,10 +159,10 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
         times = query.shape[1] // key.shape[1]
         if not on_gpu and times > 1:
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        own = value.shape[-1]
+        value_width = value.shape[-1]
         if not scores:  # the kernels want one width
-            value = functional.pad(value, (0, query.shape[-1] - own))
-        return _StandIn.apply(query, key, value, scores)[..., :own].transpose(1, 2), None
+            value = functional.pad(value, (0, query.shape[-1] - value_width))
+        return _StandIn.apply(query, key, value, scores)[..., :value_width].transpose(1, 2), None
 
     AttentionInterface.register(STAND_IN, attention)
     AttentionMaskInterface.register(STAND_IN, lambda *args, **kwargs: None)
@@ -197,9 +197,9 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
         super().__init__()
-        self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
+        self.saved = SavedBytes([BlockBytes() for _ in range(num_blocks)])
         self._seen = {storage_of(parameter): None for parameter in module.parameters()}
-        self._given: dict[int, Tensor] = {}
+        self._inputs: dict[int, Tensor] = {}
         self._block: int | None = None
         self._products = 0
         self._is_over = False
@@ -218,13 +218,13 @@ class _Counter(TorchDispatchMode):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._block, self._products = index, 0
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and storage_of(leaf) not in self._given:
-                    self._given[storage_of(leaf)] = leaf  # kept, so that no other storage gets its address
-                    self.found.blocks[index].full += leaf.untyped_storage().nbytes()
+                if isinstance(leaf, Tensor) and storage_of(leaf) not in self._inputs:
+                    self._inputs[storage_of(leaf)] = leaf  # kept, so that no other storage gets its address
+                    self.saved.blocks[index].full += leaf.untyped_storage().nbytes()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._block, self._is_over = None, index == len(self.found.blocks) - 1
-            self.found.blocks[index].selective += self.found.blocks[index].full
+            self._block, self._is_over = None, index == len(self.saved.blocks) - 1
+            self.saved.blocks[index].selective += self.saved.blocks[index].full
 
         return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
 
@@ -236,32 +236,34 @@ class _Counter(TorchDispatchMode):
         self._seen[storage] = plain
         num_bytes = plain.untyped_storage().nbytes()
         if is_converted_weight(tensor):
-            self.found.copies += num_bytes
+            self.saved.copies += num_bytes
             if self._block is not None:
-                self.found.blocks[self._block].copies += num_bytes
+                self.saved.blocks[self._block].copies += num_bytes
         elif self._block is not None:
-            self.found.blocks[self._block].none += num_bytes
+            self.saved.blocks[self._block].none += num_bytes
         elif self._is_over:
-            self.found.after += num_bytes
+            self.saved.after += num_bytes
         else:
-            self.found.before += num_bytes
+            self.saved.before += num_bytes
         return plain
 
-    def block_left(self, index: int, made: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
+    def record_block(self, index: int, outputs: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
         """What a block has saved, and of which tensors that it returns it has saved the storage."""
-        return replace(self.found.blocks[index]), [storage_of(tensor) in self._seen for tensor in made]
+        return replace(self.saved.blocks[index]), [storage_of(tensor) in self._seen for tensor in outputs]
 
-    def block_repeats(self, index: int, made: list[Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
+    def repeat_block(self, index: int, outputs: list[Tensor], saved_by_equal: tuple[BlockBytes, list[bool]]) -> None:
         """Counts for a block what an equal one has saved; what it was given is counted already."""
-        block, (equal, are_saved) = self.found.blocks[index], left
+        block, (equal, are_saved) = self.saved.blocks[index], saved_by_equal
         block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
-        self.found.copies += equal.copies
-        self._seen |= {storage_of(tensor): tensor for tensor, is_saved in zip(made, are_saved, strict=True) if is_saved}
+        self.saved.copies += equal.copies
+        self._seen |= {
+            storage_of(tensor): tensor for tensor, is_saved in zip(outputs, are_saved, strict=True) if is_saved
+        }
 
     def keep(self, num_bytes: int) -> None:
         """Counts what selective recomputation keeps of this block."""
         if self._block is not None:
-            self.found.blocks[self._block].selective += num_bytes
+            self.saved.blocks[self._block].selective += num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:  # torch knows the shape of its result for bf16 only
@@ -292,7 +294,7 @@ class _Kind:
     """Blocks that are equal, with inputs of the same kind."""
 
     def __init__(self) -> None:
-        self.runs, self.left = 0, None
+        self.runs, self.result = 0, None
         """How many have run, and what the last one left."""
         self.outputs: list[Any] = []
         self.nested, self.can_repeat = None, False
@@ -303,25 +305,25 @@ class _Kind:
         leaves, self.nested = tree_flatten(output)
         places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
         self.outputs = [places.get(id(leaf), leaf) for leaf in leaves]
-        given = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
-        made = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
-        self.can_repeat = not any(storage_of(tensor) in given for tensor in made)  # a view of an input
-        return made
+        input_storages = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        new_tensors = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
+        self.can_repeat = not any(storage_of(tensor) in input_storages for tensor in new_tensors)  # a view of an input
+        return new_tensors
 
-    def again(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
+    def repeat(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
         """The same for a block that does not run: what it returns, and the tensors of it that are new."""
         leaves: list[Any] = []
-        made: list[Tensor] = []
+        new_tensors: list[Tensor] = []
         for leaf in self.outputs:
             if isinstance(leaf, Tensor):
-                new = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
-                made.append(
-                    new.clone() if leaf.requires_grad else new
+                stand_in = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
+                new_tensors.append(
+                    stand_in.clone() if leaf.requires_grad else stand_in
                 )  # with a gradient function, as what it stands for
-                leaves.append(made[-1])
+                leaves.append(new_tensors[-1])
             else:
                 leaves.append(inputs[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf)
-        return tree_unflatten(leaves, self.nested), made
+        return tree_unflatten(leaves, self.nested), new_tensors
 
 
 @contextmanager
@@ -346,18 +348,18 @@ def run_some(
     def watched(index: int, settings: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             inputs, nested = tree_flatten((args, kwargs))
-            kind = kinds.setdefault((settings, str(nested), tuple(map(_look, inputs))), _Kind())
+            kind = kinds.setdefault((settings, str(nested), tuple(map(_describe_input, inputs))), _Kind())
             if kind.can_repeat and kind.runs >= RUNS:
-                output, made = kind.again(inputs)
-                repeated(index, made, kind.left)
+                output, new_tensors = kind.repeat(inputs)
+                repeated(index, new_tensors, kind.result)
                 return output
             output = forward(*args, **kwargs)
-            kind.left = ran(index, kind.remember(inputs, output))
+            kind.result = ran(index, kind.remember(inputs, output))
             return output
 
         return run
 
-    own = {block: vars(block)["forward"] for block in blocks.values() if "forward" in vars(block)}
+    replaced_forwards = {block: vars(block)["forward"] for block in blocks.values() if "forward" in vars(block)}
     for index, block in enumerate(blocks.values()):
         block.forward = watched(index, _settings(block), block.forward)
     try:
@@ -365,25 +367,25 @@ def run_some(
     finally:
         for block in blocks.values():
             del block.forward
-            if block in own:
-                block.forward = own[block]
+            if block in replaced_forwards:
+                block.forward = replaced_forwards[block]
 
 
 def _settings(block: nn.Module) -> tuple[Any, ...]:
     """What makes two blocks equal: classes, plain attributes, shapes of weights and buffers."""
-    found: list[Any] = []
+    submodules: list[Any] = []
     for name, submodule in block.named_modules():
         plain = {
             key: value
             for key, value in vars(submodule).items()
             if key not in NUMBERS and isinstance(value, (bool, int, float, str, tuple, type(None)))
         }
-        found.append((name, type(submodule), repr(sorted(plain.items()))))
+        submodules.append((name, type(submodule), repr(sorted(plain.items()))))
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    return (*found, *((name, _look(tensor)) for name, tensor in tensors))
+    return (*submodules, *((name, _describe_input(tensor)) for name, tensor in tensors))
 
 
-def _look(value: Any) -> Any:
+def _describe_input(value: Any) -> Any:
     """What matters of an input: of a tensor all but its numbers."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad

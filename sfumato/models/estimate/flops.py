@@ -178,20 +178,20 @@ class EncoderFlops:
         block_names = [name for name in blocks if any(_heads(part) for part in tower.get_submodule(name).modules())]
         names = [name for name, _ in tower.named_parameters(remove_duplicate=False)]
         self.extra += any(name.rpartition(".")[2] in CLASS_TOKENS for name in names)
-        found = self.of_patch if block_names else self.of_token
+        weights_of_stage = self.of_patch if block_names else self.of_token
         for name, module in tower.named_modules():
             if isinstance(module, nn.Embedding):
                 continue
             is_inside = any(f"{name}.".startswith(f"{block}.") for block in block_names)
             if is_inside:
-                found = self.of_place
-            elif found is self.of_place:
-                found = self.of_token
+                weights_of_stage = self.of_place
+            elif weights_of_stage is self.of_place:
+                weights_of_stage = self.of_token
             is_convolution = isinstance(module, nn.modules.conv._ConvNd)
             for parameter in module.parameters(recurse=False):
                 self.is_trained |= parameter.requires_grad
                 if parameter.ndim == 2 or (is_convolution and parameter.ndim > 2):
-                    found[parameter.requires_grad] += parameter.numel()
+                    weights_of_stage[parameter.requires_grad] += parameter.numel()
             if heads := _heads(module):
                 number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
                 edge = _window_edge(module.config, number)
@@ -201,9 +201,11 @@ class EncoderFlops:
 def encoder_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The parts of a transformers model beside its decoder and its output layer, by name."""
     decoder, base = model.get_decoder(), model.base_model
-    kept = {id(decoder), id(model.get_output_embeddings())}
-    found = {name: module for name, module in base.named_children() if id(module) not in kept and name not in DRAWS}
-    return {name: module for name, module in found.items() if any(True for _ in module.parameters())}
+    excluded_ids = {id(decoder), id(model.get_output_embeddings())}
+    modules = {
+        name: module for name, module in base.named_children() if id(module) not in excluded_ids and name not in DRAWS
+    }
+    return {name: module for name, module in modules.items() if any(True for _ in module.parameters())}
 
 
 def _heads(module: nn.Module) -> int:
@@ -249,7 +251,7 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
     experts = {}
     for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
         experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]
-    found = {True: 0, False: 0}
+    counts = {True: 0, False: 0}
     left_out = {id(inner) for module in without for inner in module.modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) or id(module) in left_out:
@@ -257,8 +259,8 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
         share = next((share for prefix, share in experts.items() if f"{name}.".startswith(prefix)), (1, 1))
         for parameter in module.parameters(recurse=False):
             if parameter.ndim == 2 or (parameter.ndim == 3 and share != (1, 1)):
-                found[parameter.requires_grad] += parameter.numel() * share[0] // share[1]
-    return found[True], found[False]
+                counts[parameter.requires_grad] += parameter.numel() * share[0] // share[1]
+    return counts[True], counts[False]
 
 
 def _without_output(lengths: list[int], num_outputs: int | None) -> int:
@@ -282,7 +284,7 @@ def _top_k(experts: nn.Module) -> int:
 
 
 def _attention_by_window(model: nn.Module, without: Iterable[nn.Module] = ()) -> dict[int | None, int]:
-    found: dict[int | None, int] = {}
+    flops_by_window: dict[int | None, int] = {}
     left_out = {id(inner) for module in without for inner in module.modules()}
     for module in model.modules():
         if id(module) in left_out:
@@ -290,9 +292,9 @@ def _attention_by_window(model: nn.Module, without: Iterable[nn.Module] = ()) ->
         if not (hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "scaling")):
             continue
         config = module.config
-        own = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        query = getattr(module, "qk_head_dim", None) or own
+        head_width = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        query = getattr(module, "qk_head_dim", None) or head_width
         value = getattr(module, "v_head_dim", None) or query
         window = getattr(module, "sliding_window", None)
-        found[window] = found.get(window, 0) + 2 * config.num_attention_heads * (query + value)
-    return found
+        flops_by_window[window] = flops_by_window.get(window, 0) + 2 * config.num_attention_heads * (query + value)
+    return flops_by_window

@@ -40,15 +40,15 @@ def drawing_bytes(planned: Planned, drawn: DrawingLoad, layout: Layout, data_par
     """
     module = planned.build()
     cuts = layout.fsdp > 1 and data_parallel_mode != "ddp"
-    found = {}
+    bytes_by_part = {}
     if cuts or layout.tp > 1 or layout.ep > 1:
-        tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}
-        found[COPY] = sum(each.nbytes for each in tensors.values())
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        bytes_by_part[COPY] = sum(tensor.nbytes for tensor in tensors.values())
     per_token = cached_bytes_per_token(planned)
     if per_token is not None:
         wanted = drawn.num_sequences * -(-drawn.length // COLUMNS) * COLUMNS * per_token
-        found[KEYS_AND_VALUES] = min(wanted, wanted if drawn.cache_bytes is None else drawn.cache_bytes)
-    return found
+        bytes_by_part[KEYS_AND_VALUES] = min(wanted, wanted if drawn.cache_bytes is None else drawn.cache_bytes)
+    return bytes_by_part
 
 
 def cached_bytes_per_token(planned: Planned) -> int | None:

@@ -96,7 +96,7 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
     """
     layout = Layout.of(train, num_ranks)
     saved = count_activations(planned, train, layout)
-    found = []
+    stage_memories = []
     for stage in range(layout.pp):
         memory = RankMemory()
         with pretended_mesh(layout, stage * layout.size // layout.pp) as mesh:
@@ -104,15 +104,15 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
         _add_activations(memory, saved, planned, train, layout, stage)
         frozen = memory.host if planned.frozen_idle else memory.parts
         frozen |= planned.frozen_bytes
-        found.append(memory)
-    return found
+        stage_memories.append(memory)
+    return stage_memories
 
 
 def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
     """What one micro-batch of one rank saves, under the layout's tensor parallelism."""
     module = planned.build()
     within = ("sequence_parallel", "tensor_parallel_size")
-    config = type(train).model_construct(**dict(train)).model_copy(update=_nothing_else(train, within))
+    config = type(train).model_construct(**dict(train)).model_copy(update=_switch_off_parallelism(train, within))
     gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
@@ -125,7 +125,7 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
         return count_saved(module, blocks, lambda: planned.run(module))
 
 
-def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, Any]:
+def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
     """Settings that switch parallelism and memory savings off, but those that are kept."""
     off = {
         "data_parallel_mode": "ddp",
@@ -135,7 +135,7 @@ def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, A
         "enable_activation_offload": False,
         "compile": False,
     }
-    return {name: value for name, value in off.items() if name not in kept}
+    return {name: value for name, value in off.items() if name not in unchanged}
 
 
 def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh: Mesh) -> None:
@@ -143,7 +143,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     module = planned.build()
     blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
     fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
-    plain = _nothing_else(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
+    plain = _switch_off_parallelism(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
     if train.data_parallel_mode == "fsdp1":
         plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below
     config = train.model_copy(update=plain)
@@ -169,7 +169,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     target = memory.host if fsdp and train.enable_fsdp_offload else memory.parts
     target |= {name: size for name, size in sizes.items() if size}
     if fsdp:
-        memory.parts |= _gathered(module, blocks, planned, train, mesh, ranks)
+        memory.parts |= _gathered_bytes(module, blocks, planned, train, mesh, ranks)
 
 
 def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
@@ -191,28 +191,28 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) ->
     return total
 
 
-def _gathered(
+def _gathered_bytes(
     module: nn.Module, blocks: list[str], planned: Planned, train: TrainConfig, mesh: Mesh, ranks: int
 ) -> dict[str, int]:
     """What fsdp has out beside the shards: gathered weights, and gradients before they are summed over ranks."""
     units: dict[str, tuple[int, int]] = {}
     for name, parameter in module.named_parameters():
-        whole = _whole_numel(parameter, ranks, mesh)
+        whole_numel = _whole_numel(parameter, ranks, mesh)
         itemsize = planned.dtype.itemsize if planned.dtype is not None else parameter.itemsize
         unit = next((block for block in blocks if name.startswith(block)), "")
         weights, gradients = units.get(unit, (0, 0))
-        units[unit] = weights + whole * itemsize, gradients + whole * parameter.requires_grad
-    root, *others = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
-    largest = others[0][0] if others else 0
+        units[unit] = weights + whole_numel * itemsize, gradients + whole_numel * parameter.requires_grad
+    root_unit, *block_units = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
+    largest = block_units[0][0] if block_units else 0
     keeps_all = mesh.layout.pp > 1 or not train.enable_reshard_after_forward
-    out = sum(weights for weights, _ in others) if keeps_all else 2 * largest  # this block and the next
-    found = {"gathered weights": root[0] + out + largest}  # a gather arrives in a buffer of its own
+    gathered = sum(weights for weights, _ in block_units) if keeps_all else 2 * largest  # this block and the next
+    sizes = {"gathered weights": root_unit[0] + gathered + largest}  # a gather arrives in a buffer of its own
     keeps_whole = planned.num_micro_batches > 1 and not train.enable_reduce_every_micro_batch
     if keeps_whole or mesh.layout.pp > 1:
-        found["whole gradients"] = sum(count for _, count in (root, *others)) * FULL_PRECISION
+        sizes["whole gradients"] = sum(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
     else:
-        found["whole gradients"] = max(count for _, count in (root, *others)) * FULL_PRECISION
-    return found
+        sizes["whole gradients"] = max(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
+    return sizes
 
 
 def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
@@ -230,20 +230,20 @@ def _add_activations(
     ends = [index for index, rank in enumerate(owners) if rank == stage]
     sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    mine = [block for end in ends for block in range(starts[end], starts[end] + sizes[end])]
-    kept = [saved.kept(mode)[block] for block in mine]
+    stage_blocks = [block for end in ends for block in range(starts[end], starts[end] + sizes[end])]
+    kept_bytes = [saved.kept(mode)[block] for block in stage_blocks]
     waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
 
-    blocks = sum(kept) * waiting // share
+    blocks = sum(kept_bytes) * waiting // share
     if train.enable_activation_offload:
         memory.host["activations"] = blocks
-        blocks = 2 * max(kept) // share  # two blocks' copies are under way
+        blocks = 2 * max(kept_bytes) // share  # two blocks' copies are under way
     memory.parts["activations of blocks"] = blocks
     if mode != "none":
-        again = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in mine)
-        memory.parts["one block computed again"] = max(again, 0) // share
+        recomputed = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in stage_blocks)
+        memory.parts["one block computed again"] = max(recomputed, 0) // share
     if saved.copies:
-        memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
+        memory.parts["weights in autocast's precision"] = saved.copies * len(stage_blocks) // len(saved.blocks)
     outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
     memory.parts["activations outside blocks"] = outside // share
     if planned.encoder_bytes and 0 in ends:

@@ -163,8 +163,8 @@ def _plan_tokens(
     sees, mesh = seen is not None, Mesh(layout, torch.device("cpu"))
     module = language_model_on_meta(model, on_gpu, sees=sees)
     check_settings(module, mesh, train, train.chunked_loss)
-    what = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
-    check_length(module.config.get_text_config(), length, *what)
+    length_name = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
+    check_length(module.config.get_text_config(), length, *length_name)
     if train.rmpad_with_pos_ids:
         rows, length = 1, rows * length
     dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
@@ -183,7 +183,7 @@ def _plan_tokens(
                 output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
             if isinstance(train, TextRLTrainConfig):
                 scores = TokenScores(output, (rows, length), head=head if chunked else None)
-                return sum(each.sum() for each in scores.log_probs_and_entropy(ids))
+                return sum(values.sum() for values in scores.log_probs_and_entropy(ids))
             if chunked:
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
@@ -367,7 +367,7 @@ def plan_diffusion_model(
         )
         return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
 
-    gone = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
+    not_frozen = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
         build=lambda: _denoiser_of(model),
         plan=model.parallel_plan,
@@ -376,7 +376,7 @@ def plan_diffusion_model(
         loss_bytes=0,
         num_micro_batches=num_micro_batches,
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
-        frozen_bytes=_frozen_bytes(model, gone),
+        frozen_bytes=_frozen_bytes(model, not_frozen),
         frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
@@ -386,9 +386,9 @@ def plan_diffusion_model(
 def _denoiser_of(model: DiffusionModel) -> nn.Module:
     """The denoiser on meta, each tensor in the dtype that the model's own has: frozen weights may be bf16."""
     plain = meta_denoiser(model)
-    dtypes = {name: each.dtype for name, each in _named_tensors(model.denoiser)}
-    for name, each in _named_tensors(plain):
-        each.data = each.data.to(dtypes[name])
+    dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model.denoiser)}
+    for name, tensor in _named_tensors(plain):
+        tensor.data = tensor.data.to(dtypes[name])
     return plain
 
 
@@ -436,14 +436,14 @@ def _frozen_bytes(model: DiffusionModel, without: set[str]) -> dict[str, int]:
 def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
     pipeline_type = family.pipeline_type()
     index = read_index(folder)
-    given: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     for name, value in index.items():
         if value == [None, None]:
-            given[name] = None
+            components[name] = None
         elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
-            given[name] = build_on_meta(make)
+            components[name] = build_on_meta(make)
     try:
-        return load_pretrained(pipeline_type, folder, use_safetensors=True, **given)
+        return load_pretrained(pipeline_type, folder, use_safetensors=True, **components)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 

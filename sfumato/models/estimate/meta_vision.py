@@ -79,14 +79,16 @@ def encoder_bytes(
         add_lora(small, config.lora, language_targets(small), seed=0)
     _fill_encoders(small.train(), dtype or torch.float32)
     blocks, medium = _encoder_blocks(small), _medium(vision)
-    found, patches = [], []
+    measurements, patches = [], []
     for media in ([medium], [medium, medium]):
         saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(media), dtype))
-        found.append((saved.kept(mode)[-1], saved.before + saved.after))
+        measurements.append((saved.kept(mode)[-1], saved.before + saved.after))
         patches.append(_num_patches(vision, media))
-    of_block, outside = (after - before for before, after in zip(*found, strict=True))
-    wanted = num_tokens / vision.reader.tokens_per_patch
-    return round((len(_encoder_blocks(module)) * of_block + outside) * wanted / (patches[1] - patches[0]))
+    bytes_per_block, bytes_outside = (after - before for before, after in zip(*measurements, strict=True))
+    num_patches = num_tokens / vision.reader.tokens_per_patch
+    return round(
+        (len(_encoder_blocks(module)) * bytes_per_block + bytes_outside) * num_patches / (patches[1] - patches[0])
+    )
 
 
 def _medium(vision: Vision) -> Any:
@@ -115,18 +117,18 @@ def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return {name: block for name, block in blocks.items() if name.rpartition(".")[0] in lists and name[-1].isdigit()}
 
 
-def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
+def _features(module: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
     """The encoder's forward pass on these images, or on audio."""
-    if "input_features" in given:
+    if "input_features" in inputs:
         base = module.base_model
 
         def hear() -> Tensor:
-            hidden = base.audio_tower(given["input_features"].to(dtype or torch.float32)).last_hidden_state
+            hidden = base.audio_tower(inputs["input_features"].to(dtype or torch.float32)).last_hidden_state
             return base.multi_modal_projector(hidden).float().sum()
 
         return hear
     accepted = inspect.signature(module.get_image_features).parameters
-    images = {name: tensor for name, tensor in given.items() if name in accepted}
+    images = {name: tensor for name, tensor in inputs.items() if name in accepted}
     images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)
 
     def run() -> Tensor:

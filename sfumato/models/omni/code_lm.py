@@ -35,7 +35,7 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
         past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **more: Any,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V]`` of tokens int64 ``[B, T]``; the rest as transformers' own."""
         output = super().forward(
@@ -45,13 +45,13 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
             past_key_values=past_key_values,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            **more,
+            **options,
         )
         first, stop, begin, line_end = self.within_image
         draws = (input_ids >= first) & (input_ids < stop) | (input_ids == begin) | (input_ids == line_end)
         tokens = torch.arange(output.logits.shape[-1], device=input_ids.device)
         is_code = (tokens >= first) & (tokens < stop)
-        output.logits = output.logits.masked_fill(draws[:, _kept(logits_to_keep), None] & ~is_code, IMPOSSIBLE)
+        output.logits = output.logits.masked_fill(draws[:, _kept_columns(logits_to_keep), None] & ~is_code, IMPOSSIBLE)
         return output
 
 
@@ -77,7 +77,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
         past_key_values: Any = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **more: Any,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V + C]`` of tokens and codes int64 ``[B, T]``; the rest as transformers' own."""
         size = self.lm_head.out_features
@@ -86,28 +86,32 @@ class JanusOfCodes(JanusForConditionalGeneration):
         codes = self.prepare_embeddings_for_image_generation((input_ids - size).clamp(min=0))
         embeds = torch.where(is_code[..., None], codes.to(text.dtype), text)
         if pixel_values is not None:
-            seen = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
-            seen = seen.reshape(-1, embeds.shape[-1]).to(embeds.dtype)
-            embeds = embeds.masked_scatter(self.model.get_placeholder_mask(input_ids, embeds, seen), seen)
+            image_features = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
+            image_features = image_features.reshape(-1, embeds.shape[-1]).to(embeds.dtype)
+            embeds = embeds.masked_scatter(
+                self.model.get_placeholder_mask(input_ids, embeds, image_features), image_features
+            )
         output = self.model.language_model(
             inputs_embeds=embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            **more,
+            **options,
         )
-        columns = _kept(logits_to_keep)
+        columns = _kept_columns(logits_to_keep)
         hidden = output.last_hidden_state[:, columns]
         begin, end = self.around_image
         is_last = _run_lengths(is_code) == self.config.vision_config.num_image_tokens
         draws = (is_code & ~is_last | (input_ids == begin))[:, columns, None]
         certain = torch.arange(size, device=hidden.device) == end
-        of_text = self.lm_head(hidden).masked_fill(draws, IMPOSSIBLE)
-        of_text = torch.where(is_last[:, columns, None], of_text.new_full((), IMPOSSIBLE) * ~certain, of_text)
-        of_codes = self.model.generation_head(hidden).masked_fill(~draws, IMPOSSIBLE)
+        text_logits = self.lm_head(hidden).masked_fill(draws, IMPOSSIBLE)
+        text_logits = torch.where(
+            is_last[:, columns, None], text_logits.new_full((), IMPOSSIBLE) * ~certain, text_logits
+        )
+        code_logits = self.model.generation_head(hidden).masked_fill(~draws, IMPOSSIBLE)
         return CausalLMOutputWithPast(
-            logits=torch.cat([of_text, of_codes], dim=-1), past_key_values=output.past_key_values
+            logits=torch.cat([text_logits, code_logits], dim=-1), past_key_values=output.past_key_values
         )
 
 
@@ -117,5 +121,5 @@ def _run_lengths(wanted: Tensor) -> Tensor:
     return counts - counts.masked_fill(wanted, 0).cummax(dim=1).values
 
 
-def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+def _kept_columns(logits_to_keep: int | Tensor) -> slice | Tensor:
     return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -96,8 +96,10 @@ class LatentTokenizer:
         size = (self.width, self.height)
         resized = [image if image.size == size else image.resize(size, Image.Resampling.BICUBIC) for image in images]
         pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1 for image in resized]
-        found = [self.vae.encode(each[None]).latent_dist.mode()[0] for each in pixels]  # bits know no batch
-        return (torch.stack(found) - self._shift) * self._scale
+        modes = [
+            self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels
+        ]  # bits know no batch
+        return (torch.stack(modes) - self._shift) * self._scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:

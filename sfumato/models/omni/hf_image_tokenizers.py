@@ -127,8 +127,8 @@ class OwnCodes(ABC):
 
     def _code_ids(self) -> list[int]:
         """Raises ConfigError when the vocabulary lacks one, or what is drawn does not follow each other in it."""
-        known = self.described.vocabulary_map or {}
-        ids = [known.get(name) for name in self.names]
+        vocabulary = self.described.vocabulary_map or {}
+        ids = [vocabulary.get(name) for name in self.names]
         if None in ids:
             raise ConfigError(
                 f"this {self.kind} has {self.codebook_size} codes of images, but no token "
@@ -152,8 +152,8 @@ class OwnCodes(ABC):
         """The codes of an image that is drawn, row by row; one of another size is scaled."""
         if image.size != (self.width, self.height):
             image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
-        given = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
-        return self._codes(torch.from_numpy(given).float())[None].flatten().tolist()
+        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
+        return self._codes(torch.from_numpy(pixels).float())[None].flatten().tolist()
 
     unscaled: ClassVar[dict[str, Any]] = {"do_resize": False}
     """What tells the image processor to leave the size of an image as it is."""
@@ -161,8 +161,10 @@ class OwnCodes(ABC):
     @torch.no_grad()
     def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
         """Images of n lists of ``num_codes`` codes: uint8 ``[n, H, W, 3]``, as transformers' processor makes them."""
-        found = [self._pixels(torch.tensor(own)[None]).numpy() for own in codes]  # bits know no batch
-        pictures = [self.images.postprocess([each], return_tensors="PIL.Image.Image")["pixel_values"] for each in found]
+        images = [self._pixels(torch.tensor(image_codes)[None]).numpy() for image_codes in codes]  # bits know no batch
+        pictures = [
+            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"] for pixels in images
+        ]
         return np.stack([np.asarray(picture) for (picture,) in pictures])
 
     def save(self, folder: Path) -> None:
@@ -196,9 +198,9 @@ class Emu3Codes(OwnCodes):
 
     @classmethod
     def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
-        known = described.vocabulary_map
-        first = known[cls.code_name(0)]
-        stop, line_end = first + described.vq_config.codebook_size, known[cls.LINE_END]
+        vocabulary = described.vocabulary_map
+        first = vocabulary[cls.code_name(0)]
+        stop, line_end = first + described.vq_config.codebook_size, vocabulary[cls.LINE_END]
         module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end
 
     @classmethod
@@ -209,15 +211,15 @@ class Emu3Codes(OwnCodes):
         from transformers import Emu3Processor
 
         factor = self.vq.spatial_scale_factor
-        own = Emu3Processor(self.images, tokenizer)
-        if factor != own.downsample_ratio or factor != self.images.spatial_factor:
+        processor = Emu3Processor(self.images, tokenizer)
+        if factor != processor.downsample_ratio or factor != self.images.spatial_factor:
             raise ConfigError(
-                f"Emu3's processor counts a code for {own.downsample_ratio} pixels along a side, its image processor "
+                f"Emu3's processor counts a code for {processor.downsample_ratio} pixels along a side, its image processor "
                 f"for {self.images.spatial_factor}; this VQ model makes one of {factor} (channel_multiplier): correct "
                 "it"
             )
         if size is None:
-            rows, columns = own.calculate_generate_size(own.ratio, own.image_area, factor)
+            rows, columns = processor.calculate_generate_size(processor.ratio, processor.image_area, factor)
             size = rows * factor, columns * factor
         if any(edge % factor for edge in size):
             raise ConfigError(
@@ -225,7 +227,11 @@ class Emu3Codes(OwnCodes):
             )
         self.height, self.width = size
         self.shape = self.height // factor, self.width // factor
-        self._around = own.image_start_token, own.fake_token_around_image, own.eof_token + own.image_end_token
+        self._around = (
+            processor.image_start_token,
+            processor.fake_token_around_image,
+            processor.eof_token + processor.image_end_token,
+        )
         self.text = self._text(*self.shape)
 
     def _text(self, rows: int, columns: int) -> ImageText:
@@ -235,8 +241,8 @@ class Emu3Codes(OwnCodes):
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        given = self.images(image.convert("RGB"), return_tensors="np")
-        codes = self._codes(torch.from_numpy(np.asarray(given["pixel_values"])).float())
+        processed = self.images(image.convert("RGB"), return_tensors="np")
+        codes = self._codes(torch.from_numpy(np.asarray(processed["pixel_values"])).float())
         return self._text(*codes.shape).of(codes.flatten().tolist())
 
     def _codes(self, pixels: Tensor) -> Tensor:
@@ -285,9 +291,9 @@ class JanusCodes(OwnCodes):
         return []
 
     def generation_config(self, tokenizer: Any) -> Any:
-        found = super().generation_config(tokenizer)
-        found.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}
-        return found
+        config = super().generation_config(tokenizer)
+        config.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}
+        return config
 
     @classmethod
     def code_name(cls, code: int) -> str:
@@ -302,10 +308,10 @@ class JanusCodes(OwnCodes):
         factor = 2 ** (len(self.described.vq_config.channel_multiplier) - 1)
         if size is not None and tuple(size) != (edge, edge):
             raise ConfigError(f"size {list(size)}: this Janus draws images of {edge} x {edge} pixels alone: remove it")
-        known = self.described.vision_config.num_image_tokens
-        if edge != patches * factor or patches**2 != known:
+        num_codes = self.described.vision_config.num_image_tokens
+        if edge != patches * factor or patches**2 != num_codes:
             raise ConfigError(
-                f"this Janus has images of {edge} pixels (image_size), {known} codes (num_image_tokens) and a code for "
+                f"this Janus has images of {edge} pixels (image_size), {num_codes} codes (num_image_tokens) and a code for "
                 f"{factor} pixels (channel_multiplier), which do not fit together"
             )
         self.height = self.width = edge
@@ -319,8 +325,8 @@ class JanusCodes(OwnCodes):
         model was trained with (``codebook_l2_norm`` in Janus' own ``vq_model.py``); its modules are used without it.
         """
         hidden = functional.normalize(self.vq.quant_conv(self.vq.encoder(pixels)), dim=1)[0]
-        known = functional.normalize(self.vq.quantize.embedding.weight, dim=-1)
-        return torch.einsum("nd,dhw->nhw", known, hidden).argmax(0)
+        codebook = functional.normalize(self.vq.quantize.embedding.weight, dim=-1)
+        return torch.einsum("nd,dhw->nhw", codebook, hidden).argmax(0)
 
     def _pixels(self, codes: Tensor) -> Tensor:
         return self.vq.decode(codes)[0]
@@ -363,19 +369,19 @@ class ChameleonCodes(OwnCodes):
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        given = np.asarray(self.images(image.convert("RGB"), return_tensors="np")["pixel_values"])
-        codes = self._codes(torch.from_numpy(given).float())
+        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np")["pixel_values"])
+        codes = self._codes(torch.from_numpy(pixels).float())
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 
     def _codes(self, pixels: Tensor) -> Tensor:
-        found = self.vq.encode(pixels, return_dict=True).image_tokens
-        return found.view(1, -1)
+        codes = self.vq.encode(pixels, return_dict=True).image_tokens
+        return codes.view(1, -1)
 
     def _pixels(self, codes: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-FAMILIES: dict[str, type[OwnCodes]] = {each.kind: each for each in (Emu3Codes, JanusCodes, ChameleonCodes)}
+FAMILIES: dict[str, type[OwnCodes]] = {family.kind: family for family in (Emu3Codes, JanusCodes, ChameleonCodes)}
 """By ``model_type``."""
 
 
@@ -399,13 +405,13 @@ def read_vq(folder: Path, described: Any) -> nn.Module:
             names = list(opened.keys())
             inside = [name for name in names if PART in name]  # none in the folder of a VQ model alone
             stored |= {name: opened.get_tensor(name) for name in inside or ([] if family_of(folder) else names)}
-    found = {name.rpartition(PART)[2]: each.float() for name, each in stored.items()}
-    known = vq.state_dict()
-    wrong = sorted(name for name in known if name not in found or found[name].shape != known[name].shape)
-    if wrong or found.keys() - known.keys():
-        first = wrong[0] if wrong else sorted(found.keys() - known.keys())[0]
+    weights = {name.rpartition(PART)[2]: tensor.float() for name, tensor in stored.items()}
+    expected = vq.state_dict()
+    wrong = sorted(name for name in expected if name not in weights or weights[name].shape != expected[name].shape)
+    if wrong or weights.keys() - expected.keys():
+        first = wrong[0] if wrong else sorted(weights.keys() - expected.keys())[0]
         raise ConfigError(f"{folder}: its weights are not those of a {type(vq).__name__} of this model: {first}")
-    vq.load_state_dict(found)
+    vq.load_state_dict(weights)
     refuse_not_finite(vq, folder)
     return vq
 

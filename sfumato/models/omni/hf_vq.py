@@ -47,8 +47,8 @@ class Emu3Vq(OwnVqModel):
 
     def decode(self, quantised: Tensor) -> Tensor:
         vectors = quantised[:, :, None]
-        found = self.trained.decoder(self.trained.post_quant_conv(vectors).transpose(1, 2), vectors.transpose(1, 2))
-        return found.unflatten(0, (len(quantised), -1))[:, 0]
+        frames = self.trained.decoder(self.trained.post_quant_conv(vectors).transpose(1, 2), vectors.transpose(1, 2))
+        return frames.unflatten(0, (len(quantised), -1))[:, 0]
 
 
 class JanusVq(OwnVqModel):

@@ -41,10 +41,10 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
         return model.float()
     assert config.config_path is not None
     fields = read_yaml(config.config_path)
-    known = [name for name in inspect.signature(VQModel.__init__).parameters if name != "self"]
+    allowed = [name for name in inspect.signature(VQModel.__init__).parameters if name != "self"]
     for name in fields:
-        if name not in known:
-            raise ConfigError(f"{config.config_path}: {name}: unknown key{suggest(name, known)}")
+        if name not in allowed:
+            raise ConfigError(f"{config.config_path}: {name}: unknown key{suggest(name, allowed)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -85,8 +85,8 @@ class VqModel:
         use."""
         device = next(self.trained.parameters()).device
         quantised, _, codes = self.quantise(self.latents(examples.to(device) / 127.5 - 1))
-        found = as_bytes(self.decode(quantised)).cpu()
-        pairs = torch.cat([examples, found], dim=3).permute(0, 2, 3, 1)
+        reconstructed = as_bytes(self.decode(quantised)).cpu()
+        pairs = torch.cat([examples, reconstructed], dim=3).permute(0, 2, 3, 1)
         return pairs.numpy(), len(codes.unique())
 
     @torch.no_grad()

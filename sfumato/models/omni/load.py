@@ -160,16 +160,16 @@ def compose(encoder: nn.Module, foundation: nn.Module, image_token_id: int, atte
     name = register_packed_attention() if attention == "packed" else attention
 
     def make() -> nn.Module:
-        own = copy.deepcopy(described)
+        own_config = copy.deepcopy(described)
         return LlavaForConditionalGeneration._from_config(
-            own, attn_implementation=attention_by_part(own, name), dtype=torch.float32
+            own_config, attn_implementation=attention_by_part(own_config, name), dtype=torch.float32
         )
 
     module = make()
-    names = {name: each for each, name in foundation_names(foundation).items()}
-    given = {names[name]: each for name, each in foundation.state_dict().items() if name in names}
-    given |= {f"model.vision_tower.{name}": each for name, each in encoder.state_dict().items()}
-    lacking = module.load_state_dict(given, strict=False).missing_keys
+    whole_names = {part_name: whole_name for whole_name, part_name in foundation_names(foundation).items()}
+    weights = {whole_names[name]: tensor for name, tensor in foundation.state_dict().items() if name in whole_names}
+    weights |= {f"model.vision_tower.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    lacking = module.load_state_dict(weights, strict=False).missing_keys
     if any("projector" not in name for name in lacking):
         raise ConfigError(
             f"model.foundation: {type(foundation).__name__} cannot be joined with an encoder: {lacking[0]}"
@@ -190,15 +190,15 @@ def load_projector(module: nn.Module, folder: Path) -> None:
     """Gives the model the projector of a folder that ``OmniModel.save_export`` wrote. Raises ConfigError."""
     projector = module.model.multi_modal_projector
     check_weights(folder)
-    found = {}
+    weights = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             names = [name for name in opened.keys() if PROJECTOR in name]  # noqa: SIM118  (it is no mapping)
-            found |= {name.rpartition(PROJECTOR)[2]: opened.get_tensor(name).float() for name in names}
-    shapes = {name: each.shape for name, each in projector.state_dict().items()}
-    if {name: each.shape for name, each in found.items()} != shapes:
+            weights |= {name.rpartition(PROJECTOR)[2]: opened.get_tensor(name).float() for name in names}
+    shapes = {name: tensor.shape for name, tensor in projector.state_dict().items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != shapes:
         raise ConfigError(f"model.projector {folder}: the weights {PROJECTOR}* are not there, or of other shapes")
-    projector.load_state_dict(found)
+    projector.load_state_dict(weights)
 
 
 def _check_encoder(encoder: nn.Module) -> None:
@@ -220,8 +220,8 @@ def _num_patches(encoder: nn.Module) -> int:
 def _num_features(encoder: nn.Module) -> int:
     size = encoder.config.image_size
     blank = torch.zeros(1, getattr(encoder.config, "num_channels", 3), size, size)
-    found = encoder.eval()(blank, output_hidden_states=True)
-    return found.hidden_states[-1].shape[1]
+    output = encoder.eval()(blank, output_hidden_states=True)
+    return output.hidden_states[-1].shape[1]
 
 
 def _reader(module: nn.Module, tokenizer: Any, image_tokenizer: ImageTokenizer) -> DrawingReader:
@@ -232,13 +232,13 @@ def _reader(module: nn.Module, tokenizer: Any, image_tokenizer: ImageTokenizer) 
     vision = module.config.vision_config
     images = SiglipImageProcessorPil(size={"height": vision.image_size, "width": vision.image_size})
     strategy = module.config.vision_feature_select_strategy
-    more = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
-    processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **more)
+    settings = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
+    processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **settings)
     arguments = list(inspect.signature(module.forward).parameters)
     return DrawingReader(processor, arguments, (vision.patch_size, 1.0), image_tokenizer)
 
 
 def _tokenizer_config(model: OmniModelConfig) -> LanguageModelConfig:
     folder = model.foundation.model_path
-    made = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
-    return LanguageModelConfig(**made, tokenizer_path=model.tokenizer_path)
+    source = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
+    return LanguageModelConfig(**source, tokenizer_path=model.tokenizer_path)

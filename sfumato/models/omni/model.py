@@ -83,12 +83,12 @@ class OmniModel(LanguageModel):
             its sample.
         """
         hidden = scores.hidden(wanted).unflatten(0, (-1, self.image_tokenizer.num_codes))
-        found, keys = [], []
+        drawn_latents, keys = [], []
         for sample_id, media in zip(batch.sample_ids, batch.media, strict=False):  # padding has none
             for index, latents in enumerate(media.get(DRAWN, ())):
-                found.append(latents)
+                drawn_latents.append(latents)
                 keys.append(sample_id * MAX_DRAWN + index)
-        latents = torch.stack([*found, torch.zeros(self.image_tokenizer.latent_shape)])
+        latents = torch.stack([*drawn_latents, torch.zeros(self.image_tokenizer.latent_shape)])
         blank = hidden.new_zeros(1, *hidden.shape[1:])
         return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
 
@@ -110,7 +110,9 @@ class OmniModel(LanguageModel):
 
     def __call__(self, batch: TokenBatch) -> TokenScores:
         """As ``LanguageModel.__call__``; latents of images that are drawn go to the flow head alone."""
-        media = [{name: tensor for name, tensor in one.items() if name != DRAWN} for one in batch.media]
+        media = [
+            {name: tensor for name, tensor in sample_media.items() if name != DRAWN} for sample_media in batch.media
+        ]
         return super().__call__(replace(batch, media=media))
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
@@ -121,13 +123,15 @@ class OmniModel(LanguageModel):
         with self._without_head():
             super().save_export(folder, weights, merge)
         config, dtype = self.plain.config, self.autocast_dtype or torch.float32
-        encoder, foundation = _empty(config.vision_config, False), _empty(config.text_config, True)
+        encoder, foundation = _build_empty(config.vision_config, False), _build_empty(config.text_config, True)
         names = foundation_names(foundation)
         prefix = "model.vision_tower."
-        own = {name.removeprefix(prefix): each for name, each in whole.items() if name.startswith(prefix)}
-        give_weights(encoder, {name: each.to(dtype) for name, each in own.items()})
-        given = {names[name]: each.to(dtype) for name, each in whole.items() if name in names}
-        give_weights(foundation, given)
+        encoder_weights = {
+            name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)
+        }
+        give_weights(encoder, {name: tensor.to(dtype) for name, tensor in encoder_weights.items()})
+        foundation_weights = {names[name]: tensor.to(dtype) for name, tensor in whole.items() if name in names}
+        give_weights(foundation, foundation_weights)
         for module, part in ((foundation, "foundation"), (encoder, "encoder")):
             module.config.dtype = dtype
             if part == "foundation":
@@ -139,7 +143,7 @@ class OmniModel(LanguageModel):
         if heads:
             with torch.device("meta"):
                 head = self.head_class.from_config(getattr(self.plain, NAME).config)
-            head.load_state_dict({name.removeprefix(f"{NAME}."): each for name, each in heads.items()}, assign=True)
+            head.load_state_dict({name.removeprefix(f"{NAME}."): tensor for name, tensor in heads.items()}, assign=True)
             save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)
 
     @contextmanager
@@ -162,11 +166,13 @@ def foundation_names(foundation: nn.Module) -> dict[str, str]:
     head = next(name for name, module in foundation.named_modules() if module is output)
     names = [name for name, _ in foundation.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in foundation.named_buffers() if name in foundation.state_dict()]
-    found = {f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)}
-    return found | {"lm_head.weight": f"{head}.weight"}
+    name_in_foundation = {
+        f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)
+    }
+    return name_in_foundation | {"lm_head.weight": f"{head}.weight"}
 
 
-def _empty(config: Any, causal: bool) -> nn.Module:
+def _build_empty(config: Any, causal: bool) -> nn.Module:
     """A module without weights."""
     from transformers import AutoModel, AutoModelForCausalLM
 

@@ -66,27 +66,29 @@ class LanguageToImage(StableDiffusion3):
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         size = self.pipeline.vae.config.sample_size
-        own = (size, size) if isinstance(size, int) else tuple(size)
-        if (height, width) != own:
-            raise ValueError(f"the language model was trained to draw images of {own[0]} x {own[1]} pixels alone")
+        trained_size = (size, size) if isinstance(size, int) else tuple(size)
+        if (height, width) != trained_size:
+            raise ValueError(
+                f"the language model was trained to draw images of {trained_size[0]} x {trained_size[1]} pixels alone"
+            )
         return super().latent_shape(height, width, frames)
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Hidden states ``prompt_embeds`` ``[B, K, H]`` of the tokens of an image that would answer each prompt, and
         their mean ``pooled`` ``[B, H]``. The empty prompt is padding, as guidance is trained with."""
         tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
-        drawn = [START, *(CODE.format(code) for code in range(self._num_tokens - 1))]
-        last = tokenizer.convert_tokens_to_ids(drawn)
-        found = []
+        image_tokens = [START, *(CODE.format(code) for code in range(self._num_tokens - 1))]
+        image_ids = tokenizer.convert_tokens_to_ids(image_tokens)
+        hidden_states = []
         for prompt in prompts:  # one by one: the bits of an embedding must not depend on its batch
             messages = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids = ids if prompt else [tokenizer.pad_token_id] * len(ids)
-            tokens = torch.tensor([[*ids, *last]], device=self.device)
+            tokens = torch.tensor([[*ids, *image_ids]], device=self.device)
             hidden = encoder.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            found.append(hidden[0, -len(last) :].float())
-        embeds = torch.stack(found)
+            hidden_states.append(hidden[0, -len(image_ids) :].float())
+        embeds = torch.stack(hidden_states)
         return {"prompt_embeds": embeds, "pooled": embeds.mean(dim=1)}
 
 

@@ -97,9 +97,9 @@ class UnifiedModel(OmniModel):
 
     image_tokenizer: OwnCodes
     can_be_served: ClassVar[bool] = False
-    own_tokenizer: Any
+    hf_tokenizer: Any
     """The tokenizer as it came, which is exported: the other one has the codes as tokens that text is cut into."""
-    own_build: Callable[[], nn.Module]
+    hf_build: Callable[[], nn.Module]
     """Makes the plain model of transformers' own class."""
     has_plain_output: bool
     """Whether logits are what one output layer gives."""
@@ -109,8 +109,8 @@ class UnifiedModel(OmniModel):
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes the model, its processor and tokenizer as transformers loads them by themselves."""
         build, tokenizer, vision = self._build, self.tokenizer, self.vision
-        self._build, self.tokenizer, self.vision = self.own_build, self.own_tokenizer, None
-        facts_of(self.own_tokenizer).answer_end = facts_of(tokenizer).answer_end
+        self._build, self.tokenizer, self.vision = self.hf_build, self.hf_tokenizer, None
+        facts_of(self.hf_tokenizer).answer_end = facts_of(tokenizer).answer_end
         try:
             super(OmniModel, self).save_export(folder, weights, merge)
         finally:
@@ -118,7 +118,7 @@ class UnifiedModel(OmniModel):
         ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
         if self.source is None:
             self.processor.save_pretrained(folder)
-            self.image_tokenizer.generation_config(self.own_tokenizer).save_pretrained(folder)
+            self.image_tokenizer.generation_config(self.hf_tokenizer).save_pretrained(folder)
 
     def _check(self, mesh: Mesh, config: Any) -> None:
         super()._check(mesh, config)
@@ -149,14 +149,14 @@ class _OneClass:
 
 def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
     """The model of ``model.unified``, which is trained to see and to draw. Raises ConfigError as ``build_unified``."""
-    own = config.model
+    model = config.model
     section = LanguageModelConfig(
-        model_path=own.unified.model_path,
-        config_path=own.unified.config_path,
-        tokenizer_path=own.tokenizer_path,
-        freeze=own.freeze,
-        attention=own.attention,
-        rows=own.rows,
+        model_path=model.unified.model_path,
+        config_path=model.unified.config_path,
+        tokenizer_path=model.tokenizer_path,
+        freeze=model.freeze,
+        attention=model.attention,
+        rows=model.rows,
     )
     described = read_model_config(section, sees=True)
     if described.model_type not in FAMILIES or not FAMILIES[described.model_type].draws:
@@ -169,7 +169,7 @@ def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
                 else ""
             )
         )
-    codes = None if own.image_tokenizer is None else Path(own.image_tokenizer)
+    codes = None if model.image_tokenizer is None else Path(model.image_tokenizer)
     return build_unified(section, config.train, described, config.data.data_type, config.draw.size, codes)
 
 
@@ -198,38 +198,38 @@ def build_unified(
     if config.lora is not None:
         raise ConfigError(f"model.lora: adapters of {described.model_type} models are not trained: remove it")
     family, source = FAMILIES[described.model_type], source_of(config)
-    own_tokenizer = build_tokenizer(config)
+    hf_tokenizer = build_tokenizer(config)
     if config.tokenizer_path == BYTES:
         size_of_codebook = getattr(described.vq_config, "codebook_size", None) or described.vq_config.num_embeddings
-        add_own_tokens(own_tokenizer, described, family.names_in_vocabulary(size_of_codebook))
+        add_own_tokens(hf_tokenizer, described, family.names_in_vocabulary(size_of_codebook))
     has_images = data_type is not None and data_type.has_images
     cls, published = family.module_class(has_images), family.published_class()
 
     def finish(module: nn.Module) -> None:
         module.__class__ = cls  # transformers reads weights of its own classes alone by their published names
-        family.prepare(module, described, own_tokenizer)
+        family.prepare(module, described, hf_tokenizer)
 
     module, make = build_module(config, train, described, _OneClass(published), trains, finish)
-    check_vocabulary(module, own_tokenizer)
+    check_vocabulary(module, hf_tokenizer)
     vq = _image_tokenizer(module, make, codes or source, described, train.seed)
     if codes is not None:
         module.model.vqmodel.load_state_dict(vq.state_dict())
-    own_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, own_tokenizer)
-    image_tokenizer = family(vq, described, own_processor.image_processor, own_tokenizer, size)
-    tokenizer = with_codes(own_tokenizer, image_tokenizer)
-    processor = copy.copy(own_processor)
+    hf_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, hf_tokenizer)
+    image_tokenizer = family(vq, described, hf_processor.image_processor, hf_tokenizer, size)
+    tokenizer = with_codes(hf_tokenizer, image_tokenizer)
+    processor = copy.copy(hf_processor)
     processor.tokenizer = tokenizer
     begin_as_processor(processor)
     vision = None
     if has_images:
         vision = Vision(data_type.limited(_reader(processor, image_tokenizer)), None)
         image_tokenizer = vision.reader.image_tokenizer
-        own_processor.image_processor = image_tokenizer.images  # with the limits of the data
+        hf_processor.image_processor = image_tokenizer.images  # with the limits of the data
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
     model = UnifiedModel(module, tokenizer, *settings)
-    model.own_tokenizer, model.processor, model.image_tokenizer = own_tokenizer, own_processor, image_tokenizer
+    model.hf_tokenizer, model.processor, model.image_tokenizer = hf_tokenizer, hf_processor, image_tokenizer
     model.has_plain_output = family.has_plain_output and cls is published
-    model.own_build = partial(published._from_config, copy.deepcopy(described))
+    model.hf_build = partial(published._from_config, copy.deepcopy(described))
     if family.draws:
         model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)
         line_end = image_tokenizer.text.line_end
@@ -250,8 +250,8 @@ def _image_tokenizer(
         return read_vq(folder, described)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = make() if any(parameter.is_meta for parameter in module.parameters()) else module
-        return copy.deepcopy(made.model.vqmodel)
+        whole = make() if any(parameter.is_meta for parameter in module.parameters()) else module
+        return copy.deepcopy(whole.model.vqmodel)
 
 
 def _reader(processor: Any, image_tokenizer: OwnCodes) -> DrawingReader:

@@ -47,9 +47,11 @@ def add_own_tokens(tokenizer: Any, described: Any, code_names: list[str]) -> Non
     named = dict(MADE[described.model_type])
     lines = [Emu3Codes.LINE_END] if described.model_type == "emu3" else []
     special = {name: named.pop(name) for name in ("bos_token", "sep_token") if name in named}
-    known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
-    more = [*known, *special.values(), *named.values(), *lines]
-    tokenizer.add_special_tokens({**special, "additional_special_tokens": more})
+    other_special = [
+        token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)
+    ]
+    all_special = [*other_special, *special.values(), *named.values(), *lines]
+    tokenizer.add_special_tokens({**special, "additional_special_tokens": all_special})
     tokenizer._set_model_specific_special_tokens(named)  # so that they are saved with it
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in code_names], special_tokens=True)
     if hasattr(described, "vocabulary_map"):
@@ -64,17 +66,17 @@ def with_codes(tokenizer: Any, images: OwnCodes) -> Any:
     Raises:
         ConfigError: when its ids are others.
     """
-    found = copy.deepcopy(tokenizer)
-    room = max(images.ids[0] - len(found), 0)
-    filling = [f"<|no_token_{index}|>" for index in range(room)]  # ids that the model has and no token
-    for names in (filling, images.names):
-        found.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
-    if found.convert_tokens_to_ids(images.names) != images.ids:
+    extended = copy.deepcopy(tokenizer)
+    num_gaps = max(images.ids[0] - len(extended), 0)
+    gap_names = [f"<|no_token_{index}|>" for index in range(num_gaps)]  # ids that the model has and no token
+    for names in (gap_names, images.names):
+        extended.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+    if extended.convert_tokens_to_ids(images.names) != images.ids:
         raise ConfigError(
             f"the tokenizer's tokens of images, {images.names[0]} to {images.names[-1]}, have other ids than in the "
             f"{images.kind} model: take the tokenizer of this model"
         )
-    return found
+    return extended
 
 
 def begin_as_processor(processor: Any) -> None:

@@ -55,8 +55,8 @@ class Flux(KLLatents, FlowTokens):
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
-        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "silent"])
+        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
+        t5 = section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "silent"])
         tokenizer, t5_tokenizer = build_clip_tokenizer(**tokens), build_t5_tokenizer(tokens.get("words", ()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

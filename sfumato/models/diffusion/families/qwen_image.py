@@ -66,9 +66,9 @@ class QwenImage(VideoLatents, FlowTokens):
         denoiser = section_of(description, "transformer", diffusers.QwenImageTransformer2DModel)
         vae_settings = section_of(description, "vae", build_qwen_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
-        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
-        text = section_of(description, "text_encoder", build_qwen_vl_encoder, given=["tokenizer"])
-        sizes = section_of(description, "processor", build_qwen_vl_processor, given=["tokenizer"])
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, reserved=["template"])
+        text = section_of(description, "text_encoder", build_qwen_vl_encoder, reserved=["tokenizer"])
+        sizes = section_of(description, "processor", build_qwen_vl_processor, reserved=["tokenizer"])
         parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer", *processor_section])
         tokenizer = build_qwen_tokenizer(template=make(**parts).prompt_template_encode, **words)
         with torch.random.fork_rng(devices=[]):
@@ -97,16 +97,16 @@ class QwenImage(VideoLatents, FlowTokens):
 
         Prompts are encoded one by one: in a batch they would be padded to the longest, which changes the bits.
         """
-        found = {}
+        embeddings = {}
         for prompt in dict.fromkeys(prompts):
             embeds, _ = self.pipeline.encode_prompt(
                 prompt=[prompt or " "],  # what the model's authors take for the empty prompt
                 device=self.device,
                 max_sequence_length=self.max_sequence_length,
             )
-            found[prompt] = padded(embeds, self.max_sequence_length)
-        names = found[prompts[0]]
-        return {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
+            embeddings[prompt] = padded(embeds, self.max_sequence_length)
+        names = embeddings[prompts[0]]
+        return {name: torch.cat([embeddings[prompt][name] for prompt in prompts]) for name in names}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder, length = self.pipeline.text_encoder, self.max_sequence_length
@@ -186,9 +186,9 @@ class QwenImageEdit(QwenImage):
         from PIL import Image
 
         length = self.max_sequence_length + self._image_tokens(self._as_read(Image.new("RGB", (width, height))))
-        found = super().embedding_shapes(height, width)
-        found = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in found.items()}
-        return found | {"image_latents": (self.latent_shape(height, width), torch.float32)}
+        shapes = super().embedding_shapes(height, width)
+        shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
+        return shapes | {"image_latents": (self.latent_shape(height, width), torch.float32)}
 
     def _as_read(self, image: Any) -> Any:
         """The image as Qwen2.5-VL gets it."""

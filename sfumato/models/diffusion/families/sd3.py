@@ -43,15 +43,19 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-        known = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
-        unknown_keys(description, known, needed="transformer")
+        sections = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
+        unknown_keys(description, sections, needed="transformer")
         denoiser_settings = section_of(description, "transformer", SD3Transformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
+        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
         has_t5 = description.get("t5") is not None
-        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "width", "silent"]) if has_t5 else None
+        t5 = (
+            section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "width", "silent"])
+            if has_t5
+            else None
+        )
         words = tokens.get("words", ())
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):

@@ -85,13 +85,13 @@ class StableDiffusion(KLLatents):
         """
         import diffusers
 
-        known = {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"}
-        unknown_keys(description, known, needed="unet")
+        sections = {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"}
+        unknown_keys(description, sections, needed="unet")
         unet = section_of(description, "unet", diffusers.UNet2DConditionModel)
-        vae = section_of(description, "vae", build_autoencoder, given=["shift_factor"])
+        vae = section_of(description, "vae", build_autoencoder, reserved=["shift_factor"])
         scheduler = PUBLISHED_SCHEDULE | section_of(description, "scheduler", diffusers.DDIMScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
+        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -191,9 +191,9 @@ class StableDiffusion(KLLatents):
         levels = self.levels.to(sigma.device)
         upper = torch.searchsorted(levels, sigma.double().contiguous()).clamp(1, len(levels) - 1)
         below, above = levels[upper - 1], levels[upper]
-        found = upper - 1 + ((sigma - below) / (above - below)).clamp(0, 1)
-        nearest = found.round()
-        return torch.where((found - nearest).abs() < SAME_TIMESTEP, nearest, found).to(torch.float32)
+        interpolated = upper - 1 + ((sigma - below) / (above - below)).clamp(0, 1)
+        nearest = interpolated.round()
+        return torch.where((interpolated - nearest).abs() < SAME_TIMESTEP, nearest, interpolated).to(torch.float32)
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -271,9 +271,9 @@ class StableDiffusionXL(StableDiffusion):
             prompts, device=self.device, do_classifier_free_guidance=False
         )
         if self.pipeline.config.force_zeros_for_empty_prompt:
-            given = torch.tensor([prompt != "" for prompt in prompts], device=embeds.device)
-            embeds = torch.where(given[:, None, None], embeds, 0)
-            pooled = torch.where(given[:, None], pooled, 0)
+            has_text = torch.tensor([prompt != "" for prompt in prompts], device=embeds.device)
+            embeds = torch.where(has_text[:, None, None], embeds, 0)
+            pooled = torch.where(has_text[:, None], pooled, 0)
         return {"prompt_embeds": embeds, "pooled": pooled}
 
     def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:

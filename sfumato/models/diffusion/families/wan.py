@@ -118,7 +118,7 @@ class Wan(VideoLatents, FlowSchedule):
         second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
         vae_settings = section_of(description, "vae", build_wan_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.UniPCMultistepScheduler)
-        text = section_of(description, "text_encoder", build_umt5_encoder, given=["tokenizer"])
+        text = section_of(description, "text_encoder", build_umt5_encoder, reserved=["tokenizer"])
         vision = section_of(description, "image_encoder", build_clip_vision_encoder)
         tokenizer = build_t5_tokenizer(**section_of(description, "tokenizer", build_t5_tokenizer))
         settings = {name: description[name] for name in SETTINGS if name in description}
@@ -131,7 +131,7 @@ class Wan(VideoLatents, FlowSchedule):
             }
             if "image_encoder" in description:
                 parts["image_encoder"], parts["image_processor"] = build_clip_vision_encoder(**vision)
-            widths = cls._inferred(parts, bool(settings.get("expand_timesteps")), first)
+            widths = cls._infer_settings(parts, bool(settings.get("expand_timesteps")), first)
             parts["transformer"] = _build_transformer({**widths, **first})
             if "transformer_2" in description:
                 parts["transformer_2"] = _build_transformer({**widths, **first, **second})
@@ -139,7 +139,7 @@ class Wan(VideoLatents, FlowSchedule):
         return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
 
     @classmethod
-    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
+    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
         """Arguments of the transformers that follow from the other parts."""
         channels = parts["vae"].config.z_dim
         return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
@@ -256,14 +256,14 @@ class WanImageToVideo(Wan):
             )
 
     @classmethod
-    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
-        inferred = super()._inferred(parts, expands, given)
+    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
+        inferred = super()._infer_settings(parts, expands, settings)
         vae, vision = parts["vae"].config, parts.get("image_encoder")
         if not expands:
             inferred["in_channels"] = 2 * vae.z_dim + vae.scale_factor_temporal
         if vision is not None:
             inferred["image_dim"] = vision.config.hidden_size
-            heads, width = given.get("num_attention_heads"), given.get("attention_head_dim")
+            heads, width = settings.get("num_attention_heads"), settings.get("attention_head_dim")
             if heads and width:
                 inferred["added_kv_proj_dim"] = heads * width
         return inferred
@@ -275,20 +275,20 @@ class WanImageToVideo(Wan):
         """
         pipeline, network = self.pipeline, self._network
         self.latent_shape(*image.shape[:2], self.frames)
-        found = self.embed_prompts([prompt])
+        embeddings = self.embed_prompts([prompt])
         video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
         if not pipeline.config.expand_timesteps:
             video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
-        found["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
+        embeddings["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
         if network.config.image_dim is None:
-            return found
+            return embeddings
         if self.max_sequence_length != TEXT_TOKENS:
             raise ConfigError(
                 f"model.max_sequence_length {self.max_sequence_length}: this model reads image and text by their place "
                 f"in {TEXT_TOKENS} tokens of text; set it to {TEXT_TOKENS}"
             )
-        found["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
-        return found
+        embeddings["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
+        return embeddings
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
@@ -307,14 +307,14 @@ class WanImageToVideo(Wan):
             mask = torch.zeros_like(latents[:, :1]).repeat(1, self.pipeline.vae_scale_factor_temporal, 1, 1, 1)
             mask[:, :, 0] = 1
             inputs = torch.cat([latents, mask, condition], dim=1)
-        more = {}
+        image_arguments = {}
         if "image_embeds" in embeddings:
-            more["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
+            image_arguments["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
         velocity = self.denoiser(
             hidden_states=inputs,
             timestep=timestep,
             encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
-            **more,
+            **image_arguments,
             return_dict=False,
         )[0]
         if not expands:
@@ -323,14 +323,14 @@ class WanImageToVideo(Wan):
         return torch.cat([away.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        found = super().embedding_shapes(height, width)
+        shapes = super().embedding_shapes(height, width)
         frames = 1 if self.pipeline.config.expand_timesteps else self.frames
-        found["image_latents"] = self.latent_shape(height, width, frames), torch.float32
+        shapes["image_latents"] = self.latent_shape(height, width, frames), torch.float32
         if self._network.config.image_dim is not None:
             encoder = self.pipeline.image_encoder
             num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2 + 1
-            found["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
-        return found
+            shapes["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
+        return shapes
 
     def _token_timesteps(self, latents: Tensor, timestep: Tensor) -> Tensor:
         """The timestep of each token ``[B, S]``: 0 in the first frame."""

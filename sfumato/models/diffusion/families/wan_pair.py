@@ -70,19 +70,19 @@ class WanPair(nn.Module):
             return self.transformer(hidden_states, timestep, **rows, return_dict=False)
         high = (timestep >= self.boundary).cpu()
         outputs, unused = [], 0.0
-        for module, is_mine in ((self.transformer, high), (self.transformer_2, ~high)):
-            mine = is_mine.nonzero().flatten()
-            if not self._runs(len(mine) > 0):
+        for module, is_selected in ((self.transformer, high), (self.transformer_2, ~high)):
+            row_indices = is_selected.nonzero().flatten()
+            if not self._runs(len(row_indices) > 0):
                 continue
-            index = mine if len(mine) else torch.zeros(1, dtype=torch.long)
-            index = slice(None) if len(mine) == len(high) else index.to(hidden_states.device)
-            own = {name: tensor[index] for name, tensor in rows.items()}
-            output = module(hidden_states[index], timestep[index], **own, return_dict=False)[0]
-            if len(mine):
-                outputs.append((mine, output))
+            index = row_indices if len(row_indices) else torch.zeros(1, dtype=torch.long)
+            index = slice(None) if len(row_indices) == len(high) else index.to(hidden_states.device)
+            module_rows = {name: tensor[index] for name, tensor in rows.items()}
+            output = module(hidden_states[index], timestep[index], **module_rows, return_dict=False)[0]
+            if len(row_indices):
+                outputs.append((row_indices, output))
             else:
                 unused = output.sum() * 0
-        order = torch.cat([mine for mine, _ in outputs]).argsort().to(hidden_states.device)
+        order = torch.cat([row_indices for row_indices, _ in outputs]).argsort().to(hidden_states.device)
         return (torch.cat([output for _, output in outputs])[order] + unused,)
 
     def _runs(self, needed: bool) -> bool:

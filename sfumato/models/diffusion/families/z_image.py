@@ -47,8 +47,8 @@ class ZImage(KLLatents, FlowTokens):
         denoiser = section_of(description, "transformer", ZImageTransformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
-        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
-        text = section_of(description, "text_encoder", build_qwen3_encoder, given=["tokenizer"])
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, reserved=["template"])
+        text = section_of(description, "text_encoder", build_qwen3_encoder, reserved=["tokenizer"])
         tokenizer = build_qwen_tokenizer(**words)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
