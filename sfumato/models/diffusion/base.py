@@ -141,7 +141,7 @@ class DiffusionModel(FrozenParts):
 
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """The noise levels of a trajectory: float32 ``[num_steps + 1]``, from the first of the schedule (1 or less) to 0."""
+        """Noise levels of a trajectory: float32 ``[num_steps + 1]``, from the schedule's first one (at most 1) to 0."""
 
     def check_scheduler(self) -> None:
         """Raises ConfigError when the pipeline's scheduler has settings that training or sampling here would ignore."""
@@ -156,7 +156,7 @@ class DiffusionModel(FrozenParts):
         return noise
 
     def training_sigma(self, sigma: Tensor) -> Tensor:
-        """Maps random numbers ``[B]`` in [0, 1] to noise levels for training, along the model's schedule if it has one."""
+        """Maps random numbers ``[B]`` in [0, 1] to noise levels for training, along the model's own schedule if any."""
         return sigma
 
     def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
@@ -179,7 +179,7 @@ class DiffusionModel(FrozenParts):
         """The timestep shift of the scheduler, for training."""
 
     def shift_at(self, latent_shape: Sequence[int]) -> float:
-        """The timestep shift for training at a resolution: ``shift`` unless the scheduler makes it depend on the size."""
+        """The timestep shift for training at a resolution: ``shift`` unless the scheduler's depends on the size."""
         return self.shift
 
     @property

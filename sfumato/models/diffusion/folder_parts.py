@@ -1,4 +1,4 @@
-"""What lies in the parts of a pipeline folder: weights that can be read as they are, and all that a family needs."""
+"""Checks of a pipeline folder: it must have the components that its family needs, with weights in files that are read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
 )
-"""Names of the weights of parts from diffusers and transformers, whole or in shards."""
+"""Names of files with the weights of components of diffusers and transformers, whole or in shards."""
 
 
 def component_class(library: str, name: str) -> Any:
-    """The class of a pipeline's component as model_index.json names it; None where its module was not imported."""
+    """The class that model_index.json names for a component; None where its library was not imported or lacks it."""
     return getattr(sys.modules.get(library), name, None)
 
 
 def has_part(index: dict[str, Any], name: str) -> bool:
-    """Whether a pipeline folder has a part of that name, by its model_index.json."""
+    """Whether model_index.json names a component that is not null."""
     return isinstance(index.get(name), list) and any(index[name])
 
 
@@ -42,7 +42,7 @@ def refuse_file(path: Path) -> None:
 
 
 def describe_other_folder(folder: Path) -> str:
-    """What a folder without model_index.json is, where that can be seen: the end of a message."""
+    """A sentence for the end of a message, if a folder without model_index.json holds a single component; else empty."""
     try:
         described = read_json(folder / "config.json")
         name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
@@ -57,18 +57,18 @@ def describe_other_folder(folder: Path) -> str:
 
 
 def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> None:
-    """Whether a pipeline folder has all that its family needs, in files that are read.
+    """Checks that a pipeline folder has the components that its family needs, with weights in files that are read.
 
     Args:
-        folder: with ``model_index.json``.
-        index: what that file holds.
-        needed: names of parts that must be there.
+        folder: the folder with ``model_index.json``.
+        index: the content of that file.
+        needed: names of components that must be there.
 
     Raises:
-        ConfigError: names the part and the remedy.
+        ConfigError: when a component is missing or cannot be read; the message names it and the remedy.
     """
     import diffusers
-    import transformers  # noqa: F401  (of which component_class finds classes)
+    import transformers  # noqa: F401  (component_class looks for classes in imported modules)
 
     pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
     for name in getattr(pipeline_class, "_optional_components", []):
@@ -89,14 +89,14 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> N
 
 
 def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
-    """Raises ConfigError for a network that is quantised, or whose weights have names that are not read."""
+    """Raises ConfigError for a network that is quantised, or whose files of weights have names that are not read."""
     part_folder = folder / name
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():
         return
     try:
         described = read_json(part_folder / "config.json")
     except (OSError, ValueError):
-        return  # whoever loads it says so
+        return  # loading the component reports it
     quantised = described.get("quantization_config") if isinstance(described, dict) else None
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
@@ -107,6 +107,7 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if any((part_folder / file).is_file() for file in WEIGHTS):
         return
     safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))
+    # A variant stands before the extension and the number of the shard: model.fp16.safetensors, model.fp16-00001-of-2...
     variants = {file.split(".")[1].split("-")[0] for file in safetensors_files if file.count(".") > 1}
     if not safetensors_files:
         raise ConfigError(
