@@ -33,13 +33,13 @@ class EncodedBatch:
     sample_ids: list[int]
     """B positions in the stream, which key the noise of each sample; broken rows are left out."""
     num_images: int
-    """B, where a pair counts as one; 0 if no row could be read and the batch is a placeholder of one row, which is there
-    because all ranks must take part in the step."""
+    """B, where a pair counts as one; 0 if no row could be read: the batch is then a placeholder of one row, since all
+    ranks must take part in the step."""
     size: tuple[int, int]
     """Height and width of the images in pixels."""
     framing: torch.Tensor | None = None
     """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled,
-    and the rows and columns of the scaled image that were cut off at the top and left. None where they are not known."""
+    and the rows and columns of the scaled image that were cut off at the top and left. None where these are unknown."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Digests that identify encoders by their weights, configurations and tokenizers, and by their output for an example."""
+"""Digests that identify encoders: of weights, configurations and tokenizers, and of their output for an example."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a pipeline folder: it must have the components that its family needs, with weights in files that are read."""
+"""Checks that a pipeline folder has the components that its family needs, with weights in files that are read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refuse_file(path: Path) -> None:
 
 
 def describe_other_folder(folder: Path) -> str:
-    """A sentence for the end of a message, if a folder without model_index.json holds a single component; else empty."""
+    """A sentence to append to a message if a folder without model_index.json holds one component; else empty."""
     try:
         described = read_json(folder / "config.json")
         name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
@@ -107,7 +107,7 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if any((part_folder / file).is_file() for file in WEIGHTS):
         return
     safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))
-    # A variant stands before the extension and the number of the shard: model.fp16.safetensors, model.fp16-00001-of-2...
+    # The variant stands before the number of the shard and the extension, as in model.fp16-00001-of-00002.safetensors.
     variants = {file.split(".")[1].split("-")[0] for file in safetensors_files if file.count(".") > 1}
     if not safetensors_files:
         raise ConfigError(
@@ -116,8 +116,8 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if variants:
         variant = sorted(variants)[0]
         raise ConfigError(
-            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({safetensors_files[0]}). Write the "
-            f'folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
+            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({safetensors_files[0]}). Write "
+            f'the folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
             f"'{folder}', variant='{variant}').save_pretrained('FOLDER')\", and give FOLDER"
         )
     raise ConfigError(

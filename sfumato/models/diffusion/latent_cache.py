@@ -1,14 +1,13 @@
-"""Latents and embeddings on disk: made once of each picture and each caption, by what they hold.
+"""A cache of latents and embeddings on disk, addressed by the contents of pictures and captions.
 
 ``cache_dir`` holds
 
-- ``latents_*``: a store (``row_store``) for each autoencoder and size, by the content of pictures;
-- ``prompts_*``: a store for each set of text encoders, by captions (and the content of source images);
-- ``rows_*.npz``: of each data set which row of the stores each of its rows is, with what tells that its files are still
-  those that were encoded;
-- ``files.npy``: digests of files by path, size and times.
+- ``latents_*``: a store (``row_store``) for each autoencoder and size, with digests of pictures as keys;
+- ``prompts_*``: a store for each set of text encoders, with digests of captions (and source images) as keys;
+- ``rows_*.npz``: for each data set the keys of all its rows, and a signature by which changed files are noticed;
+- ``files.npy``: digests of files by path, size and times, so that unchanged files need not be read.
 
-So a picture that is replaced is encoded, and the others are not; what was encoded before a process was killed stays.
+When a picture is replaced, it alone is encoded again. What was encoded before a process was killed stays.
 """
 
 from __future__ import annotations
@@ -53,33 +52,47 @@ from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_
 from sfumato.parallel.finite import finite_rows
 
 LAYOUT = 2
-"""Raise it when rows are stored in another way."""
+"""Version of the layout: raise it when rows are stored in another way."""
 
 OLD_LAYOUT = re.compile(r"[0-9a-f]{20}(\.tmp\d+)?")
-"""Names of folders of a layout that is not used any more."""
+"""Names of folders of an older layout, which are not used any more."""
 
 UNUSED_BYTES = 2**20
-"""Rows of fewer bytes that nobody uses are not worth a word."""
+"""Unused rows are reported if they take more bytes than this."""
 
 READERS = 16
-"""Files whose content is hashed at a time."""
+"""Files that are hashed at the same time."""
 
 Watch = Callable[[Iterable[int], int], Iterable[int]]
+"""Wraps a loop, given its values and their number, to show its progress."""
 
 
 class LatentCache:
-    """The latents and embeddings of a dataset, mapped into memory."""
+    """The cached latents and embeddings of a dataset, mapped into memory."""
 
     def __init__(
         self, dataset: Dataset, model: DiffusionModel, latents: RowStore, prompts: RowStore, rows: DatasetRows
     ) -> None:
-        """Finds the rows of a dataset in stores that have all of them."""
-        self.device, self.size = model.device, dataset.size[:2]
+        """Looks up the rows of a dataset in stores that hold all of them.
+
+        Args:
+            dataset: the data set.
+            model: the model whose encoders made the latents and embeddings.
+            latents: the store of latents.
+            prompts: the store of embeddings.
+            rows: the keys of the dataset's rows.
+        """
+        self.device = model.device
+        self.size = dataset.size[:2]
         self.bad_rows = rows.bad_rows
-        self._latents, self._prompts = latents, prompts
+        self._latents = latents
+        self._prompts = prompts
+        # Position in the store of each row of the dataset; negative for broken rows.
         self._latent_of = latents.positions(rows.latents)
-        self._prompt_of, self._negative_of = prompts.positions(rows.prompts), prompts.positions(rows.negatives)
-        self._own_negative, self._nothing = model.takes_image, int(prompts.positions([rows.nothing])[0])
+        self._prompt_of = prompts.positions(rows.prompts)
+        self._negative_of = prompts.positions(rows.negatives)
+        self._own_negative = model.takes_image
+        self._nothing = int(prompts.positions([rows.nothing])[0])
         stored_latents = latents.tensors.get("latents")
         empty = no_latents(dataset, model).cpu() if stored_latents is None else torch.zeros_like(stored_latents[0])
         self._placeholder = empty[None], no_framing(dataset)[None]
@@ -89,12 +102,12 @@ class LatentCache:
 
     @property
     def framing(self) -> torch.Tensor:
-        """As of ``EncodedBatch``, of all rows that could be read."""
+        """``EncodedBatch.framing`` of all rows that could be read."""
         rows = self._latent_of[self._latent_of >= 0]
         return self._latents.tensors["framing"][torch.from_numpy(rows)] if len(rows) else self._placeholder[1][:0]
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
-        """The rows that could be read when the cache was made. Raises DataError when they are not finite."""
+        """The rows of a batch that were not broken when the cache was made. Raises DataError when they are not finite."""
         return self.encode(self.read(index_batch))
 
     def read(self, index_batch: IndexBatch) -> EncodedBatch:
@@ -103,9 +116,11 @@ class LatentCache:
         rows = np.array([index_batch.indices[place] for place in usable], np.int64)
         if usable:
             latent_of = torch.from_numpy(self._latent_of[rows])
-            latents, framing = self._latents.tensors["latents"][latent_of], self._latents.tensors["framing"][latent_of]
-            prompt_of, negative_of = self._prompt_of[rows], self._negative_of[rows]
-        else:  # zeros with the empty prompt
+            latents = self._latents.tensors["latents"][latent_of]
+            framing = self._latents.tensors["framing"][latent_of]
+            prompt_of = self._prompt_of[rows]
+            negative_of = self._negative_of[rows]
+        else:  # a placeholder: zeros with the empty prompt
             latents, framing = self._placeholder
             prompt_of = negative_of = np.array([self._nothing])
         conditioning = Conditioning(
@@ -116,7 +131,7 @@ class LatentCache:
             },
             self._own_negative,
         )
-        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
+        if not finite_rows(latents, *conditioning.tensors.values()).all():  # on the CPU: no wait for the device
             raise DataError(
                 f"damaged latent cache: {self._latents.folder} or {self._prompts.folder} holds NaN or infinite values; "
                 "delete its folder"
@@ -125,8 +140,9 @@ class LatentCache:
         return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
-        """The second half of ``batch``: brings them to the device."""
-        latents, conditioning = to_device(read.latents, self.device), read.conditioning.to(self.device)
+        """The second half of ``batch``: copies the tensors to the device."""
+        latents = to_device(read.latents, self.device)
+        conditioning = read.conditioning.to(self.device)
         return replace(read, latents=latents, conditioning=conditioning)
 
 
@@ -139,20 +155,21 @@ def open_cache(
     watch: Watch | None = None,
     encoders: EncoderIdentity | None = None,
 ) -> LatentCache:
-    """Opens the cache of a dataset and a model, after encoding what it has not of its pictures and captions.
+    """Opens the cache of a dataset and a model; pictures and captions that it lacks are encoded first.
 
-    A process that finds another one at it waits.
+    If another process is encoding into the same folder, this one waits for it.
 
     Args:
         cache_dir: folder of all caches.
-        dataset, model: what is encoded, and by what.
-        bad_rows: what to do with broken rows.
+        dataset: the rows to encode.
+        model: encodes them.
+        bad_rows: records broken rows.
         batch_size: images or videos encoded together; None is 64 frames. What was encoded is on disk after each batch.
         watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
-        encoders: what ``identify_encoders`` gave, so that several caches need it only once.
+        encoders: the result of ``identify_encoders``, so that it is computed only once for several caches.
 
     Raises:
-        DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
+        DataError: when more rows are broken than are allowed, whether now or when the cache was made.
     """
     folder = Path(cache_dir)
     make_cache_folder(folder)
@@ -161,13 +178,13 @@ def open_cache(
     settings = [] if isinstance(dataset, GlyphDataset) else dataset.settings
     latents = folder / f"latents_{digest_of([LAYOUT, encoders.latents, settings, size])}"
     prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
-    rows_file = folder / f"rows_{digest_of([_place(dataset), latents.name, prompts.name])}.npz"
+    rows_file = folder / f"rows_{digest_of([_identify_dataset(dataset), latents.name, prompts.name])}.npz"
     batch_size = batch_size or max(64 // dataset.size[2], 1)
     stores, rows = _open_whole(latents, prompts, rows_file, dataset)
-    if rows is None:  # one that is whole is only read, whoever else adds to it
+    if rows is None:  # a complete cache is read without the lock, even while another process adds to it
         with _locked(folder):
             stores, rows = _open_whole(latents, prompts, rows_file, dataset)
-            if rows is None:
+            if rows is None:  # still incomplete after waiting for the lock
                 rows = _Builder(dataset, model, bad_rows, *stores).build(rows_file, batch_size, watch)
                 stores, _ = _open_whole(latents, prompts, rows_file, dataset)
             _say_unused(folder, stores, bad_rows.say)
@@ -183,13 +200,13 @@ def open_cache(
 def _open_whole(
     latents: Path, prompts: Path, rows_file: Path, dataset: Dataset
 ) -> tuple[tuple[RowStore, RowStore], DatasetRows | None]:
-    """Both stores, and the rows of a dataset where all are in them and its files are still those."""
+    """Opens both stores, and reads the keys of a dataset's rows; None if these are not complete and up to date."""
     stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
     return stores, load_rows(rows_file, dataset, *stores)
 
 
 class _Builder:
-    """Encodes what stores have not of a dataset."""
+    """Encodes the rows of a dataset that the stores lack."""
 
     def __init__(
         self,
@@ -199,33 +216,41 @@ class _Builder:
         latents: RowStore,
         prompts: RowStore,
     ) -> None:
-        self._dataset, self._model, self._bad_rows = dataset, model, bad_rows
+        self._dataset = dataset
+        self._model = model
+        self._bad_rows = bad_rows
         self._digests = FileDigests(latents.folder.parent / "files.npy")
         self._num_before = len(latents)
-        self._latents, self._prompts = latents.key_set, prompts.key_set
-        self._latent_writer, self._prompt_writer = RowWriter(latents), RowWriter(prompts)
+        self._latents = latents.key_set
+        self._prompts = prompts.key_set
+        self._latent_writer = RowWriter(latents)
+        self._prompt_writer = RowWriter(prompts)
         self._stats: dict[int, list[tuple[str, Stat | None]]] = {}
-        """Files of the rows of a batch, before they were read."""
+        """Size and times of the files of the rows of a batch, taken before they were read."""
         self._num_encoded = 0
-        """Pictures, videos or pairs that were not there before."""
+        """Pictures, videos or pairs that were encoded by this object."""
 
     def build(self, rows_file: Path, batch_size: int, watch: Watch | None) -> DatasetRows:
-        """Encodes what is missing, and writes which rows are the dataset's."""
-        dataset, started = self._dataset, time.time_ns()
-        before = dataset.fingerprint()
+        """Encodes what is missing, and writes the keys of the dataset's rows."""
+        dataset = self._dataset
+        started = time.time_ns()
+        fingerprint = dataset.fingerprint()
         try:
             rows = self._encode_all(batch_size, watch)
         finally:
             self._digests.save()
         signature, is_settled = signature_of(rows.paths, started)
-        rows.save(rows_file, f"{before} {signature}" if is_settled else "")
+        # A file that was written this recently may change again without other times: then the keys are not trusted later.
+        rows.save(rows_file, f"{fingerprint} {signature}" if is_settled else "")
         if self._num_before:
             self._bad_rows.say(f"{rows_file.parent}: {self._num_encoded:,} of {len(dataset):,} rows were encoded anew")
         return rows
 
     def _encode_all(self, batch_size: int, watch: Watch | None) -> DatasetRows:
-        """Encodes and writes batch by batch."""
-        model, dataset, count = self._model, self._dataset, len(self._dataset)
+        """Encodes and writes the dataset batch by batch."""
+        model = self._model
+        dataset = self._dataset
+        count = len(self._dataset)
         model.forget_prompts()
         blank = model.blank_images(1, *dataset.size[:2])
         nothing = RowKeys(NOTHING, b"blank" if blank else b"", "")
@@ -247,12 +272,14 @@ class _Builder:
         return rows
 
     def _has(self, key: RowKeys) -> bool:
+        """Whether the stores hold everything of a row."""
         latents, *prompts = key.as_tuple()
         return latents in self._latents and self._prompts.issuperset(prompts)
 
     def _read_keys(self, indices: range, rows: DatasetRows, pool: ThreadPoolExecutor) -> dict[int, RowKeys]:
-        """Keys of some rows; rows that are broken are missing and noted."""
-        dataset, with_source = self._dataset, self._model.takes_image
+        """Keys of some rows, by index; broken rows are recorded and left out."""
+        dataset = self._dataset
+        with_source = self._model.takes_image
         if isinstance(dataset, GlyphDataset):
             glyph_keys = {index: digest_16(dataset.fingerprint(), index) for index in indices}
             source = {index: key if with_source else b"" for index, key in glyph_keys.items()}
@@ -260,9 +287,10 @@ class _Builder:
         files: dict[int, list[File]] = {}
         self._stats = {}
         captions: dict[int, str] = {}
-        for index in indices:  # here, since a table need not know threads
+        for index in indices:  # in this thread, since tables need not be safe for several
             try:
-                files[index], captions[index] = dataset.files(index, with_source), dataset.caption(index)
+                files[index] = dataset.files(index, with_source)
+                captions[index] = dataset.caption(index)
                 paths = [str(file) for file in files[index] if isinstance(file, Path)]
                 paths += dataset.paths(index) if dataset.size[2] > 1 else []  # folders of frames among them
                 self._stats[index] = [(path, stat_of(path)) for path in paths]
@@ -277,26 +305,29 @@ class _Builder:
                 continue
             has_source = with_source and dataset.has_source(index)
             pictures = digests[:-1] if has_source else digests
+            # A data set without source images starts each sample from its own picture.
             source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
             keys[index] = RowKeys(digest_16(len(row_files), *pictures), source, captions[index])
         return keys
 
     def _digest(self, files: list[File]) -> list[bytes] | OSError:
+        """Digests of the files of a row; returns an error, since it runs in a thread of a pool."""
         try:
             return [self._digests[file] for file in files]
         except OSError as error:
             return error
 
     def _encode(self, keys: dict[int, RowKeys], rows: DatasetRows) -> None:
-        """Encodes some rows, a picture or caption that several have once, and writes them."""
-        dataset, model = self._dataset, self._model
+        """Encodes some rows and writes them; a picture or caption that several rows share is encoded once."""
+        dataset = self._dataset
+        model = self._model
         pictures: dict[int, Picture] = {}
         wanted: dict[bytes, tuple[str, np.ndarray | None]] = {}
         for index, key in keys.items():
             try:
                 picture = dataset.picture(index)
                 source = dataset.source(index, picture.pixels) if model.takes_image else None
-                self._check_stayed(index)
+                self._check_unchanged(index)
                 pictures[index] = picture
             except DataError as error:
                 self._leave_out(index, error, rows)
@@ -304,6 +335,7 @@ class _Builder:
             wanted |= {key.prompt: (key.caption, source), key.negative: ("", source)}
         keys = {index: key for index, key in keys.items() if index in pictures}
         bad = self._embed({key: prompt for key, prompt in wanted.items() if key not in self._prompts})
+        # Of several rows with one picture the first is encoded: reversed, since the last one wins in a comprehension.
         new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
         new = dict(reversed(new.items()))
         if new:
@@ -319,14 +351,21 @@ class _Builder:
             if bad.intersection(key.as_tuple()):
                 self._leave_out(index, not_finite_error(dataset, index), rows)
 
-    def _check_stayed(self, index: int) -> None:
-        """Raises DataError when a file of a row is not the one of which the key was made."""
+    def _check_unchanged(self, index: int) -> None:
+        """Raises DataError when a file of a row has changed since the row's key was made."""
         for path, stat in self._stats.get(index, []):
             if stat_of(path) != stat:
                 raise DataError(f"{self._dataset.describe(index)}: {path} changed while it was read: start again")
 
     def _embed(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
-        """Embeds prompts with their source images and writes them. Returns the keys of those that are not finite."""
+        """Embeds prompts with their source images and writes the embeddings.
+
+        Args:
+            prompts: caption and source image by key.
+
+        Returns:
+            Keys of the embeddings that are not finite, which are not written.
+        """
         if not prompts:
             return set()
         sources = [source for _, source in prompts.values()] if self._model.takes_image else None
@@ -339,27 +378,29 @@ class _Builder:
         return {*prompts} - {*written}
 
     def _leave_out(self, index: int, error: DataError, rows: DatasetRows) -> None:
+        """Records a broken row, or raises its error."""
         self._bad_rows.add(self._dataset.describe(index), error)
         rows.bad_rows.append((index, str(error)))
 
 
-def _place(dataset: Dataset) -> list[Any]:
-    """Which data set it is among those of a cache folder, whatever its files hold now."""
+def _identify_dataset(dataset: Dataset) -> list[Any]:
+    """What tells a data set from others of a cache folder, whatever its files contain at the moment."""
     if isinstance(dataset, GlyphDataset):
         return [dataset.fingerprint()]
     if isinstance(dataset, OneSize):
-        return [*_place(dataset.dataset), dataset.size]
+        return [*_identify_dataset(dataset.dataset), dataset.size]
     sides = dataset.sides if isinstance(dataset, PairDataset) else [dataset]
     configs = [side.config for side in sides]
     return [[str(Path(str(config.train_path)).resolve()), config.image_key, config.text_key] for config in configs]
 
 
 def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
-    """Says how much of a cache folder no data set here uses any more, and how to remove it."""
+    """Reports how much of a cache folder no data set uses any more, and how to remove it."""
     used: set[bytes] = set()
     for store in stores:
         if len(store) * store.row_bytes < UNUSED_BYTES:
             continue
+        # Reading the keys of all data sets takes time, so it is done once, and only for stores that are large enough.
         used = used or {key for path in folder.glob("rows_*.npz") for key in keys_of_rows(path)}
         num_unused = sum(key not in used for key in store.keys.tolist())
         size = num_unused * store.row_bytes
@@ -373,14 +414,14 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
     if old_folders:
         size = sum(file.stat().st_size for path in old_folders for file in path.rglob("*") if file.is_file())
         say(
-            f"{folder} holds {len(old_folders)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not used: "
-            f"delete them: {', '.join(path.name for path in old_folders[:3])}{', ...' if len(old_folders) > 3 else ''}"
+            f"{folder} holds {len(old_folders)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not "
+            f"used: delete them: {', '.join(path.name for path in old_folders[:3])}{', ...' if len(old_folders) > 3 else ''}"
         )
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time is inside. The system opens the lock when a process is killed."""
+    """Inside, this process holds the lock of a cache folder, which the system releases if the process is killed."""
     with open_cache_lock(folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
