@@ -107,7 +107,7 @@ def exchange_branches(branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
     parameters are summed over the two ranks, as over all other ranks.
 
     Args:
-        mine: this rank's branch, ``[B, ...]``.
+        branch: this rank's branch, ``[B, ...]``.
         mesh: its cfg axis has one rank per branch.
 
     Returns:

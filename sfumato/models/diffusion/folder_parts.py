@@ -116,7 +116,8 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if variants:
         variant = sorted(variants)[0]
         raise ConfigError(
-            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({safetensors_files[0]}). Write "
+            f"model.model_path {folder}: {name} has weights of the variant {variant} alone "
+            f"({safetensors_files[0]}). Write "
             f'the folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
             f"'{folder}', variant='{variant}').save_pretrained('FOLDER')\", and give FOLDER"
         )

@@ -97,7 +97,7 @@ class FrozenParts(ABC):
 
     @abstractmethod
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        """Computes the pixels that ``decode`` rounds: floating point, about [-1, 1]; the autoencoder is on ``device``."""
+        """Computes the pixels that ``decode`` rounds, floating point in about [-1, 1]; autoencoder on ``device``."""
 
     @property
     def components(self) -> dict[str, nn.Module]:

@@ -107,7 +107,7 @@ class LatentCache:
         return self._latents.tensors["framing"][torch.from_numpy(rows)] if len(rows) else self._placeholder[1][:0]
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
-        """The rows of a batch that were not broken when the cache was made. Raises DataError when they are not finite."""
+        """The rows of a batch that were not broken when the cache was made. Raises DataError if they are not finite."""
         return self.encode(self.read(index_batch))
 
     def read(self, index_batch: IndexBatch) -> EncodedBatch:
@@ -131,7 +131,7 @@ class LatentCache:
             },
             self._own_negative,
         )
-        if not finite_rows(latents, *conditioning.tensors.values()).all():  # on the CPU: no wait for the device
+        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before the copy to the device
             raise DataError(
                 f"damaged latent cache: {self._latents.folder} or {self._prompts.folder} holds NaN or infinite values; "
                 "delete its folder"
@@ -240,7 +240,7 @@ class _Builder:
         finally:
             self._digests.save()
         signature, is_settled = signature_of(rows.paths, started)
-        # A file that was written this recently may change again without other times: then the keys are not trusted later.
+        # A file that was written just before may change again without a new time: then the keys are not reused.
         rows.save(rows_file, f"{fingerprint} {signature}" if is_settled else "")
         if self._num_before:
             self._bad_rows.say(f"{rows_file.parent}: {self._num_encoded:,} of {len(dataset):,} rows were encoded anew")
@@ -305,7 +305,7 @@ class _Builder:
                 continue
             has_source = with_source and dataset.has_source(index)
             pictures = digests[:-1] if has_source else digests
-            # A data set without source images starts each sample from its own picture.
+            # A video without a source image starts from its own first frame.
             source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
             keys[index] = RowKeys(digest_16(len(row_files), *pictures), source, captions[index])
         return keys
@@ -415,7 +415,8 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
         size = sum(file.stat().st_size for path in old_folders for file in path.rglob("*") if file.is_file())
         say(
             f"{folder} holds {len(old_folders)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not "
-            f"used: delete them: {', '.join(path.name for path in old_folders[:3])}{', ...' if len(old_folders) > 3 else ''}"
+            f"used: delete them: {', '.join(path.name for path in old_folders[:3])}"
+            f"{', ...' if len(old_folders) > 3 else ''}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Base classes of model families: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
+"""Base classes of families: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
 
 Shapes: B samples, C H W latent channels, height and width, T tokens; a token is a patch of 2 x 2 latent pixels.
 """
@@ -20,14 +20,17 @@ PIXELS_AT_ONCE = 8 * 512 * 512
 
 
 def in_slices(compute: Callable[[Tensor], Tensor], inputs: Tensor, pixels: int) -> Tensor:
-    """Runs a network of convolutions on some samples at a time, so that its memory does not grow with the batch.
+    """Runs a convolutional network on a few samples at a time, so that its memory does not grow with the batch.
 
-    All slices are of one size, the last one filled up: kernels may round a row otherwise in a batch of another size.
+    All slices have one size, and the last one is filled up: kernels may round differently in a batch of another size.
 
     Args:
-        compute: from ``[b, ...]`` to ``[b, ...]``.
-        given: ``[B, ...]``.
-        pixels: of one sample, all frames together.
+        compute: the network, from ``[b, ...]`` to ``[b, ...]``.
+        inputs: ``[B, ...]``.
+        pixels: pixels of one sample, all frames together.
+
+    Returns:
+        The outputs ``[B, ...]``.
     """
     count = len(inputs)
     num_slices = -(-count // max(PIXELS_AT_ONCE // pixels, 1))
@@ -84,7 +87,7 @@ class KLLatents(DiffusionModel):
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """Encodes uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``: the mode of the posterior, scaled."""
+        """Encodes uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``: the posterior's mode, scaled."""
         vae = self.pipeline.vae
         num_pixels = pixels.shape[-2] * pixels.shape[-1]
         pixels = to_device(pixels, vae.device).to(vae.dtype) / 127.5 - 1
@@ -102,7 +105,7 @@ class KLLatents(DiffusionModel):
         return in_slices(lambda part: vae.decode(part, return_dict=False)[0], latents, num_pixels)
 
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """The shift that is subtracted from the autoencoder's latents, and the scale they are then multiplied by.
+        """The shift to subtract from the autoencoder's latents, and the scale to multiply them by afterwards.
 
         Args:
             like: a tensor on the device of the latents.
@@ -115,7 +118,7 @@ class VideoLatents(DiffusionModel):
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """Encodes uint8 pixels ``[B, 3, (F,) H, W]`` to float32 latents ``[B, C, f, h, w]`` of mean 0 and deviation 1."""
+        """Encodes uint8 pixels ``[B, 3, (F,) H, W]`` to normalised float32 latents ``[B, C, f, h, w]``."""
         vae = self.pipeline.vae
         video = pixels[:, :, None] if pixels.ndim == 4 else pixels
         return self._encode(video.to(vae.device, vae.dtype) / 127.5 - 1)
