@@ -60,7 +60,7 @@ def find_families() -> dict[str, type[DiffusionModel]]:
 
 
 def family_of(config: ModelConfig) -> type[DiffusionModel]:
-    """The family that ``config.family`` names, else the built-in one for the pipeline class of the folder or description.
+    """The family named by ``config.family``, or else the built-in one for the pipeline class of the configuration.
 
     Raises:
         ConfigError: when the folder or description is missing, there is no family for it, or something in the folder
@@ -234,7 +234,7 @@ def build_diffusion_model(
 
 
 def read_description(path: str) -> dict[str, Any]:
-    """Reads the description of a pipeline. Words of its tokenizer stay strings, also where YAML sees a number or bool."""
+    """Reads the description of a pipeline; words of its tokenizer stay strings where YAML would make other types."""
     description = read_yaml(path)
     written = read_yaml(path, as_written=True)
     tokens = description.get("tokenizer")

@@ -381,7 +381,7 @@ def unet_sigmas(scheduler: Any, num_steps: int, levels: Tensor) -> Tensor:
         scheduler.set_timesteps(num_steps)
         sigmas = torch.unique_consecutive(scheduler.sigmas.double())[:num_steps]  # c / a; Heun lists each twice
         timesteps = torch.unique_consecutive(scheduler.timesteps.double())
-        # Levels of whole timesteps are looked up, so that they equal those of training to the last bit.
+        # Whole timesteps have a float64 level in ``levels``; the scheduler's own sigmas are float32.
         is_point = len(timesteps) == len(sigmas) and bool((timesteps == timesteps.round()).all())
         is_respaced = any(settings_of(scheduler).get(name) for name in (*SPACINGS, "use_lu_lambdas"))
         chosen = levels[timesteps.long()] if is_point and not is_respaced else sigmas / (1 + sigmas)
