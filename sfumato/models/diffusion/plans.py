@@ -1,7 +1,7 @@
 """Parallel plans of the diffusion transformers and UNets: how their layers are cut for tensor and sequence parallelism.
 
-They are diffusers' own plans where those are correct; see docs/parallelism.md. A style that ends in ``?`` is for a layer
-that not every model of the family has.
+They are diffusers' own plans where those are correct; see docs/parallelism.md. A style that ends in ``?`` is for a
+layer that not every model of the family has.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Stable Diffusion 3 and 3.5 (arXiv 2403.03206): SD3Transformer2DModel, two CLIP encoders, optionally T5."""
 
+# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 
 class StableDiffusion3(KLLatents, FlowSchedule):
     """The SD3 family."""
@@ -36,10 +41,12 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),
         ``text_encoder`` (width, layers, ... of both CLIP encoders), ``tokenizer`` (words, max_length), and optionally
-        ``t5``. Without T5, diffusers loads the saved folder only if told text_encoder_3=None.
+        ``t5``. Without T5, diffusers loads the saved folder only when it is passed text_encoder_3=None.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
@@ -88,21 +95,21 @@ class StableDiffusion3(KLLatents, FlowSchedule):
 
     @property
     def prompt_tokenizer(self) -> str:  # type: ignore[override]
-        """That of T5, where there is one and it is read."""
+        """The tokenizer of T5, if the pipeline has T5 and ``max_sequence_length`` is not 0."""
         return "tokenizer_3" if self.max_sequence_length and self.pipeline.text_encoder_3 is not None else "tokenizer"
 
     @property
     def prompt_limit(self) -> int:
-        """What T5 reads, or CLIP without it."""
-        clip = self.prompt_tokenizer == "tokenizer"
-        return self.pipeline.tokenizer.model_max_length if clip else self.max_sequence_length
+        """Most tokens of a prompt that T5 reads, or CLIP where T5 is not used."""
+        is_clip = self.prompt_tokenizer == "tokenizer"
+        return self.pipeline.tokenizer.model_max_length if is_clip else self.max_sequence_length
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
         pipeline = self.pipeline
         if self.max_sequence_length == 0 and pipeline.text_encoder_3 is not None:
             pipeline = copy.copy(pipeline)
-            pipeline.text_encoder_3 = None  # without T5 there are no tokens in its place
+            pipeline.text_encoder_3 = None  # no tokens of T5: the pipeline pads to max_sequence_length, which is 0
         prompt_embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
@@ -114,7 +121,8 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        factor = self.pipeline.vae_scale_factor
+        unit = self.probe_size
         check_size(height, width, unit, frames, longest=unit * self.denoiser.config.pos_embed_max_size)
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 

@@ -1,13 +1,15 @@
 """Z-Image (arXiv 2511.22699): ZImageTransformer2DModel, in which text and image are one sequence, and a Qwen3 encoder.
 
-The velocity that the network predicts points the other way, x0 - eps, over a time that runs from 0 (noise) to 1. Its
-pipeline counts guidance from 0: its guidance_scale is ours minus 1, so that ours means the same for every family.
+The network predicts the negative velocity, x0 - eps, at a time that runs from 0 (noise) to 1. A guidance_scale g of its
+pipeline is g + 1 here, so that the scale means the same for every family.
 """
+
+# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,9 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 
 class ZImage(KLLatents, FlowTokens):
     """Z-Image and Z-Image-Turbo."""
@@ -36,8 +41,10 @@ class ZImage(KLLatents, FlowTokens):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
         (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the transformer follow from
         the other sections.
         """
@@ -66,7 +73,7 @@ class ZImage(KLLatents, FlowTokens):
         )
 
     def prompt_as_read(self, prompt: str) -> str:
-        """As a message of a chat."""
+        """The prompt as a message of a chat, with the chat template."""
         messages = [{"role": "user", "content": prompt}]
         return self.pipeline.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
@@ -83,14 +90,16 @@ class ZImage(KLLatents, FlowTokens):
         return {"prompt_embeds": torch.stack(embeds), "prompt_mask": torch.stack(masks)}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder, length = self.pipeline.text_encoder, self.max_sequence_length
+        encoder = self.pipeline.text_encoder
+        length = self.max_sequence_length
         return {
             "prompt_embeds": ((length, encoder.config.hidden_size), encoder.dtype),
             "prompt_mask": ((length,), torch.bool),
         }
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        factor = self.pipeline.vae_scale_factor
+        unit = self.probe_size
         check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
@@ -98,7 +107,7 @@ class ZImage(KLLatents, FlowTokens):
         lengths = token_counts(embeddings["prompt_mask"])
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
         outputs = self.denoiser(
-            list(latents[:, :, None].unbind()),  # videos of one frame
+            list(latents[:, :, None].unbind()),  # the network takes a list of videos, here of one frame
             1 - self.time(sigma.to(latents.device)),
             [row[:length] for row, length in zip(prompts, lengths, strict=True)],
             patch_size=PATCH,
@@ -108,7 +117,7 @@ class ZImage(KLLatents, FlowTokens):
 
 
 def token_counts(mask: Tensor) -> list[int]:
-    """Tokens of each prompt, of a mask ``[B, T]``; all T where tensors have no values (memory and FLOP counts)."""
+    """Number of tokens of each prompt, given a mask ``[B, T]``; T where tensors have no values (memory and FLOP counts)."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return [mask.shape[1]] * len(mask)
     return mask.sum(dim=1).tolist()
