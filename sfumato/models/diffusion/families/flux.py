@@ -1,7 +1,7 @@
 """FLUX.1 dev and schnell, and FLUX.1 Kontext for editing: FluxTransformer2DModel, a CLIP encoder and T5.
 
-The dev models are guidance-distilled (arXiv 2210.03142): the guidance scale is an input of the transformer, and there is
-no unconditional branch. schnell has no such input; a guidance scale other than 1 then runs both branches.
+The dev models are guidance-distilled (arXiv 2210.03142): the guidance scale is an input of the transformer, and there
+is no unconditional branch. schnell has no such input; a guidance scale other than 1 then runs both branches.
 """
 
 # pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
@@ -142,8 +142,8 @@ class Flux(KLLatents, FlowTokens):
 class FluxKontext(Flux):
     """FLUX.1 Kontext: the tokens of the image to be edited follow those of the image that is made.
 
-    The image keeps its size, whereas diffusers' pipeline first resizes it to one of the sizes that the model was trained
-    with, about a megapixel.
+    The image keeps its size, whereas diffusers' pipeline first resizes it to one of the sizes that the model was
+    trained with, about a megapixel.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"

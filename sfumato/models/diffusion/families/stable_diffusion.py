@@ -203,7 +203,7 @@ class StableDiffusion(KLLatents):
         return 1.0
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The timestep whose noise level is ``sigma``, interpolated between two timesteps, and clamped to the schedule."""
+        """The timestep whose noise level is ``sigma``: interpolated between timesteps, and clamped to the schedule."""
         levels = self.levels.to(sigma.device)
         upper = torch.searchsorted(levels, sigma.double().contiguous()).clamp(1, len(levels) - 1)
         below = levels[upper - 1]

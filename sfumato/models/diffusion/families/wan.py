@@ -1,6 +1,6 @@
 """Wan 2.1 and 2.2 (arXiv 2503.20314): videos from text, or from text and a first frame.
 
-Latents are ``[B, C, F, H, W]``: the first frame becomes a latent frame of its own, and so do every four frames after it.
+Latents are ``[B, C, F, H, W]``: the first frame becomes a latent frame of its own, and so do each four frames after it.
 A video of one frame is an image. Wan 2.2 A14B has two transformers, one for high noise levels and one for low ones,
 which are trained as one module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``); the tokens of a
 given first frame then have noise level 0.
@@ -72,7 +72,7 @@ COMFYUI_NAMES = {
 """Parts of the names of layers in diffusers, with those of the published model, which ComfyUI uses."""
 
 ALMOST_ONE = 2e-6
-"""A first noise level closer to 1 than this is 1: UniPC's schedule avoids 1 for a logarithm, which is not needed here."""
+"""A noise level closer to 1 than this becomes 1: UniPC's schedule avoids 1 for a logarithm that is not needed here."""
 
 
 class Wan(VideoLatents, FlowSchedule):
@@ -290,7 +290,7 @@ class WanImageToVideo(Wan):
         return inferred
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and CLIP's ``image_embeds`` of it.
+        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and ``image_embeds`` of CLIP.
 
         The frame is encoded as a video that goes on with ``frames - 1`` grey frames, except with ``expand_timesteps``.
         """
@@ -313,7 +313,7 @@ class WanImageToVideo(Wan):
         return embeddings
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
-        """The velocity. With ``expand_timesteps`` that of the first latent frame points to the latents of the given frame."""
+        """The velocity. With ``expand_timesteps`` that of the first latent frame points to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
         timestep = self.timestep(sigma.to(latents.device))
         expands = self.pipeline.config.expand_timesteps

@@ -117,7 +117,7 @@ class ZImage(KLLatents, FlowTokens):
 
 
 def token_counts(mask: Tensor) -> list[int]:
-    """Number of tokens of each prompt, given a mask ``[B, T]``; T where tensors have no values (memory and FLOP counts)."""
+    """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return [mask.shape[1]] * len(mask)
     return mask.sum(dim=1).tolist()
