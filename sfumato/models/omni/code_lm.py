@@ -1,7 +1,7 @@
 """Janus and Emu3 as causal language models over text and codes of images, with logits for both in one forward pass.
 
-All modules and weights are those of transformers. There, ``forward`` of Janus gives logits of text alone, and the modules
-that draw are called within ``generate``; here the same modules are called in the same order in ``forward``.
+All modules and weights are those of transformers. There, ``forward`` of Janus gives logits of text alone, and the
+modules that draw are called within ``generate``; here the same modules are called in the same order in ``forward``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
             **options,
         )
         first, stop, begin, line_end = self.within_image
-        # True where a code follows. The token after the last code of a line is not predicted, so nothing is lost there.
+        # True where a code follows, or the end of a line, which is inserted whatever its logits are.
         draws = (input_ids >= first) & (input_ids < stop) | (input_ids == begin) | (input_ids == line_end)
         tokens = torch.arange(output.logits.shape[-1], device=input_ids.device)
         is_code = (tokens >= first) & (tokens < stop)

@@ -136,7 +136,7 @@ def patch_of(config: PartConfig) -> int:
 
 
 def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> nn.Module:
-    """Loads or builds the head, diffusers' SD3Transformer2DModel, in float32.
+    """Loads or builds the head, an SD3Transformer2DModel of diffusers, in float32.
 
     Args:
         config: its folder or description.
@@ -216,13 +216,14 @@ def denoise(head: nn.Module, noise: Tensor, hidden: Tensor, unconditional: Tenso
     return latents
 
 
-def head_flops(head: nn.Module, latent_shape: Sequence[int], num_tokens: int) -> int:
-    """Operations of a forward and a backward pass for an image, counted by torch on meta tensors."""
+def head_flops(head: Denoiser, latent_shape: Sequence[int], num_tokens: int) -> int:
+    """Operations of a forward and a backward pass of the head for an image, counted by torch on meta tensors."""
     trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
     with torch.device("meta"):
         shadow = type(head).from_config(head.config)
         hidden = torch.empty(1, num_tokens, head.config.joint_attention_dim, requires_grad=True)
-        latents, sigma = torch.empty(1, *latent_shape), torch.empty(1)
+        latents = torch.empty(1, *latent_shape)
+        sigma = torch.empty(1)
     for name, parameter in shadow.named_parameters():
         parameter.requires_grad_(name in trained)
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
