@@ -33,6 +33,8 @@ from sfumato.parallel.weights import refuse_not_finite
 if TYPE_CHECKING:
     from diffusers.models.autoencoders import AutoencoderKL
 
+    from sfumato.models.diffusion.base import Denoiser
+
 
 NAME = "flow_head"
 """Name of the head in the whole model."""

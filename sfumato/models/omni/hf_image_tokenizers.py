@@ -131,7 +131,7 @@ class OwnCodes(ABC):
 
     @abstractmethod
     def _set_layout(self, tokenizer: PreTrainedTokenizerBase, size: Sequence[int] | None) -> None:
-        """Sets ``text``, ``height``, ``width`` and ``shape``. Raises ConfigError when the model cannot draw that size."""
+        """Sets ``text``, ``height``, ``width`` and ``shape``. Raises ConfigError for a size that it cannot draw."""
 
     @abstractmethod
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -142,11 +142,11 @@ class OwnCodes(ABC):
         """Decodes the codes of one image, int64 ``[1, h w]``: float32 ``[3, H, W]``, for the image processor."""
 
     def shown(self, image: Image.Image) -> str:
-        """The text of an image that the model reads, resized by its processor, which raises ValueError if it refuses it."""
+        """The text of an image that the model reads, resized by its processor. Raises ValueError if that refuses it."""
         raise NotImplementedError
 
     def _code_ids(self) -> list[int]:
-        """Ids of all codes. Raises ConfigError when one is missing, or those of a model that draws are not consecutive."""
+        """Ids of all codes. Raises ConfigError if one is missing, or if a model draws and they are not consecutive."""
         vocabulary = self.described.vocabulary_map or {}
         ids = [vocabulary.get(name) for name in self.names]
         if None in ids:
@@ -278,8 +278,9 @@ class Emu3Codes(OwnCodes):
 
 
 class JanusCodes(OwnCodes):
-    """Janus: images that are drawn are codes with embeddings and an output layer of their own; images that are read pass
-    a vision encoder.
+    """Janus: images that are drawn are codes with embeddings and an output layer of their own.
+
+    Images that are read pass a vision encoder instead.
 
     The token of code c is V + c, where V is the size of the vocabulary of text: see ``JanusOfCodes``.
     """

@@ -1,4 +1,4 @@
-"""Training of VQ models of the kinds that Emu3 and Janus contain, for small models that are built from a description."""
+"""Training of VQ models of the kinds that Emu3 and Janus contain, for small models built from a description."""
 
 from __future__ import annotations
 

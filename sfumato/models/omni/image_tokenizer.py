@@ -79,8 +79,8 @@ class VqModel:
         """Replaces latents ``[B, C, h, w]`` by the vectors of the nearest codes.
 
         Returns:
-            The vectors ``[B, C, h, w]``, whose gradients pass straight through to the latents; the loss of the distances
-            between latents and codes; and the codes, int64 ``[B, h w]``.
+            The vectors ``[B, C, h, w]``, whose gradients pass straight through to the latents; the loss of the
+            distances between latents and codes; and the codes, int64 ``[B, h w]``.
         """
         quantised, commitment, (_, _, codes) = self.trained.quantize(latents)
         return quantised, commitment, codes.view(len(latents), -1)
