@@ -1,7 +1,7 @@
 """Composes a model that reads and draws images from a vision encoder, a language model and an image tokenizer.
 
-transformers' ``LlavaForConditionalGeneration`` joins encoder and language model: any encoder with patches, a projector of
-two layers, and any language model with a linear output layer. Images are drawn as tokens of the language model.
+transformers' ``LlavaForConditionalGeneration`` joins encoder and language model: any encoder with patches, a projector
+of two layers, and any language model with a linear output layer. Images are drawn as tokens of the language model.
 """
 
 from __future__ import annotations

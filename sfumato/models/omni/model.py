@@ -89,8 +89,8 @@ class OmniModel(LanguageModel):
             batch: the micro-batch.
 
         Returns:
-            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers that key the noise of each image by its
-            sample.
+            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers, made from sample ids, that key the
+            noise of the images.
         """
         hidden = scores.hidden(wanted).unflatten(0, (-1, self.image_tokenizer.num_codes))
         drawn_latents = []
@@ -121,7 +121,7 @@ class OmniModel(LanguageModel):
         return {name: tensor for name, tensor in inputs.items() if name != DRAWN}
 
     def __call__(self, batch: TokenBatch) -> TokenScores:
-        """As ``LanguageModel.__call__``, without latents of images that are drawn, which are for the flow head alone."""
+        """As ``LanguageModel.__call__``, without latents of images that are drawn, which only the flow head takes."""
         media = [
             {name: tensor for name, tensor in sample_media.items() if name != DRAWN} for sample_media in batch.media
         ]
