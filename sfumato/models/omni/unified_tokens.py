@@ -1,4 +1,4 @@
-"""Tokenizers of published models that draw: they split text into codes of images, too; and those of described models."""
+"""Tokenizers of published models that draw, which split text into codes of images, too."""
 
 from __future__ import annotations
 
