@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import DynamicCache
 
 from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight, storage_of
 from sfumato.parallel.shards import local
 
 if TYPE_CHECKING:
+    from torch.utils._pytree import TreeSpec
     from torch.utils.hooks import RemovableHandle
 
 STAND_IN = "sfumato_stand_in"
@@ -368,8 +369,8 @@ def run_some(
         blocks: blocks by name, in the order in which they run.
         ran: called after a block was run, with its number and the tensors that it made. Its result is passed to
             ``repeated``.
-        repeated: called for a block that is not run, with its number, the tensors that replace those it would have made,
-            and the result of ``ran`` for the last equal block.
+        repeated: called for a block that is not run, with its number, the tensors that replace those it would have
+            made, and the result of ``ran`` for the last equal block.
     """
     kinds: dict[tuple[Any, ...], _BlockKind] = {}
 

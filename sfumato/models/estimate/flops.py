@@ -28,7 +28,7 @@ CLASS_TOKENS = ("cls_token", "class_embedding")
 """Names of the weight that encoders prepend to the patches of each tile."""
 
 DRAWS = ("flow_head", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
-"""Names of submodules that draw images, of composed models and of Janus: no token and no image that is read passes them."""
+"""Names of submodules that draw images, in composed models and Janus, and that neither tokens nor input images pass."""
 
 
 class FlopCount:
@@ -128,9 +128,9 @@ class EncoderFlops:
         self.tokens_per_patch = reader.tokens_per_patch
         self.filled_to = reader.filled_to
         self.of_patch, self.of_place, self.of_token = ({True: 0, False: 0} for _ in range(3))
-        """Number of weights that a patch, a place and a token are multiplied with: trained (True) and frozen (False)."""
+        """Weights that a patch, a place and a token are multiplied with: numbers of trained (True) and frozen ones."""
         self.windows: dict[int | None, int] = {}
-        """Operations for a pair of places, by the edge of the window in patches, in all layers with that window together."""
+        """Operations for a pair of places, by edge of the window in patches, in all layers with that window."""
         self.extra = 0
         """Class tokens of a frame or tile."""
         self.is_trained = False
@@ -261,8 +261,8 @@ class _Output(NamedTuple):
 def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tuple[int, int]:
     """Numbers of trained and of frozen weights that a token is multiplied with.
 
-    These are all matrices but embeddings; of the experts a token passes top-k of them. A weight that embedding and output
-    layer share counts as that of the output layer.
+    These are all matrices but embeddings; of the experts a token passes top-k. A weight that embedding and output layer
+    share counts as that of the output layer.
 
     Args:
         model: the model.

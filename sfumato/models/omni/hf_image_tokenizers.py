@@ -239,8 +239,8 @@ class Emu3Codes(OwnCodes):
         if factor != processor.downsample_ratio or factor != self.images.spatial_factor:
             raise ConfigError(
                 f"Emu3's processor counts a code for {processor.downsample_ratio} pixels along a side, its image "
-                f"processor for {self.images.spatial_factor}; this VQ model makes one of {factor} (channel_multiplier): "
-                "correct it"
+                f"processor for {self.images.spatial_factor}; this VQ model makes one of {factor} "
+                "(channel_multiplier): correct it"
             )
         if size is None:
             rows, columns = processor.calculate_generate_size(processor.ratio, processor.image_area, factor)
