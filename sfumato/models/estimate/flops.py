@@ -128,7 +128,7 @@ class EncoderFlops:
         self.tokens_per_patch = reader.tokens_per_patch
         self.filled_to = reader.filled_to
         self.of_patch, self.of_place, self.of_token = ({True: 0, False: 0} for _ in range(3))
-        """Weights that a patch, a place and a token are multiplied with: numbers of trained (True) and frozen ones."""
+        """Number of weights, trained (True) and frozen, that a patch, a place and a token are multiplied with."""
         self.windows: dict[int | None, int] = {}
         """Operations for a pair of places, by edge of the window in patches, in all layers with that window."""
         self.extra = 0

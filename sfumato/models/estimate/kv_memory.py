@@ -1,4 +1,4 @@
-"""Memory that the embedded engine of RL takes in each rank beside the update: keys and values, and a copy of the model."""
+"""Memory of RL's embedded engine in each rank, beside that of the update: keys and values, and a copy of the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drawing_bytes(planned: Planned, drawn: DrawingLoad, layout: Layout, data_par
         bytes_by_part[COPY] = sum(tensor.nbytes for tensor in tensors.values())
     per_token = cached_bytes_per_token(planned)
     if per_token is not None:
-        # The cache of a sequence grows by COLUMNS tokens at a time.
+        # The cache keeps a multiple of COLUMNS tokens of each sequence.
         wanted = drawn.num_sequences * -(-drawn.length // COLUMNS) * COLUMNS * per_token
         bytes_by_part[KEYS_AND_VALUES] = min(wanted, wanted if drawn.cache_bytes is None else drawn.cache_bytes)
     return bytes_by_part

@@ -1,7 +1,7 @@
 """Predicts the memory of each rank before a run, without loading weights.
 
-For weights, gradients and optimiser state the model is distributed on meta as in a run, over a mesh whose other ranks do
-not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without memory
+For weights, gradients and optimiser state the model is distributed on meta as in a run, over a mesh whose other ranks
+do not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without memory
 (``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of kernels
 and NCCL.
 """
@@ -61,7 +61,7 @@ class Planned:
     frozen_idle: bool = False
     """Whether those are in CPU memory except while they compute, when there are no activations."""
     shares_samples: int = 1
-    """Number of ranks that the activations of a sample are divided among: ring x ulysses, without tensor parallelism."""
+    """Number of ranks that divide a sample's activations among them: ring x ulysses, without tensor parallelism."""
     encoder_bytes: int = 0
     """Bytes that encoders save for the backward pass, which are not divided among the ranks that share a sample."""
     vision: Vision | None = None
@@ -113,7 +113,7 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
 def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
     """Counts what one micro-batch of one rank saves, with the layout's tensor parallelism.
 
-    Of all settings of parallelism only this one changes activations in a way that is not a division afterwards.
+    Other parallelism, checkpointing and offload are taken into account afterwards, in ``_add_activations``.
     """
     module = planned.build()
     tensor_settings = ("sequence_parallel", "tensor_parallel_size")
