@@ -111,8 +111,8 @@ class FlopCount:
 class EncoderFlops:
     """Operations of an image encoder and of the layers that project its output into a language model.
 
-    Layers before the list of blocks work on patches. Blocks work on places: patches and, if there is one, a class token.
-    Layers behind them (a merger, a projector) work on tokens of the language model. Attention: all pairs within a frame
+    Layers before the list of blocks work on patches. Blocks work on places: patches, and a class token if any. Layers
+    behind them (a merger, a projector) work on tokens of the language model. Attention: all pairs within a frame
     or tile, or within a window of it if the encoder has windows.
     """
 

@@ -1,8 +1,8 @@
 """Predicts the memory of each rank before a run, without loading weights.
 
 For weights, gradients and optimiser state the model is distributed on meta as in a run, over a mesh whose other ranks
-do not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without memory
-(``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of kernels
+do not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without
+memory (``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of kernels
 and NCCL.
 """
 

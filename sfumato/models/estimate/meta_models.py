@@ -97,8 +97,8 @@ def plan_language_model(
 ) -> Planned:
     """Describes a language model in training on data, for the prediction of its memory.
 
-    The prediction is an upper bound: all tokens are taken to be in the loss mask, which gives the most logits, and those
-    of a model that reads images to be tokens of images, too.
+    All tokens are taken to be in the loss mask, which gives the most logits, and, for a model that reads images, to be
+    tokens of images.
 
     Args:
         model, data, train: the task's sections.
@@ -264,7 +264,7 @@ def plan_critic(
     layout: Layout,
     on_gpu: bool,
 ) -> Planned:
-    """Describes a critic, which learns from the micro-batches of ``plan_text_policy``, for the prediction of its memory.
+    """Describes a critic, for the prediction of its memory. It learns from the micro-batches of ``plan_text_policy``.
 
     Args:
         model: the model section of the critic.
