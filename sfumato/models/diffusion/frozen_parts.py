@@ -234,13 +234,13 @@ class FrozenParts(ABC):
         """Embeds prompts, with their images if there are any, and caches the result."""
         if images_by_digest is not None:
             for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
-                self._store([(prompt, digest)], self.embed_edit(prompt, images_by_digest[digest]))
+                self._keep([(prompt, digest)], self.embed_edit(prompt, images_by_digest[digest]))
             return
         for start in range(0, len(missing), EMBED_BATCH):
             chunk = missing[start : start + EMBED_BATCH]
             texts = [prompt for prompt, _ in chunk]
             # The last chunk is filled up with copies of its last prompt: see EMBED_BATCH.
-            self._store(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
+            self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
 
     @property
     def prompt_limit(self) -> int:
@@ -270,7 +270,7 @@ class FrozenParts(ABC):
                 f"one has {num_tokens}: {shown!r}"
             )
 
-    def _store(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
+    def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
         """Caches the first rows of embeddings, one for each key; further rows are padding."""
         on_host = {name: tensor[: len(keys)].to("cpu") for name, tensor in embedded.items()}
         for row, key in enumerate(keys):

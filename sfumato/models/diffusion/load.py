@@ -34,7 +34,7 @@ from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 if TYPE_CHECKING:
-    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.configuration_utils import ConfigMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
@@ -306,6 +306,6 @@ def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
     return ""
 
 
-def _from_config(cls: type[ModelMixin], folder: Path) -> torch.nn.Module:
+def _from_config(cls: type[ConfigMixin], folder: Path) -> torch.nn.Module:
     """A diffusers module with random weights, of the configuration in a folder."""
     return make_from_config(cls, cls.load_config(folder))

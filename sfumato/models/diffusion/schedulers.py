@@ -6,6 +6,9 @@ are used. Fields about the scheduler's own steps are ignored. All others are ref
 since the model would be trained or sampled differently from what its scheduler says.
 """
 
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import copy

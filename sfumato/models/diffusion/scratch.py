@@ -3,6 +3,9 @@
 The classes are those of transformers and diffusers, and nothing is downloaded. Callers seed torch's generator.
 """
 
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import inspect
@@ -16,7 +19,9 @@ from sfumato.config.load import suggest
 from sfumato.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from diffusers.models.autoencoders import AutoencoderKL, AutoencoderKLQwenImage, AutoencoderKLWan
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
     from transformers import (
         CLIPImageProcessor,
         CLIPTextModel,
@@ -77,7 +82,7 @@ def section_of(
     return section
 
 
-def start_at_zero(*layers: torch.nn.Module) -> None:
+def start_at_zero(*layers: torch.nn.Linear) -> None:
     """Zeroes the weights and biases of output layers, so that a new network begins by predicting zero."""
     for layer in layers:
         torch.nn.init.zeros_(layer.weight)
@@ -289,7 +294,7 @@ def build_qwen_vl_encoder(
         "out_hidden_size": width,
         "fullatt_block_indexes": [vision_layers - 1],
     }
-    ids = {
+    ids: dict[str, Any] = {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in {
             "image": "image_pad",
@@ -319,7 +324,7 @@ def build_qwen_vl_processor(
         ) from error
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    sizes = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
+    sizes: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,

@@ -74,7 +74,7 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
     try:
         with (
-            run_some(blocks, counter.record_block, counter.repeat_block),
+            run_some(blocks, counter.block_left, counter.block_repeats),
             torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed),
             counter,
         ):
@@ -210,7 +210,7 @@ class _Counter(TorchDispatchMode):
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
         super().__init__()
         self.saved = SavedBytes([BlockBytes() for _ in range(num_blocks)])
-        self._seen = {storage_of(parameter): None for parameter in module.parameters()}
+        self._seen: dict[int, Tensor | None] = {storage_of(parameter): None for parameter in module.parameters()}
         self._inputs: dict[int, Tensor] = {}  # inputs of blocks, by storage
         self._block: int | None = None
         self._products = 0
@@ -262,11 +262,11 @@ class _Counter(TorchDispatchMode):
             self.saved.before += num_bytes
         return plain
 
-    def record_block(self, index: int, outputs: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
+    def block_left(self, index: int, outputs: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
         """What a block has saved, and for each of its outputs whether that is among it."""
         return replace(self.saved.blocks[index]), [storage_of(tensor) in self._seen for tensor in outputs]
 
-    def repeat_block(self, index: int, outputs: list[Tensor], saved_by_equal: tuple[BlockBytes, list[bool]]) -> None:
+    def block_repeats(self, index: int, outputs: list[Tensor], saved_by_equal: tuple[BlockBytes, list[bool]]) -> None:
         """Counts for a block that is not run what an equal one has saved. Its inputs were counted by the hook."""
         block = self.saved.blocks[index]
         equal, are_saved = saved_by_equal

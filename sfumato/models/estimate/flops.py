@@ -7,7 +7,7 @@ rotations, nor what is computed twice to save memory (recomputed blocks, logits 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from torch import nn
@@ -49,7 +49,7 @@ class FlopCount:
         Raises:
             ConfigError: when the model has experts, and its configuration does not say how many a token is routed to.
         """
-        encoder = {} if vision is None else encoder_modules(model)
+        encoder = {} if vision is None else encoder_modules(cast("PreTrainedModel", model))
         draws = [module for name, module in model.named_modules() if name.rpartition(".")[2] in DRAWS]
         self.trained_weights, self.frozen_weights = _matrix_weights(model, [*encoder.values(), *draws])
         self._output = _output_weights(model)
@@ -207,7 +207,7 @@ class EncoderFlops:
                     weights_of_stage[parameter.requires_grad] += parameter.numel()
             if heads := _heads(module):
                 number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
-                edge = _window_edge(module.config, number)
+                edge = _window_edge(cast("PreTrainedConfig", module.config), number)
                 self.windows[edge] = self.windows.get(edge, 0) + 4 * heads
 
 
@@ -290,7 +290,7 @@ def _without_output(lengths: list[int], num_outputs: int | None) -> int:
 
 def _output_weights(model: nn.Module) -> _Output:
     """Size of the output layer; 0 for a model without."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = cast("PreTrainedModel", model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
     return _Output(0, False) if weight is None else _Output(weight.numel(), weight.requires_grad)
 
@@ -314,7 +314,7 @@ def _attention_by_window(model: nn.Module, without: Iterable[nn.Module] = ()) ->
             continue
         if not (hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "scaling")):
             continue
-        config = module.config
+        config = cast("PreTrainedConfig", module.config)
         head_width = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
         query = getattr(module, "qk_head_dim", None) or head_width
         value = getattr(module, "v_head_dim", None) or query

@@ -2,8 +2,8 @@
 
 For weights, gradients and optimiser state the model is distributed on meta as in a run, over a mesh whose other ranks
 do not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without
-memory (``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of kernels
-and NCCL.
+memory (``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of
+kernels and NCCL.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Planned:
     """How the model is cut."""
     dtype: torch.dtype | None
     """dtype of autocast; None leaves it off."""
-    run: Callable[[nn.Module], object]
-    """Runs the forward pass and the loss of one rank's micro-batch on fake tensors."""
+    run: Callable[[Any], object]
+    """Runs forward pass and loss of one rank's micro-batch, given the module of ``build`` with fake weights."""
     loss_bytes: int
     """Bytes that the loss takes besides the tensors that it saves."""
     num_micro_batches: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.weights import build_on_meta
 
 if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from transformers import PreTrainedModel
 
@@ -197,10 +198,10 @@ def _plan_tokens(
     dtype = DTYPES[train.mixed_precision]
     chunked = train.chunked_loss
 
-    def run(module: nn.Module) -> Tensor:
+    def run(module: PreTrainedModel) -> Tensor:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
-        head = module.get_output_embeddings()
+        head = cast("nn.Linear", module.get_output_embeddings())
         if chunked:  # the loss takes hidden states, and computes logits of a chunk at a time
             head.forward = lambda hidden: hidden
         with autocast(dtype):
@@ -216,7 +217,7 @@ def _plan_tokens(
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
 
-    vocabulary, width = module.get_output_embeddings().weight.shape
+    vocabulary, width = cast("nn.Linear", module.get_output_embeddings()).weight.shape
     loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
@@ -304,7 +305,7 @@ def _plan_values(
         length = rows * length
         rows = 1
 
-    def run(module: nn.Module) -> Tensor:
+    def run(module: PreTrainedModel) -> Tensor:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
         base = getattr(module, module.base_model_prefix)
@@ -334,7 +335,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
     if config.config_path is not None:
         description = read_description(config.config_path)
         try:
-            pipeline = build_on_meta(lambda: family.build(description, seed=0))
+            pipeline = cast("DiffusionPipeline", build_on_meta(lambda: family.build(description, seed=0)))
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
     else:
@@ -442,7 +443,7 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
     """
     vae = model.pipeline.vae.float().requires_grad_(True)
 
-    def run(module: nn.Module) -> Tensor:
+    def run(module: AutoencoderKL) -> Tensor:
         posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()

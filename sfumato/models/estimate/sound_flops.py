@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
 if TYPE_CHECKING:
-    pass
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
+    from transformers.models.qwen2_audio.modeling_qwen2_audio import Qwen2AudioEncoder
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
 
 def sound_flops(tower: nn.Module, beside: dict[str, nn.Module]) -> SoundFlops | PlaneSoundFlops | WholeSoundFlops:
@@ -18,8 +20,10 @@ def sound_flops(tower: nn.Module, beside: dict[str, nn.Module]) -> SoundFlops | 
         beside: the other submodules outside of the language model; a projector that is counted here is removed from it.
     """
     if not hasattr(tower, "conv1"):
-        return PlaneSoundFlops(tower)
-    return SoundFlops(tower) if hasattr(tower, "proj") else WholeSoundFlops(tower, beside.pop("multi_modal_projector"))
+        return PlaneSoundFlops(cast("Qwen3OmniMoeAudioEncoder", tower))
+    if hasattr(tower, "proj"):
+        return SoundFlops(cast("Qwen2_5OmniAudioEncoder", tower))
+    return WholeSoundFlops(cast("Qwen2AudioEncoder", tower), beside.pop("multi_modal_projector"))
 
 
 class SoundFlops:
@@ -29,7 +33,7 @@ class SoundFlops:
     frames; and a projection of each pair of frames. Padding of the last window is not counted.
     """
 
-    def __init__(self, tower: nn.Module) -> None:
+    def __init__(self, tower: Qwen2_5OmniAudioEncoder) -> None:
         """``tower`` is the encoder."""
         self.first, self.second, self.projection = (
             layer.weight.numel() for layer in (tower.conv1, tower.conv2, tower.proj)
@@ -55,11 +59,11 @@ class SoundFlops:
 class PlaneSoundFlops:
     """Operations of the encoder of audio of Qwen3-Omni.
 
-    Three convolutions halve the frames and the frequency bands of each chunk of a second. Attention is within windows of
-    several chunks.
+    Three convolutions halve the frames and the frequency bands of each chunk of a second. Attention is within windows
+    of several chunks.
     """
 
-    def __init__(self, tower: nn.Module) -> None:
+    def __init__(self, tower: Qwen3OmniMoeAudioEncoder) -> None:
         """``tower`` is the encoder."""
         self.convolutions = [layer.weight.numel() for layer in (tower.conv2d1, tower.conv2d2, tower.conv2d3)]
         self.bands = tower.num_mel_bins
@@ -96,7 +100,7 @@ class WholeSoundFlops:
     The padding is computed as well, so the number of frames does not matter.
     """
 
-    def __init__(self, tower: nn.Module, projector: nn.Module) -> None:
+    def __init__(self, tower: Qwen2AudioEncoder, projector: nn.Module) -> None:
         """``tower`` is the encoder, ``projector`` what brings its output into the language model."""
         halves = tower.config.max_source_positions
         blocks = sum(weight.numel() for weight in tower.layers.parameters() if weight.ndim == 2)

@@ -6,7 +6,7 @@ modules that draw are called within ``generate``; here the same modules are call
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,24 +33,28 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: torch.LongTensor,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V]`` of tokens int64 ``[B, T]``; arguments as in transformers."""
-        output = super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **options,
+        output = cast(
+            "CausalLMOutputWithPast",
+            super().forward(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **options,
+            ),
         )
+        assert output.logits is not None
         first, stop, begin, line_end = self.within_image
         # True where a code follows, or the end of a line, which is inserted whatever its logits are.
         draws = (input_ids >= first) & (input_ids < stop) | (input_ids == begin) | (input_ids == line_end)
@@ -78,10 +82,10 @@ class JanusOfCodes(JanusForConditionalGeneration):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: torch.LongTensor,
         pixel_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,

@@ -6,12 +6,15 @@ hidden states from which these tokens would be predicted; their mean is its pool
 Shapes: N images, C h w channels, height and width of a latent, K tokens, H features of the language model.
 """
 
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ from sfumato.models.diffusion.scratch import section_of, start_at_zero
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
-    from diffusers.models.autoencoders import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     from sfumato.models.diffusion.base import Denoiser
 
@@ -137,7 +140,7 @@ def patch_of(config: PartConfig) -> int:
         raise ConfigError(f"model.head.model_path: {file} is not of a SD3Transformer2DModel: {error!r}") from error
 
 
-def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> nn.Module:
+def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> Denoiser:
     """Loads or builds the head, an SD3Transformer2DModel of diffusers, in float32.
 
     Args:
@@ -181,7 +184,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> n
             f"model.head {source}: pos_embed_max_size {head.config.pos_embed_max_size}: latents have {longest} patches "
             "along a side"
         )
-    return head
+    return cast("Denoiser", head)
 
 
 def predict_velocity(head: nn.Module, latents: Tensor, sigma: Tensor, hidden: Tensor) -> Tensor:

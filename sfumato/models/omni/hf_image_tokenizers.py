@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ class OwnCodes(ABC):
             )
         if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):
             raise ConfigError(f"the codes of images of this {self.kind} do not follow each other in its vocabulary")
-        return ids
+        return cast("list[int]", ids)
 
     @property
     def fingerprint(self) -> str:

@@ -15,7 +15,7 @@ from sfumato.models.language.parts import check_keys
 from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import Emu3VQVAE, JanusVQVAE, PreTrainedConfig, PreTrainedModel
 
 BETA = 0.25
 """Weight of the commitment loss, which pulls latents towards their codes, as in the VQ models of transformers."""
@@ -44,6 +44,8 @@ class OwnVqModel(VqModel):
 class Emu3Vq(OwnVqModel):
     """``Emu3VQVAE``, which takes an image as a video of ``temporal_downsample_factor`` equal frames."""
 
+    trained: Emu3VQVAE
+
     def latents(self, pixels: Tensor) -> Tensor:
         frames = pixels[:, None].repeat(1, self.trained.config.temporal_downsample_factor, 1, 1, 1)
         return self.trained.quant_conv(self.trained.encoder(frames).transpose(1, 2))[:, :, 0]
@@ -57,6 +59,7 @@ class Emu3Vq(OwnVqModel):
 class JanusVq(OwnVqModel):
     """``JanusVQVAE``."""
 
+    trained: JanusVQVAE
     is_normalised = True
 
     def latents(self, pixels: Tensor) -> Tensor:

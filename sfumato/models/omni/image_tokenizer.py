@@ -1,5 +1,7 @@
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
 """Image tokenizers that turn images into codes and back: diffusers' VQModel, in training and frozen."""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.vq_model import VQModel
 
 
-def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
+def build_vq_model(config: PartConfig, seed: int = 0) -> VQModel:
     """Loads diffusers' VQModel from a folder, or makes one with random weights from a description.
 
     It is in float32 on the CPU.
@@ -62,9 +64,12 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
 class VqModel:
     """diffusers' VQModel in training, with what ``export_model`` needs. Shapes: B images of H W pixels, h w codes."""
 
+    trained: VQModel
+    """The module; subclasses state another class."""
+
     def __init__(self, model: nn.Module) -> None:
         """``model`` is the module that is trained."""
-        self.trained = model
+        self.trained = cast("VQModel", model)
 
     @property
     def codebook(self) -> nn.Embedding:

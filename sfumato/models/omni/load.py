@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -51,6 +51,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
     """
     if config.model.unified is not None:
         return build_unified_omni_model(config)
+    assert config.model.foundation is not None and config.model.encoder is not None  # OmniModelConfig checks it
     tokenizer = build_tokenizer(_tokenizer_config(config.model))
     image_tokenizer = _load_image_tokenizer(config.model)
     head = config.model.head
@@ -61,13 +62,13 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         foundation = load_part(config.model.foundation, "model.foundation", causal=True)
-        if foundation.get_input_embeddings().num_embeddings < len(tokenizer):
+        if cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings < len(tokenizer):
             foundation.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         encoder = load_part(config.model.encoder, "model.encoder", causal=False)
         image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         module, make = compose(encoder, foundation, image_token_id, config.model.attention)
         if head is not None:
-            width = foundation.get_output_embeddings().in_features
+            width = cast("nn.Linear", foundation.get_output_embeddings()).in_features
             module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
@@ -86,6 +87,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
 
 def _load_image_tokenizer(model: OmniModelConfig) -> ImageTokenizer | LatentTokenizer:
     """The image tokenizer of a configuration: an autoencoder if there is a flow head, else a VQ model."""
+    assert model.image_tokenizer is not None
     folder = Path(model.image_tokenizer)
     return (
         ImageTokenizer.from_folder(folder)
@@ -95,8 +97,8 @@ def _load_image_tokenizer(model: OmniModelConfig) -> ImageTokenizer | LatentToke
 
 
 def with_head(
-    module: nn.Module, make: Callable[[], nn.Module], head: Denoiser
-) -> tuple[nn.Module, Callable[[], nn.Module]]:
+    module: PreTrainedModel, make: Callable[[], PreTrainedModel], head: Denoiser
+) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
     """Adds a flow head to a model as a submodule, which the model's ``forward`` does not call.
 
     Args:
@@ -109,7 +111,7 @@ def with_head(
     """
     module.add_module(NAME, head.train())
 
-    def make_both() -> nn.Module:
+    def make_both() -> PreTrainedModel:
         both = make()
         both.add_module(NAME, type(head).from_config(head.config))
         return both
@@ -204,7 +206,7 @@ def compose(
             f"model.foundation: {type(foundation).__name__} cannot be joined with an encoder: {lacking[0]}"
         )
     # LLaVA builds the language model without its own class around it, which may scale or cap logits: compare them.
-    tokens = torch.arange(8)[None] % foundation.get_input_embeddings().num_embeddings
+    tokens = torch.arange(8)[None] % cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings
     with torch.no_grad():
         alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
         within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
@@ -275,6 +277,9 @@ def _build_reader(
 
 def _tokenizer_config(model: OmniModelConfig) -> LanguageModelConfig:
     """The model section of a language model with the same tokenizer."""
+    assert model.foundation is not None
     folder = model.foundation.model_path
-    source = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
+    source: dict[str, Any] = (
+        {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
+    )
     return LanguageModelConfig(**source, tokenizer_path=model.tokenizer_path)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -136,7 +136,7 @@ class OmniModel(LanguageModel):
         whole = dict(weights)
         with self._without_head():
             super().save_export(folder, weights, merge)
-        config = self.plain.config
+        config = cast("PreTrainedConfig", self.plain.config)
         dtype = self.autocast_dtype or torch.float32
         encoder = _build_empty(config.vision_config, False)
         foundation = _build_empty(config.text_config, True)
@@ -157,6 +157,7 @@ class OmniModel(LanguageModel):
         save_generation_config(folder / "foundation", None, self.tokenizer)
         self.image_tokenizer.save(folder / "image_tokenizer")
         if heads:
+            assert self.head_class is not None
             with torch.device("meta"):
                 head = self.head_class.from_config(getattr(self.plain, NAME).config)
             head.load_state_dict({name.removeprefix(f"{NAME}."): tensor for name, tensor in heads.items()}, assign=True)
@@ -193,4 +194,5 @@ def _build_empty(config: PreTrainedConfig, causal: bool) -> PreTrainedModel:
     from transformers import AutoModel, AutoModelForCausalLM
 
     auto_class = AutoModelForCausalLM if causal else AutoModel
-    return build_on_meta(partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager"))
+    build = partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager")
+    return cast("PreTrainedModel", build_on_meta(build))

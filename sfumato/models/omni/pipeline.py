@@ -4,6 +4,9 @@
 sfumato.models.omni.pipeline:LanguageToImage`. The language model is the text encoder, which is frozen.
 """
 
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 from pathlib import Path

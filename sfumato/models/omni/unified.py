@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -166,6 +166,7 @@ class _SingleAutoClass:
 def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
     """Builds the model of ``model.unified`` for training to read and draw images. Raises as ``build_unified``."""
     model = config.model
+    assert model.unified is not None
     section = LanguageModelConfig(
         model_path=model.unified.model_path,
         config_path=model.unified.config_path,
@@ -226,7 +227,7 @@ def build_unified(
     def finish(module: nn.Module) -> None:
         # transformers maps published names of weights for its own classes only, so the class is changed after loading.
         module.__class__ = cls
-        family.prepare(module, described, hf_tokenizer)
+        family.prepare(cast("PreTrainedModel", module), described, hf_tokenizer)
 
     module, make = build_module(config, train, described, _SingleAutoClass(published), trains, finish)
     check_vocabulary(module, hf_tokenizer)
@@ -241,6 +242,7 @@ def build_unified(
     begin_as_processor(processor)
     vision = None
     if has_images:
+        assert data_type is not None
         vision = Vision(data_type.limited(_build_reader(processor, image_tokenizer)), None)
         image_tokenizer = vision.reader.image_tokenizer
         hf_processor.image_processor = image_tokenizer.images  # with the limits of the data

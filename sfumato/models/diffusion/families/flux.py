@@ -4,7 +4,9 @@ The dev models are guidance-distilled (arXiv 2210.03142): the guidance scale is 
 is no unconditional branch. schnell has no such input; a guidance scale other than 1 then runs both branches.
 """
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ The model takes prompts of any length. Here they are padded to one length, with 
 on the other prompts of its batch.
 """
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -202,7 +204,7 @@ class QwenImageEdit(QwenImage):
         length = self.max_sequence_length + self._count_image_tokens(
             self._resize_for_encoder(Image.new("RGB", (width, height)))
         )
-        shapes = super().embedding_shapes(height, width)
+        shapes: dict[str, tuple[Sequence[int], torch.dtype]] = super().embedding_shapes(height, width)
         shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
         return shapes | {"image_latents": (self.latent_shape(height, width), torch.float32)}
 

@@ -1,11 +1,13 @@
 """Stable Diffusion 3 and 3.5 (arXiv 2403.03206): SD3Transformer2DModel, two CLIP encoders, optionally T5."""
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from transformers import CLIPTextModelWithProjection
 
 
 class StableDiffusion3(KLLatents, FlowSchedule):
@@ -67,7 +70,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            encoders = [build_clip_encoder(tokenizer, **text) for _ in range(2)]
+            encoders = [cast("CLIPTextModelWithProjection", build_clip_encoder(tokenizer, **text)) for _ in range(2)]
             width = sum(encoder.config.hidden_size for encoder in encoders)
             pooled = sum(encoder.config.projection_dim for encoder in encoders)
             settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **denoiser_settings}

@@ -10,7 +10,9 @@ so that one deterministic step in s is one step of DDIM (arXiv 2010.02502), and 
 Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
 """
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 

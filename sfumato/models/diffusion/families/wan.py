@@ -6,7 +6,9 @@ which are trained as one module. Wan 2.2 5B gives each token its own timestep (`
 given first frame then have noise level 0.
 """
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Wan 2.2's two transformers, one for high noise levels and one for low ones, as one module that is trained."""
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ The network predicts the negative velocity, x0 - eps, at a time that runs from 0
 pipeline is g + 1 here, so that the scale means the same for every family.
 """
 
-# pyright: reportPrivateImportUsage=false  (diffusers fills its namespace lazily)
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
