@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
 
-    class Denoiser(nn.Module):
-        """What a denoiser has beyond ``nn.Module``: diffusers' ModelMixin, ConfigMixin and PeftAdapterMixin."""
+    class DiffusersModule(nn.Module):
+        """A network of diffusers, for type checkers: a module with ModelMixin, ConfigMixin and PeftAdapterMixin."""
 
         config: Any
         """diffusers' FrozenDict, whose entries are attributes too."""
 
         def __getattr__(self, name: str) -> Any: ...
         @classmethod
-        def from_config(cls, config: Any) -> Denoiser: ...
+        def from_config(cls, config: Any) -> DiffusersModule: ...
         def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default") -> None: ...
         def disable_adapters(self) -> None: ...
         def enable_adapters(self) -> None: ...
@@ -96,7 +96,7 @@ class DiffusionModel(FrozenParts):
         """Frames of a sample. Set it before prompts are embedded where a video starts from an image."""
         self.mesh: Mesh | None = None
         # The class before ``parallelize``: fully_shard replaces the class of a module by a subclass of its own.
-        self._plain_class: type[Denoiser] | None = None
+        self._plain_class: type[DiffusersModule] | None = None
         self._dropout: DropoutKeys | None = None
         self.check_scheduler()
 
@@ -211,7 +211,7 @@ class DiffusionModel(FrozenParts):
         """Side in pixels of a small square image that the autoencoder accepts."""
 
     @property
-    def denoiser(self) -> Denoiser:
+    def denoiser(self) -> DiffusersModule:
         """The network that is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
@@ -273,7 +273,7 @@ class DiffusionModel(FrozenParts):
         finally:
             self.denoiser.train(training)
 
-    def plain_denoiser(self, adapters: bool = True) -> Denoiser:
+    def plain_denoiser(self, adapters: bool = True) -> DiffusersModule:
         """A new module on meta of the class that the denoiser had before ``parallelize``.
 
         Args:

@@ -94,7 +94,7 @@ def load_rows(path: Path, dataset: Dataset, latents: RowStore, prompts: RowStore
         return None
     if len(keys[0]) != len(dataset) or signature != f"{dataset.fingerprint()} {signature_of(paths)[0]}":
         return None
-    rows = DatasetRows(*keys, nothing, paths, [(index, message) for index, message in bad_rows])
+    rows = DatasetRows(*keys, nothing, paths, [(index, message) for index, message in bad_rows])  # pyright: ignore[reportCallIssue]
     latent_keys = {*rows.latents} - {NOTHING}
     prompt_keys = {nothing, *rows.prompts, *rows.negatives} - {NOTHING}
     is_complete = latents.key_set.issuperset(latent_keys) and prompts.key_set.issuperset(prompt_keys)

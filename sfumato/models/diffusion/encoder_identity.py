@@ -85,7 +85,7 @@ def _describe_processor(part: Any) -> list[Any]:
 
 def _digest_tensor(tensor: torch.Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
 def _digest(value: Any) -> str:

@@ -94,7 +94,7 @@ def open_encoder(
             return open_one(dataset)
         numbers = np.unique(buckets.numbers).tolist()  # buckets without rows need no encoder
         rows = {
-            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
+            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))  # pyright: ignore[reportArgumentType]
             for number in numbers
         }
         return BucketEncoder({number: open_one(rows[number]) for number in numbers}, rows)

@@ -369,7 +369,7 @@ class _Builder:
         if not prompts:
             return set()
         sources = [source for _, source in prompts.values()] if self._model.takes_image else None
-        embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors
+        embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors  # pyright: ignore[reportArgumentType]
         self._model.forget_prompts()
         is_finite = finite_rows(*embedded.values()).cpu()
         written = [key for key, good in zip(prompts, is_finite.tolist(), strict=True) if good]

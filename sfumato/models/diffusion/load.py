@@ -298,7 +298,7 @@ def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
             _, report = load_pretrained(cls, folder / name, **settings)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
             continue  # the error of diffusers is reported instead
-        for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):
+        for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):  # pyright: ignore[reportGeneralTypeIssues]
             return (
                 f"{name}: {weight} is {list(stored)} in the safetensors files, but {list(wanted)} by config.json: the "
                 "two are not of one model; copy both from the same place"

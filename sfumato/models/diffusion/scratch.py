@@ -137,14 +137,14 @@ def build_clip_encoder(
         num_attention_heads=num_heads,
         projection_dim=width,
         max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,  # pyright: ignore[reportArgumentType]
+        eos_token_id=tokenizer.eos_token_id,  # pyright: ignore[reportArgumentType]
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
     )
     encoder = (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
     embeddings = next(submodule for name, submodule in encoder.named_modules() if name.endswith("embeddings"))
-    torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
-    torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)
+    torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     return encoder
 
 
@@ -193,15 +193,15 @@ def build_autoencoder(
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * len(channels),
-        up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * len(channels),  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * len(channels),  # pyright: ignore[reportArgumentType]
+        block_out_channels=channels,  # pyright: ignore[reportArgumentType]
         layers_per_block=layers_per_block,
         latent_channels=latent_channels,
         norm_num_groups=norm_groups,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
-        sample_size=sample_size,
+        sample_size=sample_size,  # pyright: ignore[reportArgumentType]
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,
@@ -304,7 +304,7 @@ def build_qwen_vl_encoder(
         }.items()
     }
     encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=language, vision_config=vision, **ids))
-    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)
+    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
     return encoder
 
 

@@ -56,7 +56,7 @@ class FlopCount:
         self.attention = _attention_by_window(model, [*encoder.values(), *draws])
         """Operations for a pair of tokens, by window, in all layers with that window together."""
         self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader)
-        self.sight = None if vision is None else SightedCost(vision, self.encoder.training)
+        self.sight = None if vision is None else SightedCost(vision, self.encoder.training)  # pyright: ignore[reportOptionalMemberAccess]  (None without images)
         """The cost of images, for the loader."""
 
     def of_document(self, length: int) -> int:
@@ -81,7 +81,8 @@ class FlopCount:
         lengths = list(lengths)
         matrices = 2 * self.active_weights * sum(lengths)
         matrices -= 2 * self._output.numel * _without_output(lengths, num_outputs)
-        return matrices + self._attention(lengths) + sum(self.encoder.forward(shapes) for shapes in image_shapes)
+        encoding = sum(self.encoder.forward(shapes) for shapes in image_shapes)  # pyright: ignore[reportOptionalMemberAccess]
+        return matrices + self._attention(lengths) + encoding
 
     def training(
         self, lengths: Iterable[int], image_shapes: Iterable[np.ndarray] = (), num_outputs: int | None = None
@@ -100,7 +101,8 @@ class FlopCount:
         # Per weight and token: 2 in the forward pass, 2 for the input's gradient, 2 for the weight's gradient.
         matrices = (6 * self.trained_weights + 4 * self.frozen_weights) * sum(lengths)
         matrices -= (6 if self._output.is_trained else 4) * self._output.numel * _without_output(lengths, num_outputs)
-        return matrices + 3 * self._attention(lengths) + sum(self.encoder.training(shapes) for shapes in image_shapes)
+        encoding = sum(self.encoder.training(shapes) for shapes in image_shapes)  # pyright: ignore[reportOptionalMemberAccess]
+        return matrices + 3 * self._attention(lengths) + encoding
 
     def _attention(self, lengths: list[int]) -> int:
         return sum(
@@ -270,7 +272,7 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
     """
     experts = {}  # by prefix of names: experts of a token, and experts of the layer
     for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
-        experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]
+        experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]  # pyright: ignore[reportIndexIssue]
     counts = {True: 0, False: 0}
     excluded_ids = {id(inner) for module in without for inner in module.modules()}
     for name, module in model.named_modules():

@@ -174,7 +174,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
         "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
         "moving average": trained_numel * FULL_PRECISION if train.ema_decay else 0,
         "other policies": (planned.num_policies + 1) * trained_numel * FULL_PRECISION if planned.num_policies else 0,
-        "frozen reference": copied_numel * planned.reference.itemsize if copied_numel else 0,
+        "frozen reference": copied_numel * planned.reference.itemsize if copied_numel else 0,  # pyright: ignore[reportOptionalMemberAccess]  (0 without a reference)
     }
     target = memory.host if uses_fsdp and train.enable_fsdp_offload else memory.parts
     target |= {name: size for name, size in sizes.items() if size}

@@ -203,7 +203,7 @@ def _plan_tokens(
         positions = torch.arange(length).expand(rows, length)
         head = cast("nn.Linear", module.get_output_embeddings())
         if chunked:  # the loss takes hidden states, and computes logits of a chunk at a time
-            head.forward = lambda hidden: hidden
+            head.forward = lambda hidden: hidden  # pyright: ignore[reportAttributeAccessIssue]
         with autocast(dtype):
             if sees:
                 embedded = {"inputs_embeds": module.get_input_embeddings()(ids), "position_ids": positions}
@@ -212,7 +212,7 @@ def _plan_tokens(
                 output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
             if isinstance(train, TextRLTrainConfig):
                 scores = TokenScores(output, (rows, length), head=head if chunked else None)
-                return sum(values.sum() for values in scores.log_probs_and_entropy(ids))
+                return sum(values.sum() for values in scores.log_probs_and_entropy(ids))  # pyright: ignore[reportReturnType]
             if chunked:
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
@@ -335,7 +335,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
     if config.config_path is not None:
         description = read_description(config.config_path)
         try:
-            pipeline = cast("DiffusionPipeline", build_on_meta(lambda: family.build(description, seed=0)))
+            pipeline = cast("DiffusionPipeline", build_on_meta(lambda: family.build(description, seed=0)))  # pyright: ignore[reportArgumentType]
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
     else:
@@ -444,7 +444,7 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
     vae = model.pipeline.vae.float().requires_grad_(True)
 
     def run(module: AutoencoderKL) -> Tensor:
-        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
+        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
 
@@ -494,4 +494,4 @@ def _component_builder(folder: Path, library: str, class_name: str) -> Callable[
         return None
     if issubclass(cls, transformers.PreTrainedModel):
         return lambda: cls(load_pretrained(cls.config_class, folder))
-    return lambda: make_from_config(cls, cls.load_config(folder))
+    return lambda: make_from_config(cls, cls.load_config(folder))  # pyright: ignore[reportAttributeAccessIssue]

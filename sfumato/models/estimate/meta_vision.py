@@ -133,16 +133,16 @@ def _encoder_forward(
         base = module.base_model
 
         def hear() -> Tensor:
-            hidden = base.audio_tower(inputs["input_features"].to(dtype or torch.float32)).last_hidden_state
-            return base.multi_modal_projector(hidden).float().sum()
+            hidden = base.audio_tower(inputs["input_features"].to(dtype or torch.float32)).last_hidden_state  # pyright: ignore[reportCallIssue]
+            return base.multi_modal_projector(hidden).float().sum()  # pyright: ignore[reportCallIssue]
 
         return hear
-    accepted = inspect.signature(module.get_image_features).parameters
+    accepted = inspect.signature(module.get_image_features).parameters  # pyright: ignore[reportArgumentType]
     images = {name: tensor for name, tensor in inputs.items() if name in accepted}
     images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)
 
     def run() -> Tensor:
-        features = tree_leaves(dict(module.get_image_features(**images)))
+        features = tree_leaves(dict(module.get_image_features(**images)))  # pyright: ignore[reportCallIssue]
         return torch.stack([leaf.float().sum() for leaf in features if isinstance(leaf, Tensor)]).sum()
 
     return run

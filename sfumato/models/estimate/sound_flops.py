@@ -35,9 +35,9 @@ class SoundFlops:
 
     def __init__(self, tower: Qwen2_5OmniAudioEncoder) -> None:
         """``tower`` is the encoder."""
-        self.first, self.second, self.projection = (
-            layer.weight.numel() for layer in (tower.conv1, tower.conv2, tower.proj)
-        )
+        self.first = tower.conv1.weight.numel()
+        self.second = tower.conv2.weight.numel()
+        self.projection = tower.proj.weight.numel()
         self.blocks = sum(weight.numel() for weight in tower.layers.parameters() if weight.ndim == 2)
         self.attention = 4 * tower.config.d_model * len(tower.layers)
         self.window = 2 * tower.config.n_window
@@ -65,7 +65,7 @@ class PlaneSoundFlops:
 
     def __init__(self, tower: Qwen3OmniMoeAudioEncoder) -> None:
         """``tower`` is the encoder."""
-        self.convolutions = [layer.weight.numel() for layer in (tower.conv2d1, tower.conv2d2, tower.conv2d3)]
+        self.convolutions = [layer.weight.numel() for layer in (tower.conv2d1, tower.conv2d2, tower.conv2d3)]  # pyright: ignore[reportCallIssue]
         self.bands = tower.num_mel_bins
         self.chunk = 2 * tower.n_window
         matrices = [tower.conv_out.weight, tower.proj1.weight, tower.proj2.weight, *tower.layers.parameters()]

@@ -99,7 +99,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
         codes = self.prepare_embeddings_for_image_generation((input_ids - size).clamp(min=0))
         embeds = torch.where(is_code[..., None], codes.to(text.dtype), text)
         if pixel_values is not None:
-            image_features = self.model.get_image_features(pixel_values, return_dict=True).pooler_output
+            image_features = self.model.get_image_features(pixel_values, return_dict=True).pooler_output  # pyright: ignore[reportCallIssue]  (added by a decorator)
             image_features = image_features.reshape(-1, embeds.shape[-1]).to(embeds.dtype)
             embeds = embeds.masked_scatter(
                 self.model.get_placeholder_mask(input_ids, embeds, image_features), image_features
@@ -115,7 +115,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
         columns = _kept_columns(logits_to_keep)
         hidden = output.last_hidden_state[:, columns]
         begin, end = self.around_image
-        is_last = _run_lengths(is_code) == self.config.vision_config.num_image_tokens
+        is_last = _run_lengths(is_code) == self.config.vision_config.num_image_tokens  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
         draws = (is_code & ~is_last | (input_ids == begin))[:, columns, None]
         certain = torch.arange(size, device=hidden.device) == end
         text_logits = self.lm_head(hidden).masked_fill(draws, IMPOSSIBLE)

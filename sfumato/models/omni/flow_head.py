@@ -34,9 +34,7 @@ from sfumato.models.diffusion.scratch import section_of, start_at_zero
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
-    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-
-    from sfumato.models.diffusion.base import Denoiser
+    from sfumato.models.diffusion.base import DiffusersModule
 
 
 NAME = "flow_head"
@@ -51,10 +49,10 @@ class LatentTokenizer:
 
     text = ImageText()
 
-    def __init__(self, vae: AutoencoderKL, source: Path, patch: int) -> None:
+    def __init__(self, vae: DiffusersModule, source: Path, patch: int) -> None:
         """
         Args:
-            vae: the autoencoder.
+            vae: diffusers' AutoencoderKL.
             source: its folder.
             patch: side of the head's patches, in latent pixels.
         """
@@ -140,7 +138,7 @@ def patch_of(config: PartConfig) -> int:
         raise ConfigError(f"model.head.model_path: {file} is not of a SD3Transformer2DModel: {error!r}") from error
 
 
-def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> Denoiser:
+def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> DiffusersModule:
     """Loads or builds the head, an SD3Transformer2DModel of diffusers, in float32.
 
     Args:
@@ -160,7 +158,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> D
         if config.config_path is not None:
             fields = read_yaml(config.config_path)
             section_of({"head": fields}, "head", SD3Transformer2DModel)
-            head = SD3Transformer2DModel(**{**needed, **fields})
+            head = cast("DiffusersModule", SD3Transformer2DModel(**{**needed, **fields}))
             modulations = [
                 module
                 for name, module in head.named_modules()
@@ -171,7 +169,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> D
             )  # so that it begins by predicting zero, as new diffusion models do
         else:
             check_weights(Path(str(config.model_path)), "model.head.model_path")
-            head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()
+            head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()  # pyright: ignore[reportArgumentType]
             refuse_not_finite(head, Path(str(source)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model.head {source}: diffusers' SD3Transformer2DModel refuses it: {error}") from error
@@ -184,7 +182,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> D
             f"model.head {source}: pos_embed_max_size {head.config.pos_embed_max_size}: latents have {longest} patches "
             "along a side"
         )
-    return cast("Denoiser", head)
+    return head
 
 
 def predict_velocity(head: nn.Module, latents: Tensor, sigma: Tensor, hidden: Tensor) -> Tensor:
@@ -221,7 +219,7 @@ def denoise(head: nn.Module, noise: Tensor, hidden: Tensor, unconditional: Tenso
     return latents
 
 
-def head_flops(head: Denoiser, latent_shape: Sequence[int], num_tokens: int) -> int:
+def head_flops(head: DiffusersModule, latent_shape: Sequence[int], num_tokens: int) -> int:
     """Operations of a forward and a backward pass of the head for an image, counted by torch on meta tensors."""
     trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
     with torch.device("meta"):

@@ -84,7 +84,7 @@ class OwnCodes(ABC):
         self.vq = vq.requires_grad_(False).eval().float()
         self.described = described
         self.images = images
-        self.codebook_size = int(vq.quantize.embedding.num_embeddings)
+        self.codebook_size = int(vq.quantize.embedding.num_embeddings)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         self.names = [self.code_name(code) for code in range(self.codebook_size)]
         """The token of each code."""
         self.ids = self._code_ids()
@@ -154,7 +154,7 @@ class OwnCodes(ABC):
                 f"this {self.kind} has {self.codebook_size} codes of images, but no token "
                 f"{self.names[ids.index(None)]} in the vocabulary_map of its config.json"
             )
-        if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):
+        if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):  # pyright: ignore[reportArgumentType, reportOptionalOperand]
             raise ConfigError(f"the codes of images of this {self.kind} do not follow each other in its vocabulary")
         return cast("list[int]", ids)
 
@@ -185,7 +185,8 @@ class OwnCodes(ABC):
             self._decode_codes(torch.tensor(image_codes)[None]).numpy() for image_codes in codes
         ]  # one by one: bits depend on the batch
         pictures = [
-            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"] for pixels in images
+            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"]
+            for pixels in images  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
         ]
         return np.stack([np.asarray(picture) for (picture,) in pictures])
 
@@ -225,7 +226,7 @@ class Emu3Codes(OwnCodes):
         first = vocabulary[cls.code_name(0)]
         stop = first + described.vq_config.codebook_size
         line_end = vocabulary[cls.LINE_END]
-        module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end
+        module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def code_name(cls, code: int) -> str:
@@ -236,10 +237,10 @@ class Emu3Codes(OwnCodes):
 
         factor = self.vq.spatial_scale_factor
         processor = Emu3Processor(self.images, tokenizer)
-        if factor != processor.downsample_ratio or factor != self.images.spatial_factor:
+        if factor != processor.downsample_ratio or factor != self.images.spatial_factor:  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
             raise ConfigError(
                 f"Emu3's processor counts a code for {processor.downsample_ratio} pixels along a side, its image "
-                f"processor for {self.images.spatial_factor}; this VQ model makes one of {factor} "
+                f"processor for {self.images.spatial_factor}; this VQ model makes one of {factor} "  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
                 "(channel_multiplier): correct it"
             )
         if size is None:
@@ -271,7 +272,7 @@ class Emu3Codes(OwnCodes):
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
         size = torch.tensor([pixels.shape[-2:]])
-        return self.vq.encode(pixels, size, return_dict=True).image_tokens[0]
+        return self.vq.encode(pixels, size, return_dict=True).image_tokens[0]  # pyright: ignore[reportCallIssue]  (added by a decorator)
 
     def _decode_codes(self, codes: Tensor) -> Tensor:
         return self.vq.decode(codes.unflatten(1, self.shape))[0]
@@ -310,7 +311,7 @@ class JanusCodes(OwnCodes):
 
     @classmethod
     def prepare(cls, module: PreTrainedModel, described: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        module.around_image = tokenizer.boi_token_id, tokenizer.eoi_token_id
+        module.around_image = tokenizer.boi_token_id, tokenizer.eoi_token_id  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def names_in_vocabulary(cls, codebook_size: int) -> list[str]:
@@ -318,7 +319,7 @@ class JanusCodes(OwnCodes):
 
     def generation_config(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
         config = super().generation_config(tokenizer)
-        config.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}
+        config.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}  # pyright: ignore[reportAttributeAccessIssue]
         return config
 
     @classmethod
@@ -343,7 +344,7 @@ class JanusCodes(OwnCodes):
             )
         self.height = self.width = edge
         self.shape = patches, patches
-        self.text = ImageText(tokenizer.boi_token, tokenizer.eoi_token)
+        self.text = ImageText(tokenizer.boi_token, tokenizer.eoi_token)  # pyright: ignore[reportArgumentType]
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
         """The nearest codes by cosine similarity, since ``decode`` normalises codes.
@@ -356,7 +357,7 @@ class JanusCodes(OwnCodes):
         return torch.einsum("nd,dhw->nhw", codebook, hidden).argmax(0)
 
     def _decode_codes(self, codes: Tensor) -> Tensor:
-        return self.vq.decode(codes)[0]
+        return self.vq.decode(codes)[0]  # pyright: ignore[reportArgumentType]
 
 
 class ChameleonCodes(OwnCodes):
@@ -396,7 +397,7 @@ class ChameleonCodes(OwnCodes):
             getattr(tokenizer, name, default)
             for name, default in (("boi_token", "<racm3:break>"), ("eoi_token", "<eoss>"))
         ]
-        self.text = ImageText(*names)
+        self.text = ImageText(*names)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
@@ -405,7 +406,7 @@ class ChameleonCodes(OwnCodes):
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
-        codes = self.vq.encode(pixels, return_dict=True).image_tokens
+        codes = self.vq.encode(pixels, return_dict=True).image_tokens  # pyright: ignore[reportCallIssue]  (added by a decorator)
         return codes.view(1, -1)
 
     def _decode_codes(self, codes: Tensor) -> Tensor:
@@ -423,7 +424,7 @@ def family_of(folder: Path) -> type[OwnCodes] | None:
         kind = read_json_object(file).get("model_type")
     except (OSError, ValueError):
         return None
-    return FAMILIES.get(kind)
+    return FAMILIES.get(kind)  # pyright: ignore[reportArgumentType]
 
 
 def read_vq(folder: Path, described: PreTrainedConfig) -> PreTrainedModel:

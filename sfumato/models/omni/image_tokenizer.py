@@ -25,10 +25,10 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
-    from diffusers.models.autoencoders.vq_model import VQModel
+    from sfumato.models.diffusion.base import DiffusersModule
 
 
-def build_vq_model(config: PartConfig, seed: int = 0) -> VQModel:
+def build_vq_model(config: PartConfig, seed: int = 0) -> DiffusersModule:
     """Loads diffusers' VQModel from a folder, or makes one with random weights from a description.
 
     It is in float32 on the CPU.
@@ -56,7 +56,7 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> VQModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return VQModel(**fields)
+            return cast("DiffusersModule", VQModel(**fields))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{config.config_path}: diffusers' VQModel refuses it: {error}") from error
 
@@ -64,12 +64,12 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> VQModel:
 class VqModel:
     """diffusers' VQModel in training, with what ``export_model`` needs. Shapes: B images of H W pixels, h w codes."""
 
-    trained: VQModel
+    trained: DiffusersModule
     """The module; subclasses state another class."""
 
     def __init__(self, model: nn.Module) -> None:
         """``model`` is the module that is trained."""
-        self.trained = cast("VQModel", model)
+        self.trained = cast("DiffusersModule", model)
 
     @property
     def codebook(self) -> nn.Embedding:
@@ -134,7 +134,7 @@ class ImageTokenizer:
 
     text = ImageText()
 
-    def __init__(self, model: VQModel, source: Path) -> None:
+    def __init__(self, model: DiffusersModule, source: Path) -> None:
         """
         Args:
             model: diffusers' VQModel.
@@ -182,14 +182,14 @@ class ImageTokenizer:
         self.model.save_pretrained(folder)
 
 
-def codes_of(model: VQModel, pixels: Tensor) -> Tensor:
+def codes_of(model: DiffusersModule, pixels: Tensor) -> Tensor:
     """Encodes images float32 ``[B, 3, H, W]`` in [-1, 1] to codes int64 ``[B, N]``, row by row."""
     latents = model.encode(pixels).latents
     _, _, (_, _, codes) = model.quantize(latents)
     return codes.view(len(pixels), -1)
 
 
-def decode_codes(model: VQModel, codes: Tensor, size: Sequence[int]) -> Tensor:
+def decode_codes(model: DiffusersModule, codes: Tensor, size: Sequence[int]) -> Tensor:
     """Decodes codes int64 ``[B, N]`` to images uint8 ``[B, 3, H, W]``; ``size`` is their height and width in pixels."""
     factor = 2 ** (len(model.config.block_out_channels) - 1)
     shape = (size[0] // factor, size[1] // factor)

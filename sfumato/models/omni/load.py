@@ -37,7 +37,7 @@ from sfumato.parallel.weights import refuse_not_finite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from sfumato.models.diffusion.base import Denoiser
+    from sfumato.models.diffusion.base import DiffusersModule
 
 PROJECTOR = "multi_modal_projector."
 """Part of the names of the projector's weights in the whole model."""
@@ -69,7 +69,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
         module, make = compose(encoder, foundation, image_token_id, config.model.attention)
         if head is not None:
             width = cast("nn.Linear", foundation.get_output_embeddings()).in_features
-            module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))
+            module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
     reader = _build_reader(module, tokenizer, image_tokenizer)
@@ -97,7 +97,7 @@ def _load_image_tokenizer(model: OmniModelConfig) -> ImageTokenizer | LatentToke
 
 
 def with_head(
-    module: PreTrainedModel, make: Callable[[], PreTrainedModel], head: Denoiser
+    module: PreTrainedModel, make: Callable[[], PreTrainedModel], head: DiffusersModule
 ) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
     """Adds a flow head to a model as a submodule, which the model's ``forward`` does not call.
 

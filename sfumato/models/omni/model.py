@@ -33,7 +33,7 @@ from sfumato.parallel.weights import build_on_meta
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from sfumato.models.diffusion.base import Denoiser
+    from sfumato.models.diffusion.base import DiffusersModule
 
 PARTS = ("foundation", "encoder", "image_tokenizer")
 """Folders within an export that hold a part of the model in the format of its own library."""
@@ -52,7 +52,7 @@ class OmniModel(LanguageModel):
     """The token that ends a line of codes, of models that have one."""
     kept_token: int | None = None
     """The token that begins a text, of models in which it stays when the prompt is hidden for guidance."""
-    head_class: type[Denoiser] | None = None
+    head_class: type[DiffusersModule] | None = None
     """The class of the flow head before ``parallelize``: fsdp2 replaces it by a subclass."""
 
     @property
@@ -70,13 +70,13 @@ class OmniModel(LanguageModel):
         is_sharded = isinstance(self.module, FSDPModule)
         gathered = is_sharded and not torch.is_grad_enabled()
         if gathered:
-            self.module.unshard()
+            self.module.unshard()  # pyright: ignore[reportCallIssue]
         try:
             with self.autocast():
                 yield head
         finally:
             if gathered:
-                self.module.reshard()
+                self.module.reshard()  # pyright: ignore[reportCallIssue]
 
     def drawn(self, scores: TokenScores, wanted: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, list[int]]:
         """Inputs of the flow head for the N - 1 images that a micro-batch draws, and for a blank one.
@@ -99,7 +99,7 @@ class OmniModel(LanguageModel):
             for index, latents in enumerate(media.get(DRAWN, ())):
                 drawn_latents.append(latents)
                 keys.append(sample_id * MAX_DRAWN + index)
-        latents = torch.stack([*drawn_latents, torch.zeros(self.image_tokenizer.latent_shape)])
+        latents = torch.stack([*drawn_latents, torch.zeros(self.image_tokenizer.latent_shape)])  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
         blank = hidden.new_zeros(1, *hidden.shape[1:])
         return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
 
@@ -113,7 +113,7 @@ class OmniModel(LanguageModel):
         if not self.has_head:
             return 0
         tokenizer = self.image_tokenizer
-        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)
+        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
 
     def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
         """As ``PackedModel.single_document_inputs``, without latents, which transformers' module does not take."""
@@ -161,7 +161,7 @@ class OmniModel(LanguageModel):
             with torch.device("meta"):
                 head = self.head_class.from_config(getattr(self.plain, NAME).config)
             head.load_state_dict({name.removeprefix(f"{NAME}."): tensor for name, tensor in heads.items()}, assign=True)
-            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)
+            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:

@@ -233,7 +233,7 @@ def build_unified(
     check_vocabulary(module, hf_tokenizer)
     vq = _make_vq(module, make, codes or source, described, train.seed)
     if codes is not None:
-        module.model.vqmodel.load_state_dict(vq.state_dict())
+        module.model.vqmodel.load_state_dict(vq.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
     hf_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, hf_tokenizer)
     image_tokenizer = family(vq, described, hf_processor.image_processor, hf_tokenizer, size)
     tokenizer = with_codes(hf_tokenizer, image_tokenizer)
@@ -244,7 +244,7 @@ def build_unified(
     if has_images:
         assert data_type is not None
         vision = Vision(data_type.limited(_build_reader(processor, image_tokenizer)), None)
-        image_tokenizer = vision.reader.image_tokenizer
+        image_tokenizer = vision.reader.image_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         hf_processor.image_processor = image_tokenizer.images  # with the limits of the data
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
     model = UnifiedModel(module, tokenizer, *settings)
@@ -256,8 +256,9 @@ def build_unified(
     if family.draws:
         model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)
         line_end = image_tokenizer.text.line_end
-        model.kept_token = tokenizer.bos_token_id  # as transformers' generate of Janus leaves it
-        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None
+        # as transformers' generate of Janus leaves it
+        model.kept_token = tokenizer.bos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None  # pyright: ignore[reportAttributeAccessIssue]
     model.no_text = frozenset(tokenizer.all_special_ids)
     module.requires_grad_(trains)
     if trains:
@@ -282,7 +283,7 @@ def _make_vq(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = make() if any(parameter.is_meta for parameter in module.parameters()) else module
-        return copy.deepcopy(whole.model.vqmodel)
+        return copy.deepcopy(whole.model.vqmodel)  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
 
 
 def _build_reader(processor: ProcessorMixin, image_tokenizer: OwnCodes) -> DrawingReader:

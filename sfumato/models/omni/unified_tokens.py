@@ -56,11 +56,12 @@ def add_own_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConf
     ]
     all_special = [*other_special, *special.values(), *named.values(), *lines]
     tokenizer.add_special_tokens({**special, "additional_special_tokens": all_special})
-    tokenizer._set_model_specific_special_tokens(named)  # so that they are saved with the tokenizer
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in code_names], special_tokens=True)
+    # so that they are saved with the tokenizer
+    tokenizer._set_model_specific_special_tokens(named)  # pyright: ignore[reportArgumentType]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in code_names], special_tokens=True)  # pyright: ignore[reportArgumentType]
     if hasattr(described, "vocabulary_map"):
         names = [*named.values(), *lines, *code_names]
-        described.vocabulary_map = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+        described.vocabulary_map = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))  # pyright: ignore[reportArgumentType, reportCallIssue]
     described.image_token_id = tokenizer.image_token_id
 
 
@@ -74,7 +75,7 @@ def with_codes(tokenizer: PreTrainedTokenizerBase, images: OwnCodes) -> PreTrain
     num_gaps = max(images.ids[0] - len(extended), 0)
     gap_names = [f"<|no_token_{index}|>" for index in range(num_gaps)]  # ids of the model without a token
     for names in (gap_names, images.names):
-        extended.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)
+        extended.add_tokens([AddedToken(name, special=True, normalized=False) for name in names], special_tokens=True)  # pyright: ignore[reportArgumentType]
     if extended.convert_tokens_to_ids(images.names) != images.ids:
         raise ConfigError(
             f"the tokenizer's tokens of images, {images.names[0]} to {images.names[-1]}, have other ids than in the "
@@ -90,7 +91,7 @@ def begin_as_processor(processor: ProcessorMixin) -> None:
     """
     tokenizer = processor.tokenizer
     text = processor.tokenizer.chat_template
-    first = processor(text=["a"], return_tensors="np")["input_ids"][0][0]
+    first = processor(text=["a"], return_tensors="np")["input_ids"][0][0]  # pyright: ignore[reportCallIssue]
     if text is None or tokenizer.bos_token_id is None or first != tokenizer.bos_token_id:
         return
     message = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]

@@ -87,9 +87,9 @@ class QwenImage(VideoLatents, FlowTokens):
             encoder = build_qwen_vl_encoder(tokenizer, **text)
             vae = build_qwen_autoencoder(**vae_settings)
             inferred = {
-                "in_channels": vae.config.z_dim * PATCH**2,
-                "out_channels": vae.config.z_dim,
-                "joint_attention_dim": encoder.config.text_config.hidden_size,
+                "in_channels": vae.config.z_dim * PATCH**2,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+                "out_channels": vae.config.z_dim,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+                "joint_attention_dim": encoder.config.text_config.hidden_size,  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             }
             transformer = diffusers.QwenImageTransformer2DModel(**{**inferred, **denoiser})
             start_at_zero(transformer.proj_out)

@@ -72,7 +72,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             torch.manual_seed(seed)
             encoders = [cast("CLIPTextModelWithProjection", build_clip_encoder(tokenizer, **text)) for _ in range(2)]
             width = sum(encoder.config.hidden_size for encoder in encoders)
-            pooled = sum(encoder.config.projection_dim for encoder in encoders)
+            pooled = sum(encoder.config.projection_dim for encoder in encoders)  # pyright: ignore[reportArgumentType, reportCallIssue]
             settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **denoiser_settings}
             transformer = SD3Transformer2DModel(**settings)
             modulations = [
@@ -83,7 +83,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             start_at_zero(transformer.proj_out, *modulations)  # adaLN-Zero, as DiT does (arXiv 2212.09748)
             vae = build_autoencoder(**vae_settings)
             t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
-            t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)
+            t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)  # pyright: ignore[reportArgumentType]
         return StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
@@ -92,7 +92,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             tokenizer=tokenizer,
             text_encoder_2=encoders[1],
             tokenizer_2=copy.deepcopy(tokenizer),
-            text_encoder_3=t5_encoder,
+            text_encoder_3=t5_encoder,  # pyright: ignore[reportArgumentType]
             tokenizer_3=t5_tokenizer,
         )
 

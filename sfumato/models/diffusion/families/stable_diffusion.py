@@ -294,7 +294,7 @@ class StableDiffusionXL(StableDiffusion):
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompts, device=self.device, do_classifier_free_guidance=False
         )
-        if self.pipeline.config.force_zeros_for_empty_prompt:
+        if self.pipeline.config.force_zeros_for_empty_prompt:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             has_text = torch.tensor([prompt != "" for prompt in prompts], device=embeds.device)
             embeds = torch.where(has_text[:, None, None], embeds, 0)
             pooled = torch.where(has_text[:, None], pooled, 0)

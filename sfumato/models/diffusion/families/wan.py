@@ -13,7 +13,7 @@ given first frame then have noise level 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    from sfumato.models.diffusion.base import Denoiser
+    from sfumato.models.diffusion.base import DiffusersModule
 
 SETTINGS = ("boundary_ratio", "expand_timesteps")
 """Arguments of the pipeline that a description may set besides its sections."""
@@ -104,7 +104,7 @@ class Wan(VideoLatents, FlowSchedule):
         first = pipeline.transformer
         second = pipeline.transformer_2
         if second is not None:
-            ratio = pipeline.config.boundary_ratio
+            ratio = pipeline.config.boundary_ratio  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             if first is None or ratio is None:
                 raise ConfigError(
                     f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
@@ -173,7 +173,7 @@ class Wan(VideoLatents, FlowSchedule):
         return f"diffusion_model.{layer}"
 
     @property
-    def _network(self) -> Denoiser:
+    def _network(self) -> DiffusersModule:
         """The transformer, or the first of two, whose configuration holds for both."""
         return getattr(self.denoiser, "transformer", self.denoiser)
 
@@ -188,7 +188,10 @@ class Wan(VideoLatents, FlowSchedule):
 
         # The copy of this method in WanImageToVideoPipeline fails without ftfy, so that of text to video serves both.
         embeds = WanPipeline._get_t5_prompt_embeds(
-            self.pipeline, prompts, max_sequence_length=self.max_sequence_length, device=self.device
+            cast("WanPipeline", self.pipeline),
+            prompts,
+            max_sequence_length=self.max_sequence_length,
+            device=self.device,
         )
         return {"prompt_embeds": embeds}
 
@@ -249,7 +252,7 @@ class Wan(VideoLatents, FlowSchedule):
                 raise ConfigError(
                     "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
                 )
-            self.denoiser.mesh = mesh
+            self.denoiser.mesh = mesh  # pyright: ignore[reportArgumentType]
         super().parallelize(mesh, config)
         if is_pair and self._dropout is not None:
             raise ConfigError(
@@ -298,10 +301,10 @@ class WanImageToVideo(Wan):
         """
         pipeline = self.pipeline
         network = self._network
-        self.latent_shape(*image.shape[:2], self.frames)
+        self.latent_shape(*image.shape[:2], self.frames)  # pyright: ignore[reportCallIssue]
         embeddings = self.embed_prompts([prompt])
         video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
-        if not pipeline.config.expand_timesteps:
+        if not pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
         embeddings["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
         if network.config.image_dim is None:
@@ -318,7 +321,7 @@ class WanImageToVideo(Wan):
         """The velocity. With ``expand_timesteps`` that of the first latent frame points to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
         timestep = self.timestep(sigma.to(latents.device))
-        expands = self.pipeline.config.expand_timesteps
+        expands = self.pipeline.config.expand_timesteps  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
         if not expands and condition.shape[2:] != latents.shape[2:]:
             raise ValueError(
                 f"latents have frames and sizes {tuple(latents.shape[2:])}, the images were embedded for "
@@ -351,7 +354,7 @@ class WanImageToVideo(Wan):
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         shapes = super().embedding_shapes(height, width)
-        frames = 1 if self.pipeline.config.expand_timesteps else self.frames
+        frames = 1 if self.pipeline.config.expand_timesteps else self.frames  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
         shapes["image_latents"] = self.latent_shape(height, width, frames), torch.float32
         if self._network.config.image_dim is not None:
             encoder = self.pipeline.image_encoder
@@ -368,7 +371,7 @@ class WanImageToVideo(Wan):
         return timestep[:, None] * noisy.repeat_interleave(tokens_per_frame)
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
-        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:
+        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             raise ConfigError(
                 "train.context_parallel_size and train.ulysses_parallel_size: timesteps of each token "
                 "(expand_timesteps) are not cut with the sequence: set both to 1"

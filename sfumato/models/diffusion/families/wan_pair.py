@@ -17,7 +17,7 @@ from sfumato.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from sfumato.models.diffusion.base import Denoiser
+    from sfumato.models.diffusion.base import DiffusersModule
 
 
 class WanPair(nn.Module):
@@ -29,7 +29,7 @@ class WanPair(nn.Module):
     A transformer that has no rows in a process runs on a row whose output is not used.
     """
 
-    def __init__(self, transformer: Denoiser, transformer_2: Denoiser, boundary: float) -> None:
+    def __init__(self, transformer: DiffusersModule, transformer_2: DiffusersModule, boundary: float) -> None:
         """
         Args:
             transformer: for high noise levels.
@@ -53,7 +53,7 @@ class WanPair(nn.Module):
         from diffusers import WanTransformer3DModel
 
         names = ("transformer", "transformer_2")
-        return cls(*(WanTransformer3DModel.from_config(config[name]) for name in names), config["boundary"])
+        return cls(*(WanTransformer3DModel.from_config(config[name]) for name in names), config["boundary"])  # pyright: ignore[reportCallIssue]
 
     @property
     def peft_config(self) -> dict[str, LoraConfig]:
@@ -63,17 +63,17 @@ class WanPair(nn.Module):
     def add_adapter(self, config: LoraConfig, name: str = "default") -> None:
         """Adds an adapter to both transformers."""
         for transformer in self.children():
-            transformer.add_adapter(config, name)
+            transformer.add_adapter(config, name)  # pyright: ignore[reportCallIssue]
 
     def disable_adapters(self) -> None:
         """Switches the adapters of both transformers off."""
         for transformer in self.children():
-            transformer.disable_adapters()
+            transformer.disable_adapters()  # pyright: ignore[reportCallIssue]
 
     def enable_adapters(self) -> None:
         """Switches the adapters of both transformers on."""
         for transformer in self.children():
-            transformer.enable_adapters()
+            transformer.enable_adapters()  # pyright: ignore[reportCallIssue]
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
         """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""

@@ -63,15 +63,15 @@ class ZImage(KLLatents, FlowTokens):
             torch.manual_seed(seed)
             encoder = build_qwen3_encoder(tokenizer, **text)
             vae = build_autoencoder(**vae_settings)
-            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}
+            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             transformer = ZImageTransformer2DModel(**{**inferred, **denoiser})
-            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))
+            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))  # pyright: ignore[reportArgumentType]
         return ZImagePipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
             vae=vae,
             text_encoder=encoder,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
         )
 
     def prompt_as_read(self, prompt: str) -> str:
