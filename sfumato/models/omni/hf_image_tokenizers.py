@@ -185,8 +185,8 @@ class OwnCodes(ABC):
             self._decode_codes(torch.tensor(image_codes)[None]).numpy() for image_codes in codes
         ]  # one by one: bits depend on the batch
         pictures = [
-            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"]
-            for pixels in images  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
+            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"]  # pyright: ignore[reportAttributeAccessIssue]
+            for pixels in images
         ]
         return np.stack([np.asarray(picture) for (picture,) in pictures])
 
