@@ -156,7 +156,8 @@ class FrozenParts(ABC):
         Rounding to uint8 turns NaN into an ordinary black pixel, so it must be looked for before.
         """
         chunk_size = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
-        pixels, is_finite = [], []
+        pixels = []
+        is_finite = []
         with self.at_work(*self.autoencoder_names):
             for chunk in latents.split(chunk_size):
                 padding = chunk[-1:].expand(chunk_size - len(chunk), *chunk.shape[1:])

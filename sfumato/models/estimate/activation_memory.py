@@ -344,9 +344,8 @@ class _BlockKind:
         for leaf in self.outputs:
             if isinstance(leaf, Tensor):
                 stand_in = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
-                new_tensors.append(
-                    stand_in.clone() if leaf.requires_grad else stand_in
-                )  # with a gradient function, as what it stands for
+                # A clone has a gradient function, like the tensor that it replaces.
+                new_tensors.append(stand_in.clone() if leaf.requires_grad else stand_in)
                 leaves.append(new_tensors[-1])
             else:
                 leaves.append(inputs[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf)

@@ -289,7 +289,6 @@ def _micro_batches_waiting(train: TrainConfig, num_micro_batches: int, stage: in
         return 1
     if schedule == "gpipe":
         return num_micro_batches
-    waiting = (
-        size - stage if schedule == "1f1b" else size
-    )  # ranks with two stages hold about one of each for every rank
+    # With two stages in a rank, each stage holds about one micro-batch for every rank.
+    waiting = size - stage if schedule == "1f1b" else size
     return min(waiting + (stage < size - 1 and schedule in TWO_STAGES), max(num_micro_batches, 1))

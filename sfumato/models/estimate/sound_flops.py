@@ -82,7 +82,8 @@ class PlaneSoundFlops:
         for size in sizes:
             bands = self.bands
             for weights in self.convolutions:
-                size, bands = (size + 1) // 2, (bands + 1) // 2
+                size = (size + 1) // 2
+                bands = (bands + 1) // 2
                 total += weights * size * bands
             tokens.append(size)
         total += self.of_token * sum(tokens)
@@ -121,7 +122,6 @@ class WholeSoundFlops:
     def training(self, frames: int) -> int:
         """Operations of a forward and a backward pass; of a partly frozen encoder as if nothing were frozen."""
         del frames
-        backward_products = (
-            self.is_projector_trained + self.is_trained
-        )  # for gradients of its weights, and of its input
+        # The projector's backward pass: gradients of its weights, and of its input if the encoder is trained.
+        backward_products = self.is_projector_trained + self.is_trained
         return self.encoding * (3 if self.is_trained else 1) + self.projecting * (1 + backward_products)

@@ -110,9 +110,8 @@ class LatentTokenizer:
         size = (self.width, self.height)
         resized = [image if image.size == size else image.resize(size, Image.Resampling.BICUBIC) for image in images]
         pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1 for image in resized]
-        modes = [
-            self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels
-        ]  # one by one: bits depend on the batch size
+        # Images are encoded one by one, since the bits depend on the size of the batch.
+        modes = [self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels]
         return (torch.stack(modes) - self._shift) * self._scale
 
     @torch.no_grad()
@@ -164,9 +163,8 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> D
                 for name, module in head.named_modules()
                 if isinstance(module, nn.Linear) and ".norm" in f".{name}" and name.endswith("linear")
             ]
-            start_at_zero(
-                head.proj_out, *modulations
-            )  # so that it begins by predicting zero, as new diffusion models do
+            # A new head predicts zero at first, as new diffusion models do.
+            start_at_zero(head.proj_out, *modulations)
         else:
             check_weights(Path(str(config.model_path)), "model.head.model_path")
             head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()  # pyright: ignore[reportArgumentType]

@@ -181,9 +181,8 @@ class OwnCodes(ABC):
     @torch.no_grad()
     def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
         """Decodes n lists of ``num_codes`` codes: uint8 ``[n, H, W, 3]``, rounded by transformers' processor."""
-        images = [
-            self._decode_codes(torch.tensor(image_codes)[None]).numpy() for image_codes in codes
-        ]  # one by one: bits depend on the batch
+        # Images are decoded one by one, since the bits depend on the size of the batch.
+        images = [self._decode_codes(torch.tensor(image_codes)[None]).numpy() for image_codes in codes]
         pictures = [
             self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"]  # pyright: ignore[reportAttributeAccessIssue]
             for pixels in images

@@ -29,9 +29,11 @@ class OwnVqModel(VqModel):
 
     def quantise(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As ``VqModel.quantise``."""
-        vectors, codebook = latents.permute(0, 2, 3, 1), self.codebook.weight
+        vectors = latents.permute(0, 2, 3, 1)
+        codebook = self.codebook.weight
         if self.is_normalised:
-            vectors, codebook = functional.normalize(vectors, dim=-1), functional.normalize(codebook, dim=-1)
+            vectors = functional.normalize(vectors, dim=-1)
+            codebook = functional.normalize(codebook, dim=-1)
         codes = torch.cdist(vectors.detach().flatten(0, 2), codebook.detach()).argmin(-1)
         nearest = functional.embedding(codes, codebook).view(vectors.shape)
         distance = functional.mse_loss(nearest, vectors.detach()) + BETA * functional.mse_loss(
