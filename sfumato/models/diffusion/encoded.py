@@ -65,8 +65,8 @@ class ReadRows:
         Args:
             bad_rows: records the broken rows, or raises their DataError.
         """
-        for place, error in self.broken:
-            bad_rows.add(place, error)
+        for location, error in self.broken:
+            bad_rows.add(location, error)
         return None if self.pixels is None else (self.pixels, self.sample_ids)
 
 
@@ -155,27 +155,27 @@ class OnlineEncoder:
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
             batch = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
-            return self._without(batch, index_batch, is_finite.tolist())
+            return self._drop_rows(batch, index_batch, is_finite.tolist())
         return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing)
 
     def _count_enlarged(self, read: ReadRows) -> None:
         """Reports how many pictures were enlarged so far, whenever their number reaches a further power of two."""
         assert read.framing is not None
-        before = self._num_enlarged
+        num_before = self._num_enlarged
         enlarged = is_enlarged(read.framing, self.size)
         self._num_read += enlarged.numel()
         self._num_enlarged += int(enlarged.sum())
-        if self._num_enlarged.bit_length() > before.bit_length():
+        if self._num_enlarged.bit_length() > num_before.bit_length():
             self.bad_rows.say(describe_enlarged(self._num_enlarged, self._num_read, self.size))
 
-    def _without(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
+    def _drop_rows(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
         """Drops rows that are not finite; if none is left, the first one stays as a placeholder of zeros."""
         index_of = dict(zip(index_batch.sample_ids, index_batch.indices, strict=True))
-        for sample_id, good in zip(batch.sample_ids, is_finite, strict=True):
-            if not good:
+        for sample_id, is_good in zip(batch.sample_ids, is_finite, strict=True):
+            if not is_good:
                 index = index_of[sample_id]
                 self.bad_rows.add(self.dataset.describe(index), not_finite_error(self.dataset, index))
-        finite_indices = [row for row, good in enumerate(is_finite) if good]
+        finite_indices = [row for row, is_good in enumerate(is_finite) if is_good]
         kept_rows = finite_indices or [0]
         return EncodedBatch(
             batch.latents[kept_rows] if finite_indices else torch.zeros_like(batch.latents[:1]),

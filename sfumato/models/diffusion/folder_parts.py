@@ -44,8 +44,8 @@ def refuse_file(path: Path) -> None:
 def describe_other_folder(folder: Path) -> str:
     """A sentence to append to a message if a folder without model_index.json holds one component; else empty."""
     try:
-        described = read_json(folder / "config.json")
-        name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
+        config = read_json(folder / "config.json")
+        name = config.get("_class_name") or ", ".join(config.get("architectures") or [])
     except (OSError, ValueError, AttributeError, TypeError):
         return ""
     if not name:
@@ -94,10 +94,10 @@ def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():
         return
     try:
-        described = read_json(part_folder / "config.json")
+        config = read_json(part_folder / "config.json")
     except (OSError, ValueError):
         return  # loading the component reports it
-    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+    quantised = config.get("quantization_config") if isinstance(config, dict) else None
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ConfigError(

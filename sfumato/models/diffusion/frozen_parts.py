@@ -225,11 +225,13 @@ class FrozenParts(ABC):
         if not missing:
             return
         images_by_digest = None if images is None else dict(zip(digests, images, strict=True))
-        working = self.encoder_names if images_by_digest is None else (*self.encoder_names, *self.autoencoder_names)
-        with torch.no_grad(), self.at_work(*working):
+        component_names = (
+            self.encoder_names if images_by_digest is None else (*self.encoder_names, *self.autoencoder_names)
+        )
+        with torch.no_grad(), self.at_work(*component_names):
             self._embed(missing, images_by_digest)
         for prompt, _ in missing:
-            self._say_if_cut(prompt)
+            self._report_if_truncated(prompt)
 
     def _embed(self, missing: list[tuple[str, str]], images_by_digest: dict[str, np.ndarray] | None) -> None:
         """Embeds prompts, with their images if there are any, and caches the result."""
@@ -252,7 +254,7 @@ class FrozenParts(ABC):
         """The prompt with the parts of its template that count towards ``prompt_limit``."""
         return prompt
 
-    def _say_if_cut(self, prompt: str) -> None:
+    def _report_if_truncated(self, prompt: str) -> None:
         """Counts prompts that are truncated, and reports whenever their number reaches a power of two."""
         tokenizer = getattr(self.pipeline, self.prompt_tokenizer, None)
         if tokenizer is None or hash(prompt) in self._cut:

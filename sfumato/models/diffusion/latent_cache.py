@@ -112,8 +112,8 @@ class LatentCache:
 
     def read(self, index_batch: IndexBatch) -> EncodedBatch:
         """The first half of ``batch``: gathers rows in CPU memory, in any thread."""
-        usable = [place for place, index in enumerate(index_batch.indices) if self._latent_of[index] >= 0]
-        rows = np.array([index_batch.indices[place] for place in usable], np.int64)
+        usable = [position for position, index in enumerate(index_batch.indices) if self._latent_of[index] >= 0]
+        rows = np.array([index_batch.indices[position] for position in usable], np.int64)
         if usable:
             latent_of = torch.from_numpy(self._latent_of[rows])
             latents = self._latents.tensors["latents"][latent_of]
@@ -136,7 +136,7 @@ class LatentCache:
                 f"damaged latent cache: {self._latents.folder} or {self._prompts.folder} holds NaN or infinite values; "
                 "delete its folder"
             )
-        sample_ids = [index_batch.sample_ids[place] for place in usable or [0]]
+        sample_ids = [index_batch.sample_ids[position] for position in usable or [0]]
         return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
@@ -180,14 +180,14 @@ def open_cache(
     prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
     rows_file = folder / f"rows_{digest_of([_identify_dataset(dataset), latents.name, prompts.name])}.npz"
     batch_size = batch_size or max(64 // dataset.size[2], 1)
-    stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+    stores, rows = _open_stores(latents, prompts, rows_file, dataset)
     if rows is None:  # a complete cache is read without the lock, even while another process adds to it
-        with _locked(folder):
-            stores, rows = _open_whole(latents, prompts, rows_file, dataset)
+        with _hold_lock(folder):
+            stores, rows = _open_stores(latents, prompts, rows_file, dataset)
             if rows is None:  # still incomplete after waiting for the lock
                 rows = _Builder(dataset, model, bad_rows, *stores).build(rows_file, batch_size, watch)
-                stores, _ = _open_whole(latents, prompts, rows_file, dataset)
-            _say_unused(folder, stores, bad_rows.say)
+                stores, _ = _open_stores(latents, prompts, rows_file, dataset)
+            _report_unused(folder, stores, bad_rows.say)
     cache = LatentCache(dataset, model, *stores, rows)
     for index, message in cache.bad_rows:
         bad_rows.add(dataset.describe(index), DataError(message))
@@ -197,7 +197,7 @@ def open_cache(
     return cache
 
 
-def _open_whole(
+def _open_stores(
     latents: Path, prompts: Path, rows_file: Path, dataset: Dataset
 ) -> tuple[tuple[RowStore, RowStore], DatasetRows | None]:
     """Opens both stores, and reads the keys of a dataset's rows; None if these are not complete and up to date."""
@@ -263,15 +263,15 @@ class _Builder:
             for start in watch(starts, len(starts)) if watch else starts:
                 indices = range(start, min(start + batch_size, count))
                 keys = self._read_keys(indices, rows, pool)
-                self._encode({index: key for index, key in keys.items() if not self._has(key)}, rows)
+                self._encode({index: key for index, key in keys.items() if not self._is_stored(key)}, rows)
                 for index, key in keys.items():
-                    if self._has(key):
+                    if self._is_stored(key):
                         rows.latents[index], rows.prompts[index], rows.negatives[index] = key.as_tuple()
         rows.bad_rows.sort()
         rows.paths = [*dict.fromkeys(rows.paths)]
         return rows
 
-    def _has(self, key: RowKeys) -> bool:
+    def _is_stored(self, key: RowKeys) -> bool:
         """Whether the stores hold everything of a row."""
         latents, *prompts = key.as_tuple()
         return latents in self._latents and self._prompts.issuperset(prompts)
@@ -322,7 +322,7 @@ class _Builder:
         dataset = self._dataset
         model = self._model
         pictures: dict[int, Picture] = {}
-        wanted: dict[bytes, tuple[str, np.ndarray | None]] = {}
+        prompts: dict[bytes, tuple[str, np.ndarray | None]] = {}
         for index, key in keys.items():
             try:
                 picture = dataset.picture(index)
@@ -332,23 +332,25 @@ class _Builder:
             except DataError as error:
                 self._leave_out(index, error, rows)
                 continue
-            wanted |= {key.prompt: (key.caption, source), key.negative: ("", source)}
+            prompts |= {key.prompt: (key.caption, source), key.negative: ("", source)}
         keys = {index: key for index, key in keys.items() if index in pictures}
-        bad = self._embed({key: prompt for key, prompt in wanted.items() if key not in self._prompts})
+        bad_keys = self._embed({key: prompt for key, prompt in prompts.items() if key not in self._prompts})
         # Of several rows with one picture the first is encoded: reversed, since the last one wins in a comprehension.
-        new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
-        new = dict(reversed(new.items()))
-        if new:
-            latents = encode_rows(dataset, model, torch.stack([pictures[index].pixels for index in new.values()]))
-            framing = torch.stack([pictures[index].framing for index in new.values()])
+        index_of_new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
+        index_of_new = dict(reversed(index_of_new.items()))
+        if index_of_new:
+            latents = encode_rows(
+                dataset, model, torch.stack([pictures[index].pixels for index in index_of_new.values()])
+            )
+            framing = torch.stack([pictures[index].framing for index in index_of_new.values()])
             is_finite = finite_rows(latents).cpu()
-            bad |= {key for key, good in zip(new, is_finite.tolist(), strict=True) if not good}
-            written = [key for key in new if key not in bad]
-            self._latent_writer.append(written, {"latents": latents[is_finite], "framing": framing[is_finite]})
-            self._latents.update(written)
-            self._num_encoded += len(written)
+            bad_keys |= {key for key, is_good in zip(index_of_new, is_finite.tolist(), strict=True) if not is_good}
+            written_keys = [key for key in index_of_new if key not in bad_keys]
+            self._latent_writer.append(written_keys, {"latents": latents[is_finite], "framing": framing[is_finite]})
+            self._latents.update(written_keys)
+            self._num_encoded += len(written_keys)
         for index, key in keys.items():
-            if bad.intersection(key.as_tuple()):
+            if bad_keys.intersection(key.as_tuple()):
                 self._leave_out(index, not_finite_error(dataset, index), rows)
 
     def _check_unchanged(self, index: int) -> None:
@@ -372,10 +374,10 @@ class _Builder:
         embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors  # pyright: ignore[reportArgumentType]
         self._model.forget_prompts()
         is_finite = finite_rows(*embedded.values()).cpu()
-        written = [key for key, good in zip(prompts, is_finite.tolist(), strict=True) if good]
-        self._prompt_writer.append(written, {name: tensor.cpu()[is_finite] for name, tensor in embedded.items()})
-        self._prompts.update(written)
-        return {*prompts} - {*written}
+        written_keys = [key for key, is_good in zip(prompts, is_finite.tolist(), strict=True) if is_good]
+        self._prompt_writer.append(written_keys, {name: tensor.cpu()[is_finite] for name, tensor in embedded.items()})
+        self._prompts.update(written_keys)
+        return {*prompts} - {*written_keys}
 
     def _leave_out(self, index: int, error: DataError, rows: DatasetRows) -> None:
         """Records a broken row, or raises its error."""
@@ -394,7 +396,7 @@ def _identify_dataset(dataset: Dataset) -> list[Any]:
     return [[str(Path(str(config.train_path)).resolve()), config.image_key, config.text_key] for config in configs]
 
 
-def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
+def _report_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
     """Reports how much of a cache folder no data set uses any more, and how to remove it."""
     used: set[bytes] = set()
     for store in stores:
@@ -421,7 +423,7 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     """Inside, this process holds the lock of a cache folder, which the system releases if the process is killed."""
     with open_cache_lock(folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

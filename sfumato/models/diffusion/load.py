@@ -74,10 +74,10 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     else:
         where = f"model.model_path {config.model_path}"
         refuse_file(folder := Path(str(config.model_path)))
-        pipeline_class = _pipeline_class_of(folder)
+        pipeline_class = _read_pipeline_class(folder)
         index = read_index(folder)
         if has_part(index, "scheduler"):
-            require_scipy(str(index["scheduler"][1]), _scheduler_fields(folder), f"model.model_path {folder}")
+            require_scipy(str(index["scheduler"][1]), _read_scheduler_fields(folder), f"model.model_path {folder}")
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
@@ -103,7 +103,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     return family
 
 
-def _scheduler_fields(folder: Path) -> Any:
+def _read_scheduler_fields(folder: Path) -> Any:
     """The settings in a pipeline folder's scheduler file; empty if it is broken, which loading the pipeline reports."""
     try:
         return read_json(folder / SCHEDULER_FILE)
@@ -127,7 +127,7 @@ def _import_family(name: str) -> type[DiffusionModel]:
     return family
 
 
-def _pipeline_class_of(folder: Path) -> str:
+def _read_pipeline_class(folder: Path) -> str:
     """The pipeline class that model_index.json names. Raises ConfigError, with a hint what the folder holds instead."""
     try:
         return read_pipeline_class(folder)
@@ -236,10 +236,10 @@ def build_diffusion_model(
 def read_description(path: str) -> dict[str, Any]:
     """Reads the description of a pipeline; words of its tokenizer stay strings where YAML would make other types."""
     description = read_yaml(path)
-    written = read_yaml(path, as_written=True)
+    as_strings = read_yaml(path, as_written=True)
     tokens = description.get("tokenizer")
     if isinstance(tokens, dict) and isinstance(tokens.get("words"), list):
-        tokens["words"] = written["tokenizer"]["words"]
+        tokens["words"] = as_strings["tokenizer"]["words"]
     return description
 
 
@@ -298,10 +298,10 @@ def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
             _, report = load_pretrained(cls, folder / name, **settings)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
             continue  # the error of diffusers is reported instead
-        for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):  # pyright: ignore[reportGeneralTypeIssues]
+        for weight, stored_shape, expected_shape in sorted(report.get("mismatched_keys") or ()):  # pyright: ignore[reportGeneralTypeIssues]
             return (
-                f"{name}: {weight} is {list(stored)} in the safetensors files, but {list(wanted)} by config.json: the "
-                "two are not of one model; copy both from the same place"
+                f"{name}: {weight} is {list(stored_shape)} in the safetensors files, but {list(expected_shape)} by config.json: "
+                "the two are not of one model; copy both from the same place"
             )
     return ""
 

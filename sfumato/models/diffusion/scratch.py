@@ -231,7 +231,7 @@ def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Qwen2
 
     letters = sorted(ByteLevel.alphabet())
     to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
-    words = [*words, *(f" {word}" for word in words), *_words_of(template)]
+    words = [*words, *(f" {word}" for word in words), *_split_words(template)]
     tokens = list(letters)
     merges = []
     # Earlier merges have priority: words with a space come first, else their letters would merge without it.
@@ -375,7 +375,7 @@ def _language_settings(
     }
 
 
-def _words_of(template: str) -> list[str]:
+def _split_words(template: str) -> list[str]:
     """The words of a template, each with the space before it if there is one, without special tokens."""
     for token in SPECIAL:
         template = template.replace(token, "\n")

@@ -390,7 +390,7 @@ def run_some(
     # A ``forward`` that was set on the instance must come back afterwards; else the class has it.
     replaced_forwards = {block: vars(block)["forward"] for block in blocks.values() if "forward" in vars(block)}
     for index, block in enumerate(blocks.values()):
-        block.forward = watched(index, _settings(block), block.forward)
+        block.forward = watched(index, _block_key(block), block.forward)
     try:
         yield
     finally:
@@ -400,7 +400,7 @@ def run_some(
                 block.forward = replaced_forwards[block]
 
 
-def _settings(block: nn.Module) -> tuple[object, ...]:
+def _block_key(block: nn.Module) -> tuple[object, ...]:
     """What equal blocks have in common: classes, plain attributes, shapes of weights and buffers."""
     submodules: list[tuple[str, type[nn.Module], str]] = []
     for name, submodule in block.named_modules():

@@ -80,7 +80,7 @@ class FlopCount:
         """
         lengths = list(lengths)
         matrices = 2 * self.active_weights * sum(lengths)
-        matrices -= 2 * self._output.numel * _without_output(lengths, num_outputs)
+        matrices -= 2 * self._output.numel * _tokens_without_logits(lengths, num_outputs)
         encoding = sum(self.encoder.forward(shapes) for shapes in image_shapes)  # pyright: ignore[reportOptionalMemberAccess]
         return matrices + self._attention(lengths) + encoding
 
@@ -100,7 +100,9 @@ class FlopCount:
         lengths = list(lengths)
         # Per weight and token: 2 in the forward pass, 2 for the input's gradient, 2 for the weight's gradient.
         matrices = (6 * self.trained_weights + 4 * self.frozen_weights) * sum(lengths)
-        matrices -= (6 if self._output.is_trained else 4) * self._output.numel * _without_output(lengths, num_outputs)
+        matrices -= (
+            (6 if self._output.is_trained else 4) * self._output.numel * _tokens_without_logits(lengths, num_outputs)
+        )
         encoding = sum(self.encoder.training(shapes) for shapes in image_shapes)  # pyright: ignore[reportOptionalMemberAccess]
         return matrices + 3 * self._attention(lengths) + encoding
 
@@ -137,16 +139,17 @@ class EncoderFlops:
         """Class tokens of a frame or tile."""
         self.is_trained = False
         for module in modules.values():
-            self._count(module)
+            self._add_module(module)
 
     def forward(self, shapes: np.ndarray) -> int:
         """Operations of a forward pass over images of these ``Images.shapes``."""
         matrices = sum(
-            count * (weights[True] + weights[False]) for count, weights in zip(*self._matrices(shapes), strict=True)
+            count * (weights[True] + weights[False])
+            for count, weights in zip(*self._counts_and_weights(shapes), strict=True)
         )
-        return round(2 * matrices) + self._attention(shapes) + self._sound(shapes, False)
+        return round(2 * matrices) + self._attention(shapes) + self._sound_operations(shapes, False)
 
-    def _sound(self, shapes: np.ndarray, training: bool) -> int:
+    def _sound_operations(self, shapes: np.ndarray, training: bool) -> int:
         """Operations of the encoder of audio, whose shapes have 0 rows."""
         if self.sound is None:
             return 0
@@ -155,41 +158,43 @@ class EncoderFlops:
 
     def training(self, shapes: np.ndarray) -> int:
         """Operations of a forward and a backward pass; an encoder of which nothing is trained has no backward pass."""
-        heard = self._sound(shapes, True)
+        audio_operations = self._sound_operations(shapes, True)
         if not self.is_trained:
-            return self.forward(shapes) - self._sound(shapes, False) + heard
+            return self.forward(shapes) - self._sound_operations(shapes, False) + audio_operations
         tower_is_trained = bool(self.of_patch[True] or self.of_place[True])
         per_frozen_weight = 4 if tower_is_trained else 2  # no gradients of inputs in a tower that is frozen as a whole
         matrices = sum(
             count * (6 * weights[True] + per_frozen_weight * weights[False])
-            for count, weights in zip(*self._matrices(shapes), strict=True)
+            for count, weights in zip(*self._counts_and_weights(shapes), strict=True)
         )
-        return round(matrices) + self._attention(shapes) * (3 if tower_is_trained else 1) + heard
+        return round(matrices) + self._attention(shapes) * (3 if tower_is_trained else 1) + audio_operations
 
-    def _matrices(self, shapes: np.ndarray) -> tuple[list[float], list[dict[bool, int]]]:
+    def _counts_and_weights(self, shapes: np.ndarray) -> tuple[list[float], list[dict[bool, int]]]:
         """Numbers of patches, places and tokens of images, and the numbers of weights that each is multiplied with."""
-        parts, rows, columns = np.asarray(shapes, np.int64).reshape(-1, 3).T
-        seen = parts * rows * columns
-        patches = int((parts * (rows > 0)).sum()) * self.filled_to if self.filled_to else int(seen.sum())
-        places = patches + self.extra * int((parts * (rows > 0)).sum())
-        tokens = int(seen.sum()) * self.tokens_per_patch
+        num_tiles, rows, columns = np.asarray(shapes, np.int64).reshape(-1, 3).T
+        num_patches = num_tiles * rows * columns
+        patches = int((num_tiles * (rows > 0)).sum()) * self.filled_to if self.filled_to else int(num_patches.sum())
+        places = patches + self.extra * int((num_tiles * (rows > 0)).sum())
+        tokens = int(num_patches.sum()) * self.tokens_per_patch
         return [patches, places, tokens], [self.of_patch, self.of_place, self.of_token]
 
     def _attention(self, shapes: np.ndarray) -> int:
         total = 0
         for edge, flops in self.windows.items():
-            for parts, rows, columns in np.asarray(shapes, np.int64).tolist():
+            for num_tiles, rows, columns in np.asarray(shapes, np.int64).tolist():
                 if edge is None:
                     places = (self.filled_to or rows * columns) + self.extra if rows else 0
-                    total += flops * parts * places**2
+                    total += flops * num_tiles * places**2
                 else:
-                    total += flops * parts * _squares(rows, edge) * _squares(columns, edge)
+                    total += flops * num_tiles * _sum_of_squares(rows, edge) * _sum_of_squares(columns, edge)
         return total
 
-    def _count(self, tower: nn.Module) -> None:
+    def _add_module(self, tower: nn.Module) -> None:
         """Adds the weights and attention layers of a submodule of the encoder."""
         blocks = [name for name, module in tower.named_modules() if isinstance(module, nn.ModuleList)]
-        block_names = [name for name in blocks if any(_heads(part) for part in tower.get_submodule(name).modules())]
+        block_names = [
+            name for name in blocks if any(_attention_width(part) for part in tower.get_submodule(name).modules())
+        ]
         names = [name for name, _ in tower.named_parameters(remove_duplicate=False)]
         self.extra += any(name.rpartition(".")[2] in CLASS_TOKENS for name in names)
         # Submodules come in the order of their definition: what stands before the blocks works on patches.
@@ -207,7 +212,7 @@ class EncoderFlops:
                 self.is_trained |= parameter.requires_grad
                 if parameter.ndim == 2 or (is_convolution and parameter.ndim > 2):
                     weights_of_stage[parameter.requires_grad] += parameter.numel()
-            if heads := _heads(module):
+            if heads := _attention_width(module):
                 number = int(name.rpartition(".")[0].rpartition(".")[2]) if ".blocks." in f".{name}" else 0
                 edge = _window_edge(cast("PreTrainedConfig", module.config), number)
                 self.windows[edge] = self.windows.get(edge, 0) + 4 * heads
@@ -224,7 +229,7 @@ def encoder_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in modules.items() if any(True for _ in module.parameters())}
 
 
-def _heads(module: nn.Module) -> int:
+def _attention_width(module: nn.Module) -> int:
     """The width of all heads of an attention layer of an encoder together; 0 for other modules."""
     width = getattr(module, "head_dim", None)
     config = getattr(module, "config", None)
@@ -241,7 +246,7 @@ def _window_edge(config: PreTrainedConfig, number: int) -> int | None:
     return config.window_size // config.patch_size
 
 
-def _squares(size: int, edge: int) -> int:
+def _sum_of_squares(size: int, edge: int) -> int:
     """The sum of the squares of the lengths of windows along an axis, of which the last may be shorter."""
     return size // edge * edge**2 + (size % edge) ** 2
 
@@ -272,7 +277,10 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
     """
     experts = {}  # by prefix of names: experts of a token, and experts of the layer
     for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
-        experts[f"{name.partition('.base_layer')[0]}."] = _top_k(layer_experts), layer_experts.down_proj.shape[0]  # pyright: ignore[reportIndexIssue]
+        experts[f"{name.partition('.base_layer')[0]}."] = (
+            _experts_per_token(layer_experts),
+            layer_experts.down_proj.shape[0],
+        )  # pyright: ignore[reportIndexIssue]
     counts = {True: 0, False: 0}
     excluded_ids = {id(inner) for module in without for inner in module.modules()}
     for name, module in model.named_modules():
@@ -285,7 +293,7 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
     return counts[True], counts[False]
 
 
-def _without_output(lengths: list[int], num_outputs: int | None) -> int:
+def _tokens_without_logits(lengths: list[int], num_outputs: int | None) -> int:
     """Number of tokens that do not pass the output layer."""
     return 0 if num_outputs is None else sum(lengths) - num_outputs
 
@@ -297,7 +305,7 @@ def _output_weights(model: nn.Module) -> _Output:
     return _Output(0, False) if weight is None else _Output(weight.numel(), weight.requires_grad)
 
 
-def _top_k(experts: nn.Module) -> int:
+def _experts_per_token(experts: nn.Module) -> int:
     """Number of experts that a token is routed to. Raises ConfigError."""
     for name in TOP_K:
         if getattr(experts.config, name, None):

@@ -404,7 +404,7 @@ def plan_diffusion_model(
 
     not_frozen = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
-        build=lambda: _denoiser_of(model),
+        build=lambda: _build_denoiser(model),
         plan=model.parallel_plan,
         dtype=model.autocast_dtype,
         run=run,
@@ -418,7 +418,7 @@ def plan_diffusion_model(
     )
 
 
-def _denoiser_of(model: DiffusionModel) -> nn.Module:
+def _build_denoiser(model: DiffusionModel) -> nn.Module:
     """A denoiser on meta whose tensors have the dtypes of the model's: frozen weights may be bf16."""
     plain = meta_denoiser(model)
     dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model.denoiser)}

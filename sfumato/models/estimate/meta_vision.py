@@ -92,7 +92,7 @@ def encoder_bytes(
         saved = count_saved(small, blocks, _encoder_forward(small, vision.reader.of_opened(media), dtype))
         measurements.append((saved.kept(mode)[-1], saved.before + saved.after))
         patches.append(_num_patches(vision, media))
-    bytes_per_block, bytes_outside = (after - before for before, after in zip(*measurements, strict=True))
+    bytes_per_block, bytes_outside = (of_two - of_one for of_one, of_two in zip(*measurements, strict=True))
     num_patches = num_tokens / vision.reader.tokens_per_patch
     return round(
         (len(_encoder_blocks(module)) * bytes_per_block + bytes_outside) * num_patches / (patches[1] - patches[0])

@@ -87,7 +87,9 @@ class PlaneSoundFlops:
                 total += weights * size * bands
             tokens.append(size)
         total += self.of_token * sum(tokens)
-        windows = [tokens[at : at + self.chunks_of_window] for at in range(0, len(tokens), self.chunks_of_window)]
+        windows = [
+            tokens[start : start + self.chunks_of_window] for start in range(0, len(tokens), self.chunks_of_window)
+        ]
         return 2 * total + self.attention * sum(sum(window) ** 2 for window in windows)
 
     def training(self, frames: int) -> int:

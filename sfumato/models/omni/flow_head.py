@@ -211,8 +211,8 @@ def denoise(head: nn.Module, noise: Tensor, hidden: Tensor, unconditional: Tenso
         sigma = sigmas[index].to(latents.device).expand(len(latents))
         velocity = predict_velocity(head, latents, sigma, hidden).float()
         if unconditional is not None:
-            free = predict_velocity(head, latents, sigma, unconditional).float()
-            velocity = free + scale * (velocity - free)
+            unconditional_velocity = predict_velocity(head, latents, sigma, unconditional).float()
+            velocity = unconditional_velocity + scale * (velocity - unconditional_velocity)
         latents, _ = Euler().step(velocity, latents, sigmas, index)
     return latents
 

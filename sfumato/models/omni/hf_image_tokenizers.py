@@ -446,9 +446,11 @@ def read_vq(folder: Path, described: PreTrainedConfig) -> PreTrainedModel:
             stored |= {name: opened.get_tensor(name) for name in inside or ([] if family_of(folder) else names)}
     weights = {name.rpartition(PART)[2]: tensor.float() for name, tensor in stored.items()}
     expected = vq.state_dict()
-    wrong = sorted(name for name in expected if name not in weights or weights[name].shape != expected[name].shape)
-    if wrong or weights.keys() - expected.keys():
-        first = wrong[0] if wrong else sorted(weights.keys() - expected.keys())[0]
+    wrong_names = sorted(
+        name for name in expected if name not in weights or weights[name].shape != expected[name].shape
+    )
+    if wrong_names or weights.keys() - expected.keys():
+        first = wrong_names[0] if wrong_names else sorted(weights.keys() - expected.keys())[0]
         raise ConfigError(f"{folder}: its weights are not those of a {type(vq).__name__} of this model: {first}")
     vq.load_state_dict(weights)
     refuse_not_finite(vq, folder)

@@ -117,11 +117,11 @@ class VqModel:
         codebook = self.codebook.weight
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(latents), generator=generator)
-        distinct = torch.unique(latents[order].round(decimals=4), dim=0)
-        order = torch.randperm(len(distinct), generator=generator)[: len(codebook)]
+        distinct_latents = torch.unique(latents[order].round(decimals=4), dim=0)
+        order = torch.randperm(len(distinct_latents), generator=generator)[: len(codebook)]
         # Where there are fewer latents than codes, latents are repeated; the noise makes their codes differ.
         spread = 1e-3 * latents.std() * torch.randn(codebook.shape, generator=generator)
-        codebook.copy_(distinct[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)
+        codebook.copy_(distinct_latents[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes the model in the format of its library."""

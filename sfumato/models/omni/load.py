@@ -112,9 +112,9 @@ def with_head(
     module.add_module(NAME, head.train())
 
     def make_both() -> PreTrainedModel:
-        both = make()
-        both.add_module(NAME, type(head).from_config(head.config))
-        return both
+        whole = make()
+        whole.add_module(NAME, type(head).from_config(head.config))
+        return whole
 
     make_both.without_head = make  # pyright: ignore[reportFunctionMemberAccess]  (for OmniModel._without_head)
     return module, make_both
@@ -208,12 +208,12 @@ def compose(
     # LLaVA builds the language model without its own class around it, which may scale or cap logits: compare them.
     tokens = torch.arange(8)[None] % cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings
     with torch.no_grad():
-        alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
-        within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
-    if not torch.allclose(alone, within, rtol=1e-4, atol=1e-5):
+        logits_alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
+        logits_within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
+    if not torch.allclose(logits_alone, logits_within, rtol=1e-4, atol=1e-5):
         raise ConfigError(
             f"model.foundation: {type(foundation).__name__} computes other logits without its own class around it (by "
-            f"up to {float((alone - within).abs().max()):.1e}): take another language model"
+            f"up to {float((logits_alone - logits_within).abs().max()):.1e}): take another language model"
         )
     return module.train(), make
 
