@@ -88,5 +88,5 @@ def _digest_tensor(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

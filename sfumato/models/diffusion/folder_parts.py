@@ -88,7 +88,7 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> N
             _check_part(folder, name, component_class(*value), str(index.get("_class_name")))
 
 
-def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
+def _check_part(folder: Path, name: str, cls: object, pipeline_class: str) -> None:
     """Raises ConfigError for a network that is quantised, or whose files of weights have names that are not read."""
     part_folder = folder / name
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():

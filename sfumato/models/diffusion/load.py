@@ -300,8 +300,8 @@ def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
             continue  # the error of diffusers is reported instead
         for weight, stored_shape, expected_shape in sorted(report.get("mismatched_keys") or ()):  # pyright: ignore[reportGeneralTypeIssues]
             return (
-                f"{name}: {weight} is {list(stored_shape)} in the safetensors files, but {list(expected_shape)} by config.json: "
-                "the two are not of one model; copy both from the same place"
+                f"{name}: {weight} is {list(stored_shape)} in the safetensors files, but "
+                f"{list(expected_shape)} by config.json: the two are not of one model; copy both from the same place"
             )
     return ""
 

@@ -16,13 +16,18 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.errors import ConfigError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import ConfigMixin
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 FLOW_MATCHING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 """Schedulers for flow models only; Heun's noise levels are those of Euler."""
@@ -157,13 +162,13 @@ LARGEST_SHIFT = 1.15
 """``max_shift`` of a dynamic shift in most pipelines, if the scheduler does not set it."""
 
 
-def settings_of(scheduler: Any) -> dict[str, Any]:
+def settings_of(scheduler: ConfigMixin) -> dict[str, Any]:
     """Values of the fields that a scheduler's class takes; its file may hold fields of other classes besides."""
     names = inspect.signature(type(scheduler).__init__).parameters
     return {name: scheduler.config[name] for name in names if name in scheduler.config}
 
 
-def check_flow_scheduler(scheduler: Any, knows_size: bool = True) -> None:
+def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True) -> None:
     """Checks that the noise levels of a flow model can be taken from a scheduler.
 
     Args:
@@ -189,7 +194,7 @@ def check_flow_scheduler(scheduler: Any, knows_size: bool = True) -> None:
             _check_fields(scheduler, FLOW_FIELDS | BETAS | OF_STEPS, {"time_shift_type": ("exponential",)})
 
 
-def check_unet_scheduler(scheduler: Any) -> None:
+def check_unet_scheduler(scheduler: ConfigMixin) -> None:
     """Checks that the noise levels of a UNet can be taken from a scheduler.
 
     Raises:
@@ -237,7 +242,7 @@ def _refuse_class(name: str, model: str, supported: list[str], advised: str) -> 
     )
 
 
-def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[object, ...]]) -> None:
+def _check_fields(scheduler: ConfigMixin, used: set[str], needed: Mapping[str, tuple[object, ...]]) -> None:
     """Raises ConfigError for a field with a value that is not supported.
 
     Args:
@@ -257,7 +262,7 @@ def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[obj
 
 
 def flow_sigmas(
-    scheduler: Any,
+    scheduler: ConfigMixin,
     num_steps: int,
     latent_shape: Sequence[int],
     *,
@@ -296,7 +301,7 @@ def flow_sigmas(
 
 
 def flow_shift(
-    scheduler: Any,
+    scheduler: ConfigMixin,
     latent_shape: Sequence[int] | None = None,
     *,
     patch: int = PATCH,
@@ -317,7 +322,7 @@ def flow_shift(
     return mu if settings["time_shift_type"] == "linear" else math.exp(mu)
 
 
-def dynamic_shift(scheduler: Any, tokens: int, largest_shift: float) -> float:
+def dynamic_shift(scheduler: ConfigMixin, tokens: int, largest_shift: float) -> float:
     """The shift mu of an image of so many tokens, as the pipelines compute it.
 
     mu is linear in the number of tokens: base_shift at base_image_seq_len, and max_shift at max_image_seq_len.
@@ -337,14 +342,14 @@ def _num_tokens(latent_shape: Sequence[int], patch: int) -> int:
     return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
 
-def _as_euler(scheduler: Any) -> Any:
+def _as_euler(scheduler: ConfigMixin) -> FlowMatchEulerDiscreteScheduler:
     """A FlowMatchEulerDiscreteScheduler with the noise levels of a Heun scheduler, which lists each level twice."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(**settings_of(scheduler))
 
 
-def as_ddim(scheduler: Any) -> Any:
+def as_ddim(scheduler: ConfigMixin) -> DDIMScheduler:
     """A DDIMScheduler with the noise schedule and timestep spacing of a UNet's scheduler."""
     from diffusers import DDIMScheduler
 
@@ -353,7 +358,7 @@ def as_ddim(scheduler: Any) -> Any:
     return DDIMScheduler(**settings)
 
 
-def unet_levels(scheduler: Any) -> Tensor:
+def unet_levels(scheduler: ConfigMixin) -> Tensor:
     """Noise levels s = c / (a + c) of all timesteps of a variance-preserving schedule: float64, ascending.
 
     a and c are the factors of image and noise, a^2 + c^2 = 1.
@@ -364,7 +369,7 @@ def unet_levels(scheduler: Any) -> Tensor:
     return noise / (signal + noise)
 
 
-def unet_sigmas(scheduler: Any, num_steps: int, levels: Tensor) -> Tensor:
+def unet_sigmas(scheduler: ConfigMixin, num_steps: int, levels: Tensor) -> Tensor:
     """Noise levels s of a trajectory of a UNet, then 0.
 
     Args:
@@ -391,7 +396,7 @@ def unet_sigmas(scheduler: Any, num_steps: int, levels: Tensor) -> Tensor:
     return torch.cat([chosen, torch.zeros(1, dtype=torch.float64)]).to(torch.float32)
 
 
-def unet_start(scheduler: Any, sigma: Tensor) -> Tensor:
+def unet_start(scheduler: ConfigMixin, sigma: Tensor) -> Tensor:
     """The factor by which standard normal noise is multiplied at the start of a trajectory.
 
     Some schedulers start with the variance of the first noise level, the others with variance 1 on the

@@ -117,9 +117,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
     """
     module = planned.build()
     tensor_settings = ("sequence_parallel", "tensor_parallel_size")
-    config = (
-        type(train).model_construct(**dict(train)).model_copy(update=_switch_off_parallelism(train, tensor_settings))
-    )
+    settings = _switch_off_parallelism(train, tensor_settings)
+    config = type(train).model_construct(**dict(train)).model_copy(update=settings)
     gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
