@@ -289,9 +289,10 @@ class _Builder:
         captions: dict[int, str] = {}
         for index in indices:  # in this thread, since tables need not be safe for several
             try:
-                files[index] = dataset.files(index, with_source)
+                files_of_row = dataset.files(index, with_source)
                 captions[index] = dataset.caption(index)
-                paths = [str(file) for file in files[index] if isinstance(file, Path)]
+                files[index] = files_of_row  # not before the caption: a row without one must not be among them
+                paths = [str(file) for file in files_of_row if isinstance(file, Path)]
                 paths += dataset.paths(index) if dataset.size[2] > 1 else []  # folders of frames among them
                 self._stats[index] = [(path, stat_of(path)) for path in paths]
                 rows.paths += paths
