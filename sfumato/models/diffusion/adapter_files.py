@@ -1,9 +1,9 @@
 """Files of LoRA adapters of a denoiser, as diffusers and ComfyUI read them.
 
-ComfyUI multiplies up by down by alpha / rank where a file has alphas, else by 1, and takes no notice of what diffusers
-writes into the header. In a file with diffusers' names the scale is therefore part of the up matrix, so that 1 is right
-for everybody. ComfyUI does not know diffusers' names of some models: these get a second file, with names and alphas as
-it reads them.
+An adapter adds up @ down * scale to a weight. ComfyUI takes alpha / rank for the scale where a file has alphas, else 1,
+and ignores the metadata that diffusers writes into the header of the file. In a file with diffusers' names the scale is
+therefore multiplied into the up matrix, so that a scale of 1 is right for every reader. For some models ComfyUI does
+not know diffusers' names of the layers: for these a second file is written, with ComfyUI's names and alphas.
 """
 
 from __future__ import annotations
@@ -11,41 +11,50 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 COMFYUI_FILE = "comfyui_lora_weights.safetensors"
-"""The second file."""
+"""Name of the second file, the one for ComfyUI."""
 
 
-def fold_scale(layers: Mapping[str, Tensor], adapter: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Adapters whose scale is 1, and the description of them that diffusers puts into the header of the file.
+def fold_scale(layers: Mapping[str, Tensor], adapter: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Multiplies the scale of adapters into their up matrices.
 
     Args:
         layers: ``lora_A`` ``[rank, in]`` and ``lora_B`` ``[out, rank]`` of each layer, by peft's names.
-        adapter: peft's description of the adapters as they were trained.
+        adapter: peft's configuration of the adapters as they were trained.
+
+    Returns:
+        The layers of adapters with a scale of 1, and their configuration, which diffusers puts into the file's header.
     """
     scale = scale_of(adapter)
     folded = {name: weight * scale if ".lora_B." in name else weight for name, weight in layers.items()}
     return folded, {**adapter.to_dict(), "lora_alpha": adapter.r, "use_rslora": False}
 
 
-def scale_of(adapter: Any) -> float:
-    """By what peft multiplies up times down."""
+def scale_of(adapter: LoraConfig) -> float:
+    """The factor by which peft multiplies the product of the up and the down matrix."""
     return adapter.lora_alpha / (math.sqrt(adapter.r) if adapter.use_rslora else adapter.r)
 
 
-def save_for_comfyui(folder: Path, layers: Mapping[str, Tensor], adapter: Any, name_of: Callable[[str], str]) -> None:
-    """Writes adapters with ComfyUI's names of the layers, and the alpha of each: ``COMFYUI_FILE``.
+def save_for_comfyui(
+    folder: Path, layers: Mapping[str, Tensor], adapter: LoraConfig, name_of: Callable[[str], str]
+) -> None:
+    """Writes adapters to ``COMFYUI_FILE``, with ComfyUI's names of the layers and an alpha for each.
 
     Args:
-        folder: where to; it must exist.
+        folder: the folder to write to; it must exist.
         layers, adapter: see ``fold_scale``.
-        name_of: ComfyUI's name of a layer of the denoiser.
+        name_of: gives ComfyUI's name of a layer of the denoiser.
     """
+    # ComfyUI divides alpha by the rank: this alpha gives back the scale of peft.
     alpha = torch.tensor(scale_of(adapter) * adapter.r)
     stored = {}
     for name, weight in layers.items():

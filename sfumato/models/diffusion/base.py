@@ -1,4 +1,4 @@
-"""The interface of a diffusion model family. A family is one file beside this one and knows no algorithm.
+"""The interface of a diffusion model family. A family is one file in ``families``, and knows no algorithm.
 
 Shapes: B samples, C H W latent channels, height and width, T tokens, D features.
 """
@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,26 @@ from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.weights import load_weights, weights_not_finite
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from peft import LoraConfig
+
+    class DiffusersModule(nn.Module):
+        """A network of diffusers, for type checkers: a module with ModelMixin, ConfigMixin and PeftAdapterMixin."""
+
+        config: Any
+        """diffusers' FrozenDict, whose entries are attributes too."""
+
+        def __getattr__(self, name: str) -> Any: ...
+        @classmethod
+        def from_config(cls, config: Any) -> DiffusersModule: ...
+        def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default") -> None: ...
+        def disable_adapters(self) -> None: ...
+        def enable_adapters(self) -> None: ...
+
 
 class DiffusionModel(FrozenParts):
-    """A diffusers pipeline as a thing that can be trained.
+    """A diffusers pipeline whose denoiser can be trained.
 
     A subclass states the class attributes and the abstract methods; everything else is shared. The diffusers modules
     are used as they are.
@@ -47,15 +64,15 @@ class DiffusionModel(FrozenParts):
     denoiser_name: ClassVar[str] = "transformer"
     """Name of the trained component in the pipeline."""
     further_denoisers: ClassVar[tuple[str, ...]] = ()
-    """Names of components that a pipeline may have for other noise levels: parts of ``denoiser`` then."""
+    """Denoisers that a pipeline may have for other noise levels; they are then trained as parts of ``denoiser``."""
     shortest_prompt: ClassVar[int] = 1
-    """Least ``model.max_sequence_length``."""
+    """Smallest ``model.max_sequence_length`` that is allowed."""
     caches_steps: ClassVar[bool] = False
-    """diffusers' MagCache fits the denoiser."""
+    """Whether diffusers' MagCache, which skips blocks of a denoising step, works with the denoiser."""
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: DiffusionPipeline,
         max_sequence_length: int = 256,
         autocast_dtype: torch.dtype | None = None,
         source: Path | None = None,
@@ -69,7 +86,7 @@ class DiffusionModel(FrozenParts):
             source: the folder that the pipeline was loaded from, if any.
 
         Raises:
-            ConfigError: when the pipeline's scheduler is not one that can be followed.
+            ConfigError: when the noise levels of the pipeline's scheduler cannot be reproduced here.
         """
         super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
@@ -78,32 +95,33 @@ class DiffusionModel(FrozenParts):
         self.frames = 1
         """Frames of a sample. Set it before prompts are embedded where a video starts from an image."""
         self.mesh: Mesh | None = None
-        self._plain_class: type[nn.Module] | None = None
+        # The class before ``parallelize``: fully_shard replaces the class of a module by a subclass of its own.
+        self._plain_class: type[DiffusersModule] | None = None
         self._dropout: DropoutKeys | None = None
         self.check_scheduler()
 
     @classmethod
-    def pipeline_type(cls) -> Any:
-        """The pipeline's class: diffusers' own of that name, unless a family brings another."""
+    def pipeline_type(cls) -> type[DiffusionPipeline]:
+        """The class named ``pipeline_class``: that of diffusers, unless a family overrides this."""
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
 
     @classmethod
     def needed_parts(cls) -> list[str]:
-        """Parts besides the denoiser that a pipeline folder must have, of those that its class takes."""
+        """Names of the components, besides the denoiser, without which a pipeline folder cannot be used."""
         names = [name for name in (*cls.encoder_names, *cls.autoencoder_names) if name not in cls.optional_parts]
         tokenizers = [name.replace("text_encoder", "tokenizer") for name in names if name.startswith("text_encoder")]
-        taken = inspect.signature(cls.pipeline_type().__init__).parameters
-        return [name for name in (*names, "scheduler", *tokenizers) if name in taken]
+        accepted = inspect.signature(cls.pipeline_type().__init__).parameters
+        return [name for name in (*names, "scheduler", *tokenizers) if name in accepted]
 
     @classmethod
     @abstractmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """A pipeline of this family from a description, with random weights (``config_path``).
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Makes a pipeline of this family with random weights from a description (``model.config_path``).
 
         Args:
-            description: its sections; a family says which.
+            description: sections by name; which ones there are is stated by each family.
             seed: seed of the weights.
 
         Raises:
@@ -124,31 +142,36 @@ class DiffusionModel(FrozenParts):
 
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """The noise levels of a trajectory, from 1, or where a schedule begins, to 0: float32 ``[num_steps + 1]``."""
+        """Noise levels of a trajectory: float32 ``[num_steps + 1]``, from the schedule's first one (at most 1) to 0."""
 
     def check_scheduler(self) -> None:
-        """Raises ConfigError when the pipeline's scheduler says what training or sampling would not follow."""
+        """Raises ConfigError when the pipeline's scheduler has settings that training or sampling here would ignore."""
 
     def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The first latents, of standard normal ``noise`` ``[B, *latent_shape]`` and the first noise level ``[]``."""
+        """The first latents of a trajectory.
+
+        Args:
+            noise: standard normal, ``[B, *latent_shape]``.
+            sigma: the first noise level, ``[]``.
+        """
         return noise
 
     def training_sigma(self, sigma: Tensor) -> Tensor:
-        """Noise levels for training, of drawn numbers ``[B]`` in [0, 1]: of a schedule where a model has its own."""
+        """Maps random numbers ``[B]`` in [0, 1] to noise levels for training, along the model's own schedule if any."""
         return sigma
 
     def with_framing(self, conditioning: Conditioning, framing: Tensor | None) -> Conditioning:
-        """Conditioning of B rows that says how large the images were and what of them is shown, where a model is told.
+        """Adds the original sizes and crops of the images to a conditioning, for models that take them as input.
 
         Args:
             conditioning: B rows.
             framing: int32 ``[B, 4]``: height and width before the image was scaled, and the rows and columns of the
-                scaled image that were cut off at the top and left; None where nobody knows.
+                scaled image that were cut off at the top and left; None where they are not known.
         """
         return conditioning
 
     def loss_weight(self, sigma: Tensor) -> Tensor:
-        """Weight of a sample's squared error of the velocity ``[B]``: not 1 for a network that predicts noise."""
+        """Weight ``[B]`` of each sample's squared error of the velocity: 1, except for networks that predict noise."""
         return torch.ones_like(sigma)
 
     @property
@@ -157,12 +180,13 @@ class DiffusionModel(FrozenParts):
         """The timestep shift of the scheduler, for training."""
 
     def shift_at(self, latent_shape: Sequence[int]) -> float:
-        """The timestep shift for training at a resolution; where the scheduler knows none, it is ``shift``."""
+        """The timestep shift for training at a resolution: ``shift`` unless the scheduler's depends on the size."""
         return self.shift
 
     @property
     def embeds_guidance(self) -> bool:
-        """The denoiser takes the guidance scale as an input, ``embeddings["guidance"]``; there is no second branch."""
+        """Whether the denoiser takes the guidance scale as an input, ``embeddings["guidance"]``, instead of running an
+        unconditional branch."""
         return False
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
@@ -170,11 +194,11 @@ class DiffusionModel(FrozenParts):
         return unconditional + scale * (conditional - unconditional)
 
     def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
-        """The guidance scale of each row, where it differs between noise levels ``[B]``."""
+        """The guidance scale at noise levels ``[B]``: a number, or one for each row where it depends on the level."""
         return scale
 
     def set_second_guidance(self, scale: float) -> None:
-        """Takes another guidance scale for a second denoiser. Raises ConfigError where there is none."""
+        """Sets the guidance scale of a second denoiser. Raises ConfigError where there is none."""
         raise ConfigError(f"rollout.guidance_scale_2: this {self.pipeline_class} has no second transformer: remove it")
 
     @abstractmethod
@@ -184,28 +208,28 @@ class DiffusionModel(FrozenParts):
     @property
     @abstractmethod
     def probe_size(self) -> int:
-        """Side in pixels of a small square image that the autoencoder can take."""
+        """Side in pixels of a small square image that the autoencoder accepts."""
 
     @property
-    def denoiser(self) -> nn.Module:
-        """What is trained."""
+    def denoiser(self) -> DiffusersModule:
+        """The network that is trained."""
         return getattr(self.pipeline, self.denoiser_name)
 
     @property
     def trained(self) -> nn.Module:
-        """What holds the trained parameters."""
+        """The module that holds the trained parameters."""
         return self.denoiser
 
     @property
-    def _adapters(self) -> dict[str, Any]:
-        """The denoiser's LoRA adapters by name, as peft describes them."""
+    def _adapters(self) -> dict[str, LoraConfig]:
+        """peft's configurations of the denoiser's LoRA adapters, by name."""
         return getattr(self.denoiser, "peft_config", None) or {}
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
-        """Puts the denoiser on a mesh, as configured; everything else stays whole in each process.
+        """Distributes the denoiser over a mesh, as configured; everything else stays whole in each process.
 
         Raises:
-            ConfigError: when it cannot be cut so.
+            ConfigError: when the denoiser does not support the configured parallelism.
         """
         name = type(self.denoiser).__name__
         if mesh.layout.pp > 1:
@@ -229,18 +253,19 @@ class DiffusionModel(FrozenParts):
         device = torch.device("cpu") if config.enable_fsdp_offload else self.device
         if any(parameter.is_meta for parameter in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
+            assert self.source is not None, "weights on meta are read from the folder of the pipeline"
             for name, part in self.split_denoiser(self.denoiser).items():
                 load_weights(part, self.source / name, mesh, from_rank0, device=device)
             start_magnitudes(self.denoiser)
         self.denoiser.to(device)
 
     def dropout_of(self, step: int, sample_ids: Sequence[int]) -> AbstractContextManager[None]:
-        """Inside, forward and backward pass, what is dropped belongs to (seed, step, sample), not to ranks."""
+        """Inside, dropout masks of forward and backward pass depend on (seed, step, sample), and not on ranks."""
         return nullcontext() if self._dropout is None else self._dropout.batch(step, sample_ids)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, nothing is dropped out."""
+        """Inside, the denoiser is in evaluation mode: no dropout."""
         training = self.denoiser.training
         self.denoiser.eval()
         try:
@@ -248,8 +273,12 @@ class DiffusionModel(FrozenParts):
         finally:
             self.denoiser.train(training)
 
-    def plain_denoiser(self, adapters: bool = True) -> nn.Module:
-        """A module of the denoiser's class, with its adapters or without, on meta: what wrapping has not changed."""
+    def plain_denoiser(self, adapters: bool = True) -> DiffusersModule:
+        """A new module on meta of the class that the denoiser had before ``parallelize``.
+
+        Args:
+            adapters: add the denoiser's LoRA adapters.
+        """
         with torch.device("meta"):
             plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
             for name, adapter in self._adapters.items() if adapters else ():
@@ -257,21 +286,23 @@ class DiffusionModel(FrozenParts):
         return plain
 
     def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
-        """The diffusers modules that a denoiser consists of, by their names in the pipeline."""
+        """The pipeline components that a denoiser consists of, by name; more than one for Wan 2.2."""
         return {self.denoiser_name: denoiser}
 
     def comfyui_name(self, layer: str) -> str:
-        """ComfyUI's name of a layer of the denoiser that has an adapter; that of diffusers where it knows this one."""
+        """ComfyUI's name of a layer with an adapter; the name in diffusers where ComfyUI knows that one."""
         return layer
 
     def set_denoiser(self, denoiser: nn.Module) -> None:
-        """Puts another module in the denoiser's place."""
+        """Replaces the denoiser by another module."""
         setattr(self.pipeline, self.denoiser_name, denoiser)
 
     def predict_velocity(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
     ) -> Tensor:
         """The velocity eps - x0, with classifier-free guidance in one forward pass of 2B rows.
+
+        With CFG parallelism each of two ranks computes one branch of B rows instead, and both exchange the results.
 
         Args:
             latents: ``[B, *latent_shape]``.
@@ -285,29 +316,36 @@ class DiffusionModel(FrozenParts):
         """
         guided = guidance_scale != 1.0 and not self.embeds_guidance
         scale = self.guidance_at(guidance_scale, sigma)
-        split = self.mesh is not None and self.mesh.layout.cfg > 1
+        splits_branches = self.mesh is not None and self.mesh.layout.cfg > 1
         embeddings = conditioning.tensors
-        if guided and split:
+        if guided and splits_branches:
+            assert self.mesh is not None
             embeddings = conditioning.branch(self.mesh.rank_in("cfg"))
         elif guided:
             embeddings = conditioning.with_negative()
-            latents, sigma = torch.cat([latents, latents]), torch.cat([sigma, sigma])
+            latents = torch.cat([latents, latents])
+            sigma = torch.cat([sigma, sigma])
         if self.embeds_guidance:
             embeddings = {**embeddings, "guidance": torch.full_like(sigma, guidance_scale, dtype=torch.float32)}
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             velocity = self.denoise(latents.to(self.input_dtype), sigma, embeddings)
         velocity = velocity.float()
         if guided:
-            branches = exchange_branches(velocity, self.mesh) if split else velocity.chunk(2)
-            unconditional, conditional = branches
+            if splits_branches:
+                assert self.mesh is not None
+                unconditional, conditional = exchange_branches(velocity, self.mesh)
+            else:
+                unconditional, conditional = velocity.chunk(2)
             velocity = self.guide(unconditional, conditional, scale)
-        elif split:
+        elif splits_branches:
+            # Both ranks computed the same velocity: halve the gradient, which is summed over them later.
+            assert self.mesh is not None
             velocity = share_gradient(velocity, self.mesh)
         return velocity
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """dtype of the denoiser's weights, in which its inputs are given."""
+        """dtype of the denoiser's inputs: that of its weights."""
         return next(self.denoiser.parameters()).dtype
 
     @property
@@ -325,7 +363,7 @@ class DiffusionModel(FrozenParts):
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Inside, the LoRA adapter is switched off: the model is its own reference."""
+        """Inside, the LoRA adapter is switched off, so that the model is the frozen reference."""
         self.denoiser.disable_adapters()
         try:
             yield
@@ -333,11 +371,11 @@ class DiffusionModel(FrozenParts):
             self.denoiser.enable_adapters()
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the LoRA adapter if there is one, else, or with ``merge``, the whole pipeline.
+        """Writes the LoRA adapter if there is one; otherwise, or with ``merge``, the whole pipeline.
 
         Args:
-            folder: where to.
-            weights: the denoiser's whole weights, by name; of an adapter that is written those alone are enough.
+            folder: the folder to write to.
+            weights: the denoiser's whole weights, by name; the adapter's weights are enough to write an adapter.
             merge: write adapters merged into the weights.
         """
         if self._adapters and not merge:
@@ -351,11 +389,11 @@ class DiffusionModel(FrozenParts):
         Adapters are merged into the weights.
 
         Args:
-            folder: where to.
-            weights: the denoiser's whole weights and buffers, by name; None takes them from a denoiser that is whole.
+            folder: the folder to write to.
+            weights: the denoiser's whole weights and buffers, by name; None takes those of an unsharded denoiser.
 
         Raises:
-            NonFiniteError: when another part has weights that are not finite.
+            NonFiniteError: when another component has weights that are not finite.
         """
         weights = self.denoiser.state_dict() if weights is None else weights
         if self._adapters:
@@ -363,15 +401,18 @@ class DiffusionModel(FrozenParts):
         plain = self.plain_denoiser(adapters=False)
         plain.load_state_dict(weights, assign=True)
         for name, component in self.components.items():
-            bad = [] if component is self.denoiser else weights_not_finite(component)
-            if bad:
-                raise NonFiniteError(f"{name}: weights are NaN or infinite: {listed(bad)}. Nothing was exported")
+            bad_weights = [] if component is self.denoiser else weights_not_finite(component)
+            if bad_weights:
+                raise NonFiniteError(
+                    f"{name}: weights are NaN or infinite: {listed(bad_weights)}. Nothing was exported"
+                )
         pipeline = copy.copy(self.pipeline)
         pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)
         if not self.encoders_freed:
             return
         assert self.source is not None, "encoders may be freed only when they can be found again"
+        # save_pretrained wrote no encoders, since the pipeline has none any more.
         index_path = folder / "model_index.json"
         index = read_json_object(index_path)
         original = read_json_object(self.source / "model_index.json")
@@ -382,26 +423,30 @@ class DiffusionModel(FrozenParts):
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the LoRA adapter, of the denoiser's whole weights, as diffusers' ``load_lora_weights`` reads it.
+        """Writes the LoRA adapter as diffusers' ``load_lora_weights`` reads it, given the denoiser's whole weights.
 
-        ComfyUI reads the same file, or where it does not know diffusers' names one beside it
-        (``sfumato.models.diffusion.adapter_files``). DoRA is for diffusers alone: versions of ComfyUI differ in it.
+        ComfyUI reads the same file, or a second one beside it where it does not know diffusers' names of the layers
+        (``sfumato.models.diffusion.adapter_files``). DoRA is exported for diffusers alone, since versions of ComfyUI
+        compute it differently.
 
-        That of a second transformer goes to ``transformer_2`` below, a file of its own, which diffusers reads with
-        ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
+        The adapter of a second transformer goes to the folder ``transformer_2`` within ``folder``; diffusers reads it
+        with ``load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
         """
         from peft.utils import get_peft_model_state_dict
 
         parts = self.split_denoiser(self.plain_denoiser())
         for name, plain in parts.items():
             prefix = f"{name}." if len(parts) > 1 else ""
-            own = {key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)}
+            own_weights = {
+                key.removeprefix(prefix): weight for key, weight in weights.items() if key.startswith(prefix)
+            }
             target = folder if name == self.denoiser_name else folder / name
-            layers, adapter = get_peft_model_state_dict(plain, own), self._adapters["default"]
-            folded, described = fold_scale(layers, adapter)
-            given = {f"{self.denoiser_name}_lora_layers": folded}
-            given[f"{self.denoiser_name}_lora_adapter_metadata"] = described
-            self.pipeline.save_lora_weights(target, **given)
+            layers = get_peft_model_state_dict(plain, own_weights)
+            adapter = self._adapters["default"]
+            folded, metadata = fold_scale(layers, adapter)
+            metadata_arguments = {f"{self.denoiser_name}_lora_layers": folded}
+            metadata_arguments[f"{self.denoiser_name}_lora_adapter_metadata"] = metadata
+            self.pipeline.save_lora_weights(target, **metadata_arguments)
             if adapter.use_dora:
                 self.say(
                     f"{target}: adapters of variant dora are for diffusers; for others export a whole model (--merge)"
@@ -421,16 +466,16 @@ def read_pipeline_class(folder: Path) -> str:
 def set_output(
     model: DiffusionModel, size: tuple[int, int, int], section: str, buckets: Sequence[tuple[int, int]] = ()
 ) -> None:
-    """Tells a model what it is to make, before anything is embedded.
+    """Checks that a model can make outputs of a size, and sets its number of frames. Call it before embedding prompts.
 
     Args:
-        model: takes note of the number of frames.
+        model: its ``frames`` are set.
         size: height and width in pixels, and frames; 1 is an image.
-        section: of the configuration, for messages.
-        buckets: heights and widths that it is trained on besides.
+        section: name of the section of the configuration, for messages.
+        buckets: heights and widths of the other sizes that the model is trained on.
 
     Raises:
-        ConfigError: when the model cannot make it.
+        ConfigError: when the model cannot make one of the sizes.
     """
     height, width, frames = size
     _check_output(model, size, f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}")
@@ -439,8 +484,8 @@ def set_output(
     model.frames = frames
 
 
-def _check_output(model: DiffusionModel, size: tuple[int, int, int], named: str) -> None:
+def _check_output(model: DiffusionModel, size: tuple[int, int, int], options: str) -> None:
     try:
         model.latent_shape(*size)
     except ValueError as error:
-        raise ConfigError(f"{named}: {model.pipeline_class} cannot make that: {error}") from error
+        raise ConfigError(f"{options}: {model.pipeline_class} cannot make that: {error}") from error

@@ -27,24 +27,24 @@ class Conditioning(TensorRows):
     tensors: dict[str, Tensor] = by_row()
     """Tensors ``[B, ...]`` by the names of the model family."""
     negative: dict[str, Tensor] | None = None
-    """The same for the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows. What it
-    lacks does not come from the prompt and is the same in both branches."""
+    """Tensors of the unconditional branch of classifier-free guidance, ``[1, ...]``, shared by all rows. A name that it
+    lacks does not depend on the prompt: its tensor in ``tensors`` is used in both branches."""
     own_negative: bool = False
-    """The negative has ``[B, ...]``, one row per sample: what belongs to a sample's image."""
+    """``negative`` has one row per sample, ``[B, ...]``, since it depends on the sample's image."""
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
     def row_fields(self) -> list[str]:
-        """As ``TensorRows.row_fields``, with the negative where it has a row per sample."""
+        """As ``TensorRows.row_fields``, with ``negative`` where it has one row per sample."""
         return [*super().row_fields(), *(["negative"] if self.own_negative else [])]
 
     def repeat_interleave(self, times: int) -> Conditioning:
-        """Every row ``times`` times in a row."""
+        """Repeats every row ``times`` times, copies of a row side by side."""
         return self.change(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def without_prompt(self, dropped: Tensor) -> Conditioning:
-        """The rows where ``dropped`` (bool ``[B]``) is true get the embeddings of the empty prompt."""
+        """Replaces the embeddings by those of the empty prompt in the rows where ``dropped`` (bool ``[B]``) is true."""
         assert self.negative is not None
         tensors = dict(self.tensors)
         for name, negative in self.negative.items():
@@ -54,13 +54,13 @@ class Conditioning(TensorRows):
         return replace(self, tensors=tensors)
 
     def blanked(self) -> Conditioning:
-        """Zeros in the rows that are not finite."""
+        """Replaces values that are not finite by zeros."""
         return self.change(
             lambda tensor: torch.nan_to_num(tensor, 0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
         )
 
     def branch(self, number: int) -> dict[str, Tensor]:
-        """Rows of one guidance branch, ``[B, ...]``: 0 is the unconditional one."""
+        """Tensors ``[B, ...]`` of one guidance branch: 0 is the unconditional one, 1 the conditional one."""
         assert self.negative is not None
         if number == 1:
             return self.tensors
@@ -70,27 +70,29 @@ class Conditioning(TensorRows):
         }
 
     def with_negative(self) -> dict[str, Tensor]:
-        """Rows of both guidance branches, ``[2B, ...]``: the unconditional ones first, as diffusers orders them."""
+        """Tensors ``[2B, ...]`` of both guidance branches, the unconditional rows first, as diffusers orders them."""
         assert self.negative is not None
         return {name: torch.cat([unconditional, self.tensors[name]]) for name, unconditional in self.branch(0).items()}
 
 
 def image_digests(prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> list[str]:
-    """What tells the images of prompts apart; empty without images."""
+    """A digest of each prompt's image; empty strings without images."""
     return [image_digest(image) for image in ([None] * len(prompts) if images is None else images)]
 
 
 def image_digest(image: np.ndarray | None) -> str:
-    """What tells an image from others; empty without one."""
-    return "" if image is None else hashlib.blake2b(np.ascontiguousarray(image), digest_size=16).hexdigest()
+    """A digest that identifies an image; an empty string without one."""
+    return "" if image is None else hashlib.blake2b(np.ascontiguousarray(image), digest_size=16).hexdigest()  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
 class _Exchange(torch.autograd.Function):
+    """Gathers the branches of both ranks; the backward pass keeps the gradient of this rank's branch."""
+
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
         ctx.rank = mesh.rank_in("cfg")
-        branches = [torch.empty_like(mine) for _ in range(mesh.layout.cfg)]
-        dist.all_gather(branches, mine.contiguous(), group=mesh.group("cfg"))
+        branches = [torch.empty_like(branch) for _ in range(mesh.layout.cfg)]
+        dist.all_gather(branches, branch.contiguous(), group=mesh.group("cfg"))
         return tuple(branches)
 
     @staticmethod
@@ -98,23 +100,27 @@ class _Exchange(torch.autograd.Function):
         return gradients[ctx.rank], None
 
 
-def exchange_branches(mine: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
-    """Both branches' velocities on both ranks.
+def exchange_branches(branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+    """Gathers both branches' velocities on both ranks.
 
-    Each rank goes on to compute the same loss from both and gets the gradient of its own branch; parameters' gradients
-    are summed over the ranks as over all others.
+    Each rank then computes the same loss from both branches and gets the gradient of its own branch. The gradients of
+    parameters are summed over the two ranks, as over all other ranks.
 
     Args:
-        mine: this rank's branch, ``[B, ...]``.
+        branch: this rank's branch, ``[B, ...]``.
         mesh: its cfg axis has one rank per branch.
 
     Returns:
         The unconditional and the conditional branch, ``[B, ...]`` each.
     """
-    return _Exchange.apply(mine, mesh)
+    return _Exchange.apply(branch, mesh)
 
 
 def share_gradient(output: Tensor, mesh: Mesh) -> Tensor:
-    """The output ``[B, ...]`` itself where both ranks computed the same, unguided; each keeps half of the gradient."""
-    part = 1 / mesh.layout.cfg
-    return output * part + output.detach() * (1 - part)
+    """Returns an output ``[B, ...]`` that every rank of the cfg axis computed alike, with its share of the gradient.
+
+    Without guidance there is one branch, which both ranks compute. Since gradients are summed over ranks, each rank
+    passes on half of it.
+    """
+    share = 1 / mesh.layout.cfg
+    return output * share + output.detach() * (1 - share)

@@ -31,83 +31,91 @@ class EncodedBatch:
     conditioning: Conditioning
     """B rows, with the empty prompt as negative."""
     sample_ids: list[int]
-    """B positions in the stream, from which noise is keyed; broken rows are missing."""
+    """B positions in the stream, which key the noise of each sample; broken rows are left out."""
     num_images: int
-    """B, a pair counting as one; 0 for a placeholder in the place of a batch of which no row could be read: ranks
-    compute together."""
+    """B, where a pair counts as one; 0 if no row could be read: the batch is then a placeholder of one row, since all
+    ranks must take part in the step."""
     size: tuple[int, int]
     """Height and width of the images in pixels."""
     framing: torch.Tensor | None = None
     """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled,
-    and the rows and columns of the scaled image that were cut off at the top and left. None where nobody knows them."""
+    and the rows and columns of the scaled image that were cut off at the top and left. None where these are unknown."""
 
 
 @dataclass(frozen=True)
 class ReadRows:
-    """What could be read of a batch, in any thread: nothing of it is on a device."""
+    """The rows of a batch that could be read, in CPU memory, so that any thread can make it."""
 
     index_batch: IndexBatch
     pixels: torch.Tensor | None
     """uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``; None when none could be read."""
     sample_ids: list[int]
-    """B."""
+    """B positions in the stream."""
     captions: list[str]
     sources: list[np.ndarray] | None
     """Source images, uint8 ``[H, W, 3]``; None where they were not asked for."""
     broken: list[tuple[str, DataError]]
-    """File and row, and what is wrong."""
+    """Of each broken row its file and number, and the error."""
     framing: torch.Tensor | None = None
     """See ``EncodedBatch``."""
 
     def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
-        """Pixels and sample ids, or None. ``bad_rows`` takes note of broken rows, or raises their DataError."""
-        for place, error in self.broken:
-            bad_rows.add(place, error)
+        """Pixels and sample ids, or None if no row could be read.
+
+        Args:
+            bad_rows: records the broken rows, or raises their DataError.
+        """
+        for location, error in self.broken:
+            bad_rows.add(location, error)
         return None if self.pixels is None else (self.pixels, self.sample_ids)
 
 
 def read_rows(
     dataset: Dataset, index_batch: IndexBatch, with_captions: bool = False, with_sources: bool = False
 ) -> ReadRows:
-    """Reads the images of a batch; rows that are broken are left out and named."""
-    pictures, found = [], ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
+    """Reads the images of a batch; broken rows are left out and listed in ``ReadRows.broken``."""
+    pictures = []
+    rows = ReadRows(index_batch, None, [], [], [] if with_sources else None, [])
     for index, sample_id in zip(index_batch.indices, index_batch.sample_ids, strict=True):
         try:
-            picture, caption = dataset.picture(index), dataset.caption(index) if with_captions else ""
+            picture = dataset.picture(index)
+            caption = dataset.caption(index) if with_captions else ""
             source = dataset.source(index, picture.pixels) if with_sources else None
         except DataError as error:
-            found.broken.append((dataset.describe(index), error))
+            rows.broken.append((dataset.describe(index), error))
             continue
         pictures.append(picture)
-        found.sample_ids.append(sample_id)
+        rows.sample_ids.append(sample_id)
         if with_captions:
-            found.captions.append(caption)
+            rows.captions.append(caption)
         if source is not None:
-            found.sources.append(source)
+            assert rows.sources is not None
+            rows.sources.append(source)
     if not pictures:
-        return found
+        return rows
     pixels = torch.stack([picture.pixels for picture in pictures])
-    return replace(found, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
+    return replace(rows, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
 
 
 def read_pixels(
     dataset: Dataset, index_batch: IndexBatch, bad_rows: BadRows, captions: list[str] | None = None
 ) -> tuple[torch.Tensor, list[int]] | None:
-    """What is usable of a batch that is read here and now.
+    """Reads the pixels and sample ids of a batch; None if no row could be read.
 
     Args:
-        dataset, index_batch: which rows of what.
-        bad_rows: takes note of broken rows, or raises their DataError.
-        captions: if given, the captions of the rows that could be read are appended to it.
+        dataset: the data set.
+        index_batch: the rows to read.
+        bad_rows: records the broken rows, or raises their DataError.
+        captions: a list to which the captions of the rows that could be read are appended, if given.
     """
-    found = read_rows(dataset, index_batch, with_captions=captions is not None)
+    rows = read_rows(dataset, index_batch, with_captions=captions is not None)
     if captions is not None:
-        captions += found.captions
-    return found.usable(bad_rows)
+        captions += rows.captions
+    return rows.usable(bad_rows)
 
 
 def embed_nothing(model: DiffusionModel, size: Sequence[int]) -> Conditioning:
-    """Conditioning of one row on the empty prompt, and on a black image if the model takes one."""
+    """Makes a conditioning of one row on the empty prompt, and on a black image if the model takes one."""
     return model.encode_prompts([""], images=model.blank_images(1, *size[:2]))
 
 
@@ -115,12 +123,15 @@ class OnlineEncoder:
     """Encodes images and captions when a batch asks for them."""
 
     def __init__(self, dataset: Dataset, model: DiffusionModel, bad_rows: BadRows) -> None:
-        self.dataset, self.model, self.bad_rows = dataset, model, bad_rows
+        self.dataset = dataset
+        self.model = model
+        self.bad_rows = bad_rows
         self.size = dataset.size[:2]
-        self._num_read, self._num_enlarged = 0, 0
+        self._num_read = 0
+        self._num_enlarged = 0
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
-        """The encoded rows that can be read."""
+        """Reads and encodes a batch, without its broken rows."""
         return self.encode(self.read(index_batch))
 
     def read(self, index_batch: IndexBatch) -> ReadRows:
@@ -129,7 +140,8 @@ class OnlineEncoder:
 
     def encode(self, read: ReadRows) -> EncodedBatch:
         """The second half of ``batch``, on the model's device."""
-        index_batch, rows = read.index_batch, read.usable(self.bad_rows)
+        index_batch = read.index_batch
+        rows = read.usable(self.bad_rows)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
             latents = no_latents(self.dataset, self.model)[None]
@@ -142,39 +154,41 @@ class OnlineEncoder:
         latents = encode_rows(self.dataset, self.model, pixels)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
-            found = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
-            return self._without(found, index_batch, is_finite.tolist())
+            batch = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
+            return self._drop_rows(batch, index_batch, is_finite.tolist())
         return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing)
 
     def _count_enlarged(self, read: ReadRows) -> None:
-        """Says how many pictures were enlarged so far, each time when their number has doubled."""
-        before, enlarged = self._num_enlarged, is_enlarged(read.framing, self.size)
+        """Reports how many pictures were enlarged so far, whenever their number reaches a further power of two."""
+        assert read.framing is not None
+        num_before = self._num_enlarged
+        enlarged = is_enlarged(read.framing, self.size)
         self._num_read += enlarged.numel()
         self._num_enlarged += int(enlarged.sum())
-        if self._num_enlarged.bit_length() > before.bit_length():
+        if self._num_enlarged.bit_length() > num_before.bit_length():
             self.bad_rows.say(describe_enlarged(self._num_enlarged, self._num_read, self.size))
 
-    def _without(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
-        """The rows that are finite; where none is, the first as a placeholder of zeros."""
+    def _drop_rows(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
+        """Drops rows that are not finite; if none is left, the first one stays as a placeholder of zeros."""
         index_of = dict(zip(index_batch.sample_ids, index_batch.indices, strict=True))
-        for sample_id, good in zip(batch.sample_ids, is_finite, strict=True):
-            if not good:
+        for sample_id, is_good in zip(batch.sample_ids, is_finite, strict=True):
+            if not is_good:
                 index = index_of[sample_id]
                 self.bad_rows.add(self.dataset.describe(index), not_finite_error(self.dataset, index))
-        rows = [row for row, good in enumerate(is_finite) if good]
-        kept = rows or [0]
+        finite_indices = [row for row, is_good in enumerate(is_finite) if is_good]
+        kept_rows = finite_indices or [0]
         return EncodedBatch(
-            batch.latents[kept] if rows else torch.zeros_like(batch.latents[:1]),
-            batch.conditioning.rows(kept).blanked(),
-            [batch.sample_ids[row] for row in kept],
-            len(rows),
+            batch.latents[kept_rows] if finite_indices else torch.zeros_like(batch.latents[:1]),
+            batch.conditioning.rows(kept_rows).blanked(),
+            [batch.sample_ids[row] for row in kept_rows],
+            len(finite_indices),
             self.size,
-            None if batch.framing is None else batch.framing[kept],
+            None if batch.framing is None else batch.framing[kept_rows],
         )
 
 
 def describe_enlarged(enlarged: int, total: int, size: Sequence[int]) -> str:
-    """A line about pictures that are smaller than what they are brought to."""
+    """Message about pictures that are smaller than the size to which they are scaled."""
     return (
         f"{enlarged:,} of {total:,} pictures so far are smaller than {size[0]} x {size[1]} (height x width) and are "
         "enlarged (smaller data.height and data.width, or data.buckets of several sizes, leave them sharp)"
@@ -182,7 +196,7 @@ def describe_enlarged(enlarged: int, total: int, size: Sequence[int]) -> str:
 
 
 def not_finite_error(dataset: Dataset, index: int) -> DataError:
-    """What is wrong with a row whose latents or embeddings are NaN or infinite."""
+    """The error of a row whose latents or embeddings are NaN or infinite."""
     return DataError(
         f"{dataset.describe(index)}: its latents or its caption's embeddings are NaN or infinite: the autoencoder or a "
         "text encoder overflows on it (model.dtype fp32 may mend that)"
@@ -190,19 +204,19 @@ def not_finite_error(dataset: Dataset, index: int) -> DataError:
 
 
 def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs, of the pixels of B rows."""
+    """Encodes the pixels of B rows: latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs."""
     if not dataset.is_paired:
         return model.encode_pixels(pixels)
     return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
 def no_framing(dataset: Dataset) -> torch.Tensor:
-    """``Picture.framing`` in the place of that of a row that is broken."""
+    """The ``Picture.framing`` of a placeholder: an image of the wanted size that is not cropped."""
     framing = torch.tensor([*dataset.size[:2], 0, 0], dtype=torch.int32)
     return framing.expand(2, 4) if dataset.is_paired else framing
 
 
 def no_latents(dataset: Dataset, model: DiffusionModel) -> torch.Tensor:
-    """Zeros in the place of the latents of a row that is broken."""
+    """The latents of a placeholder: zeros."""
     pair = (2,) if dataset.is_paired else ()
     return torch.zeros(*pair, *model.latent_shape(*dataset.size), device=model.device)

@@ -1,4 +1,4 @@
-"""What tells encoders apart: their weights, configurations and tokenizers, and what they make of a fixed example."""
+"""Digests that identify encoders: of weights, configurations and tokenizers, and of their output for an example."""
 
 from __future__ import annotations
 
@@ -14,71 +14,79 @@ from torch import nn
 from sfumato.models.diffusion.base import DiffusionModel
 
 UNSAID = {"transformers_version"}
-"""Of configurations what does not change what a module computes, as where it lies, whose name begins with ``_``."""
+"""Entries of configurations that do not change what a module computes; so do names that begin with ``_``, such as that
+of the folder."""
 
 THREADS = 4
-"""Tensors that are hashed at a time."""
+"""Tensors that are hashed at the same time."""
 
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """Digests of what makes latents, and of what makes embeddings of prompts."""
+    """Digests of the encoders of a model."""
 
     latents: str
+    """Of the autoencoder, which makes latents."""
     prompts: str
+    """Of the text encoders and tokenizers, which make embeddings of prompts."""
 
 
 def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
-    """Identifies the encoders of a model by everything that can change what they make.
+    """Identifies the encoders of a model by everything that can change their output.
 
-    The example notices other kernels and precision, the weights notice what it does not reach, such as the embedding of
-    a token that was added.
+    The output for an example changes with kernels and precision. The weights are hashed too, since the example does not
+    reach all of them, such as the embedding of a token that was added.
     """
     size = model.probe_size
     probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
     image = probe[0].permute(1, 2, 0).numpy()
-    latents = [_of_tensor(model.encode_pixels(probe))]
+    latents = [_digest_tensor(model.encode_pixels(probe))]
     embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None).tensors
-    prompts = [[name, _of_tensor(tensor)] for name, tensor in sorted(embedded.items())]
+    prompts = [[name, _digest_tensor(tensor)] for name, tensor in sorted(embedded.items())]
     modules = model.components
-    autoencoder = {name: _of_module(modules[name]) for name in model.autoencoder_names if name in modules}
-    encoders = {name: _of_module(modules[name]) for name in model.encoder_names if name in modules}
-    others = {
-        name: _of_processor(part)
+    autoencoder = {name: _describe_module(modules[name]) for name in model.autoencoder_names if name in modules}
+    encoders = {name: _describe_module(modules[name]) for name in model.encoder_names if name in modules}
+    processors = {
+        name: _describe_processor(part)
         for name, part in sorted(model.pipeline.components.items())
         if part is not None and not isinstance(part, nn.Module) and ("tokenizer" in name or "processor" in name)
     }
-    seen = autoencoder if model.takes_image else {}  # whose latents of the source stand beside the prompt
-    family, limit = type(model).__name__, model.max_sequence_length
+    # Models that take an image keep the latents of the source image among the embeddings of the prompt.
+    source_encoder = autoencoder if model.takes_image else {}
+    family = type(model).__name__
+    limit = model.max_sequence_length
     return EncoderIdentity(
-        _digest([family, latents, autoencoder]), _digest([family, limit, prompts, encoders, others, seen])
+        _digest([family, latents, autoencoder]), _digest([family, limit, prompts, encoders, processors, source_encoder])
     )
 
 
-def _of_module(module: nn.Module) -> list[Any]:
-    config = getattr(module, "config", None)
-    said = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
-    said = {name: str(value) for name, value in sorted(said.items()) if name not in UNSAID and name[0] != "_"}
+def _describe_module(module: nn.Module) -> list[Any]:
+    """Configuration, names of tensors and their digests, as values that JSON takes."""
+    config: Any = getattr(module, "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
+    settings = {name: str(value) for name, value in sorted(settings.items()) if name not in UNSAID and name[0] != "_"}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with ThreadPoolExecutor(THREADS) as pool:
-        return [said, [*tensors], [*pool.map(_of_tensor, tensors.values())]]
+        return [settings, [*tensors], [*pool.map(_digest_tensor, tensors.values())]]
 
 
-def _of_processor(part: Any) -> list[Any]:
+def _describe_processor(part: Any) -> list[Any]:
+    """Class and contents of a tokenizer or image processor, as values that JSON takes."""
     backend = getattr(part, "backend_tokenizer", None)
     if backend is not None:
-        said = json.loads(backend.to_str())
-        said |= {"padding": None, "truncation": None}  # of the last call
-        return [type(part).__name__, said, part.model_max_length, str(part.special_tokens_map)]
+        settings = json.loads(backend.to_str())
+        # Padding and truncation are those of the last call, and not part of the tokenizer.
+        settings |= {"padding": None, "truncation": None}
+        return [type(part).__name__, settings, part.model_max_length, str(part.special_tokens_map)]
     if hasattr(part, "get_vocab"):
         return [type(part).__name__, sorted(part.get_vocab().items()), str(part.special_tokens_map)]
     return [type(part).__name__, part.to_json_string() if hasattr(part, "to_json_string") else ""]
 
 
-def _of_tensor(tensor: torch.Tensor) -> str:
+def _digest_tensor(tensor: torch.Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+    return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

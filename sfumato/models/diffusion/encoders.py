@@ -1,4 +1,4 @@
-"""What makes latents and embeddings of the rows of a run: encoders for each size of images, or their caches."""
+"""The encoders that make latents and embeddings of the rows of a run, one for each size of images, or their caches."""
 
 from __future__ import annotations
 
@@ -21,24 +21,34 @@ from sfumato.parallel.mesh import Mesh
 
 
 class BucketEncoder:
-    """An encoder for the rows of each bucket; arguments and results are those of one encoder."""
+    """Encodes the rows of several buckets with one encoder for each; it is used as a single encoder is."""
 
     def __init__(self, encoders: dict[int, OnlineEncoder | LatentCache], rows: dict[int, OneSize]) -> None:
-        """Encoders and what they encode, by the number of the bucket."""
-        self._encoders, self._rows = encoders, rows
-        self._place = {number: {int(row): at for at, row in enumerate(one.indices)} for number, one in rows.items()}
+        """
+        Args:
+            encoders: by the number of the bucket.
+            rows: the rows of each bucket, by its number.
+        """
+        self._encoders = encoders
+        self._rows = rows
+        self._position_of = {
+            number: {int(row): position for position, row in enumerate(bucket_rows.indices)}
+            for number, bucket_rows in rows.items()
+        }
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
+        """Reads and encodes a batch, whose rows all belong to one bucket."""
         return self.encode(self.read(index_batch))
 
     def read(self, index_batch: IndexBatch) -> tuple[int, ReadRows | EncodedBatch]:
-        """The number of the bucket, and the first half of ``batch``."""
+        """The first half of ``batch``: the number of the bucket, and the rows that its encoder has read."""
         number = index_batch.bucket
-        place = self._place[number]
-        own = replace(index_batch, indices=[place[index] for index in index_batch.indices])
-        return number, self._encoders[number].read(own)
+        position_of = self._position_of[number]
+        bucket_batch = replace(index_batch, indices=[position_of[index] for index in index_batch.indices])
+        return number, self._encoders[number].read(bucket_batch)
 
     def encode(self, read: tuple[int, Any]) -> EncodedBatch:
+        """The second half of ``batch``."""
         number, rows = read
         return self._encoders[number].encode(rows)
 
@@ -55,15 +65,16 @@ def open_encoder(
     watch: Callable[[Iterable[int], int], Iterable[int]],
     buckets: Buckets | None = None,
 ) -> Encoder:
-    """What makes latents and embeddings of rows: a cache where one is configured. Every rank must call it.
+    """Makes the encoder of a run: a cache where one is configured. Every rank must call it.
 
     Args:
-        dataset, model: what is encoded, and by what.
+        dataset: the rows to encode.
+        model: encodes them.
         config: the data section.
-        mesh: the ranks, of which the first makes the cache.
-        say: is told of broken rows.
+        mesh: the ranks; the first one makes the cache while the others wait.
+        say: prints a line about broken rows.
         watch: see ``open_cache``.
-        buckets: of the rows; each has a cache of its own.
+        buckets: the buckets of the rows, if there are any; each has a cache of its own.
 
     Raises:
         DataError: as ``open_cache``.
@@ -81,9 +92,9 @@ def open_encoder(
     with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():
         if buckets is None:
             return open_one(dataset)
-        numbers = np.unique(buckets.numbers).tolist()
+        numbers = np.unique(buckets.numbers).tolist()  # buckets without rows need no encoder
         rows = {
-            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))
+            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))  # pyright: ignore[reportArgumentType]
             for number in numbers
         }
         return BucketEncoder({number: open_one(rows[number]) for number in numbers}, rows)

@@ -1,4 +1,4 @@
-"""Operations that a denoiser needs for an image or a video; what counts is what ``models/estimate/flops.py`` says."""
+"""Floating point operations of a denoiser for an image or a video, counted as in ``models/estimate/flops.py``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class DenoiserFlops(NamedTuple):
 
 
 def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
-    """Operations of a denoiser for one image or video, without guidance.
+    """Counts the operations of a denoiser for one image or video, without guidance.
 
-    Counted by torch on meta tensors, in which nothing is computed. Of the backward pass only what is needed counts:
-    frozen weights (LoRA) have no gradient, and before the first adapter there is none at all.
+    torch counts them on meta tensors, so nothing is computed. Of the backward pass only what is needed counts: frozen
+    weights (LoRA) get no gradient, and layers before the first adapter have no backward pass.
 
     Args:
         model: before or after ``parallelize``.
@@ -43,7 +43,7 @@ def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFl
 
 
 def meta_denoiser(model: DiffusionModel) -> nn.Module:
-    """The denoiser as it was before ``parallelize``, on meta, with what is trained marked as such."""
+    """The denoiser as it was before ``parallelize``, on meta, with the same parameters trainable."""
     plain = model.plain_denoiser().train()
     trained = set(trainable_parameters(model.denoiser))
     for name, parameter in plain.named_parameters():
@@ -52,7 +52,7 @@ def meta_denoiser(model: DiffusionModel) -> nn.Module:
 
 
 def with_denoiser(model: DiffusionModel, denoiser: nn.Module) -> DiffusionModel:
-    """A copy of a model that shares everything but the denoiser."""
+    """A copy of a model with another denoiser; everything else is shared."""
     shadow = copy.copy(model)
     shadow.pipeline = copy.copy(model.pipeline)
     shadow.set_denoiser(denoiser)

@@ -1,4 +1,4 @@
-"""What lies in the parts of a pipeline folder: weights that can be read as they are, and all that a family needs."""
+"""Checks that a pipeline folder has the components that its family needs, with weights in files that are read."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
 )
-"""Names of the weights of parts from diffusers and transformers, whole or in shards."""
+"""Names of files with the weights of components of diffusers and transformers, whole or in shards."""
 
 
 def component_class(library: str, name: str) -> Any:
-    """The class of a pipeline's component as model_index.json names it; None where its module was not imported."""
+    """The class that model_index.json names for a component; None where its library was not imported or lacks it."""
     return getattr(sys.modules.get(library), name, None)
 
 
 def has_part(index: dict[str, Any], name: str) -> bool:
-    """Whether a pipeline folder has a part of that name, by its model_index.json."""
+    """Whether model_index.json names a component that is not null."""
     return isinstance(index.get(name), list) and any(index[name])
 
 
@@ -42,10 +42,10 @@ def refuse_file(path: Path) -> None:
 
 
 def describe_other_folder(folder: Path) -> str:
-    """What a folder without model_index.json is, where that can be seen: the end of a message."""
+    """A sentence to append to a message if a folder without model_index.json holds one component; else empty."""
     try:
-        described = read_json(folder / "config.json")
-        name = described.get("_class_name") or ", ".join(described.get("architectures") or [])
+        config = read_json(folder / "config.json")
+        name = config.get("_class_name") or ", ".join(config.get("architectures") or [])
     except (OSError, ValueError, AttributeError, TypeError):
         return ""
     if not name:
@@ -57,18 +57,18 @@ def describe_other_folder(folder: Path) -> str:
 
 
 def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> None:
-    """Whether a pipeline folder has all that its family needs, in files that are read.
+    """Checks that a pipeline folder has the components that its family needs, with weights in files that are read.
 
     Args:
-        folder: with ``model_index.json``.
-        index: what that file holds.
-        needed: names of parts that must be there.
+        folder: the folder with ``model_index.json``.
+        index: the content of that file.
+        needed: names of components that must be there.
 
     Raises:
-        ConfigError: names the part and the remedy.
+        ConfigError: when a component is missing or cannot be read; the message names it and the remedy.
     """
     import diffusers
-    import transformers  # noqa: F401  (of which component_class finds classes)
+    import transformers  # noqa: F401  (component_class looks for classes in imported modules)
 
     pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
     for name in getattr(pipeline_class, "_optional_components", []):
@@ -84,39 +84,43 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> N
             "does not name: take a whole pipeline"
         )
     for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
             _check_part(folder, name, component_class(*value), str(index.get("_class_name")))
 
 
-def _check_part(folder: Path, name: str, cls: Any, pipeline_class: str) -> None:
-    """Raises ConfigError for a network that is quantised, or whose weights have names that are not read."""
-    part = folder / name
-    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part.is_dir():
+def _check_part(folder: Path, name: str, cls: object, pipeline_class: str) -> None:
+    """Raises ConfigError for a network that is quantised, or whose files of weights have names that are not read."""
+    part_folder = folder / name
+    if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():
         return
     try:
-        described = read_json(part / "config.json")
+        config = read_json(part_folder / "config.json")
     except (OSError, ValueError):
-        return  # whoever loads it says so
-    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+        return  # loading the component reports it
+    quantised = config.get("quantization_config") if isinstance(config, dict) else None
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ConfigError(
             f"model.model_path {folder}: {name} is quantised ({method or 'quantization_config'} in its config.json), "
             "which can neither be trained nor kept in another precision here: take the weights that were quantised"
         )
-    if any((part / file).is_file() for file in WEIGHTS):
+    if any((part_folder / file).is_file() for file in WEIGHTS):
         return
-    others = sorted(path.name for path in part.glob("*.safetensors"))
-    variants = {file.split(".")[1].split("-")[0] for file in others if file.count(".") > 1}
-    if not others:
+    safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))
+    # The variant stands before the number of the shard and the extension, as in model.fp16-00001-of-00002.safetensors.
+    variants = {file.split(".")[1].split("-")[0] for file in safetensors_files if file.count(".") > 1}
+    if not safetensors_files:
         raise ConfigError(
             f"model.model_path {folder}: {name} has no weights: copy or download {' or '.join(WEIGHTS[::2])} into it"
         )
     if variants:
         variant = sorted(variants)[0]
         raise ConfigError(
-            f"model.model_path {folder}: {name} has weights of the variant {variant} alone ({others[0]}). Write the "
-            f'folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
+            f"model.model_path {folder}: {name} has weights of the variant {variant} alone "
+            f"({safetensors_files[0]}). Write "
+            f'the folder anew without: python -c "import diffusers; diffusers.{pipeline_class}.from_pretrained('
             f"'{folder}', variant='{variant}').save_pretrained('FOLDER')\", and give FOLDER"
         )
-    raise ConfigError(f"model.model_path {folder}: {name} has {others[0]}, but {' or '.join(WEIGHTS[::2])} is read")
+    raise ConfigError(
+        f"model.model_path {folder}: {name} has {safetensors_files[0]}, but {' or '.join(WEIGHTS[::2])} is read"
+    )

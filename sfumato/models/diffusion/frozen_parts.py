@@ -1,4 +1,4 @@
-"""What of a diffusion pipeline is not trained: text encoders with the memory of their embeddings, and the autoencoder.
+"""The frozen components of a diffusion pipeline: text encoders, whose embeddings are cached, and the autoencoder.
 
 Shapes: B samples, C H W latent channels, height and width, T tokens; F frames.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -18,52 +18,57 @@ from sfumato.errors import DataError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 from sfumato.parallel.finite import finite_rows
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 EMBED_BATCH = 8
-"""Prompts are always embedded so many at a time: the bits of an embedding would depend on the batch shape."""
+"""Prompts are always embedded in batches of this size, since the bits of an embedding depend on the batch size."""
 
 DECODE_BATCH = 8
-"""Small pictures are always decoded so many at a time: the bits of a convolution depend on the size of the batch."""
+"""Small pictures are always decoded in batches of this size, since the bits of a convolution depend on it."""
 
 DECODE_POSITIONS = 1024
-"""Positions of latents that are decoded at a time at most, so that larger pictures and videos come one by one."""
+"""Most positions of latents that are decoded at a time, so that larger pictures and videos are decoded one by one."""
 
 MAX_REMEMBERED = 1024
-"""Prompts whose embeddings are kept while the encoders are there; T5-XXL's take about 3 MB each."""
+"""Prompts whose embeddings are cached while the encoders are in memory; those of T5-XXL take about 3 MB each."""
 
 
 class FrozenParts(ABC):
-    """The half of a model family that turns prompts into embeddings, pixels into latents, and latents into pixels.
+    """Turns prompts into embeddings, pixels into latents, and latents into pixels: the frozen half of a model family.
 
-    With an ``idle_device`` its networks are on ``device`` only while they do so.
+    With an ``idle_device`` its networks are on ``device`` only while they compute.
     """
 
     pipeline_class: ClassVar[str]
     """Name of the diffusers pipeline, as model_index.json has it."""
     encoder_names: ClassVar[tuple[str, ...]]
-    """Text encoders, which can be freed when all prompts are embedded."""
+    """Names of text encoders, which can be freed when all prompts are embedded."""
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
-    """What makes latents of pixels, and pixels of latents."""
+    """Names of components that turn pixels into latents and back."""
     optional_parts: ClassVar[tuple[str, ...]] = ()
-    """Encoders that a pipeline may be without."""
+    """Names of encoders that a pipeline may lack."""
     prompt_tokenizer: ClassVar[str] = "tokenizer"
-    """The pipeline's tokenizer for the encoder that reads the longest prompts."""
+    """Name of the tokenizer of the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
-    """Every sample starts from an image of its own (editing, image to video) besides the prompt."""
+    """Whether every sample starts from an image of its own besides the prompt (editing, image to video)."""
+    max_sequence_length: int
+    """Tokens of the longest text encoder."""
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline) -> None:
         """Takes a diffusers pipeline with all its components."""
         self.pipeline = pipeline
         self.encoders_freed = False
         self.device = torch.device("cpu")
-        """Where the networks are and the denoiser computes."""
+        """Device of the networks, and of the denoiser's inputs and outputs."""
         self.idle_device: torch.device | None = None
-        """Where text encoders and autoencoder wait for work; None leaves them where they are."""
+        """Device of text encoders and autoencoder while they are not used; None leaves them on ``device``."""
         self.say: Callable[[str], None] = lambda text: None
-        """The function that is told of prompts that are cut."""
+        """Prints a line; called when prompts are truncated."""
         self._cut: set[int] = set()
-        """Hashes of prompts that were cut."""
+        """Hashes of prompts that were truncated."""
         self._prompts: dict[tuple[str, str], dict[str, Tensor]] = {}
-        """Remembered embeddings by prompt and digest of its image, empty without one."""
+        """Cached embeddings by prompt and digest of its image; the digest is empty without an image."""
         for component in self.components.values():
             component.requires_grad_(False).eval()
 
@@ -72,11 +77,14 @@ class FrozenParts(ABC):
         """Runs the text encoders: tensors ``[B, ...]`` by the names that ``denoise`` takes."""
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``denoise`` takes for one prompt and its image: tensors ``[1, ...]``; only where ``takes_image``.
+        """Runs the encoders on one prompt and its image, for families that ``takes_image``.
 
         Args:
-            prompt: what is to become of the image.
-            image: uint8 ``[H, W, 3]``, already of the size that the model is to see.
+            prompt: says how to change or continue the image.
+            image: uint8 ``[H, W, 3]``, already of the size at which the model reads it.
+
+        Returns:
+            Tensors ``[1, ...]`` by the names that ``denoise`` takes.
 
         Raises:
             ValueError: for a size that does not divide.
@@ -85,11 +93,11 @@ class FrozenParts(ABC):
 
     @abstractmethod
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """What ``encode_pixels`` returns; the autoencoder is on ``device``."""
+        """Computes what ``encode_pixels`` returns; the autoencoder is on ``device``."""
 
     @abstractmethod
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        """What ``decode`` rounds: pixels of any floating dtype, about [-1, 1]; the autoencoder is on ``device``."""
+        """Computes the pixels that ``decode`` rounds, floating point in about [-1, 1]; autoencoder on ``device``."""
 
     @property
     def components(self) -> dict[str, nn.Module]:
@@ -100,13 +108,17 @@ class FrozenParts(ABC):
 
     @contextmanager
     def at_work(self, *names: str) -> Iterator[None]:
-        """Inside, these components are on ``device``; afterwards they wait where they waited before.
+        """Inside, some components are on ``device``; afterwards they are moved back to ``idle_device``.
 
         Args:
-            names: of the pipeline's components; those that a pipeline does without may be among them.
+            names: names of components; those that the pipeline lacks are ignored.
         """
-        found = [self.components[name] for name in names if name in self.components]
-        moved = [] if self.idle_device is None else [part for part in found if device_of(part) != self.device]
+        components = [self.components[name] for name in names if name in self.components]
+        moved = (
+            []
+            if self.idle_device is None
+            else [component for component in components if device_of(component) != self.device]
+        )
         try:
             for component in moved:
                 component.to(self.device)
@@ -116,7 +128,7 @@ class FrozenParts(ABC):
                 component.to(self.idle_device)
 
     def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
+        """Encodes uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
 
         Args:
             pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
@@ -125,10 +137,10 @@ class FrozenParts(ABC):
             return self.pixels_to_latents(pixels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; of several frames ``[B, F, 3, H, W]``.
+        """Decodes latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; several frames ``[B, F, 3, H, W]``.
 
-        What is decoded at a time always has the size that belongs to the shape of a latent, so that a picture does not
-        depend on how micro-batches and ranks share the work.
+        The number of latents that are decoded at a time depends on the shape of a latent alone, so that the bits of a
+        picture do not depend on how the work is split into micro-batches and ranks.
 
         Raises:
             NonFiniteError: when a pixel is NaN or infinite.
@@ -139,16 +151,17 @@ class FrozenParts(ABC):
         return pixels
 
     def decode_marked(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``decode`` returns, and which pictures were finite before they were rounded: bool ``[B]``.
+        """Returns what ``decode`` does, and which pictures were finite before rounding: bool ``[B]``.
 
-        uint8 has no NaN: rounding makes it a black pixel like any other.
+        Rounding to uint8 turns NaN into an ordinary black pixel, so it must be looked for before.
         """
-        together = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
-        pixels, is_finite = [], []
+        chunk_size = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
+        pixels = []
+        is_finite = []
         with self.at_work(*self.autoencoder_names):
-            for part in latents.split(together):
-                filling = part[-1:].expand(together - len(part), *part.shape[1:])
-                decoded = self.latents_to_pixels(torch.cat([part, filling]))[: len(part)]
+            for chunk in latents.split(chunk_size):
+                padding = chunk[-1:].expand(chunk_size - len(chunk), *chunk.shape[1:])
+                decoded = self.latents_to_pixels(torch.cat([chunk, padding]))[: len(chunk)]
                 if not decoded.is_floating_point():
                     raise TypeError(f"{type(self).__name__}.latents_to_pixels must return pixels before rounding")
                 decoded = decoded.float()
@@ -159,19 +172,19 @@ class FrozenParts(ABC):
     def encode_prompts(
         self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None
     ) -> Conditioning:
-        """Conditioning of B prompts; embeddings that are remembered are not computed again.
+        """Makes the conditioning of B prompts; embeddings that are cached are not computed again.
 
         Args:
             prompts: B prompts.
-            with_negative: add the empty prompt, which guidance and prompt dropout need.
-            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt then
-                goes with each of them.
+            with_negative: add the embedding of the empty prompt, which guidance and prompt dropout need.
+            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt is
+                then embedded with each of them.
 
         Returns:
             Conditioning of B rows on the denoiser's device.
 
         Raises:
-            DataError: when images are missing, needless, or of several sizes.
+            DataError: when images are missing, not taken by the family, or of several sizes.
             RuntimeError: when the encoders were freed and a prompt was not embedded before.
         """
         if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
@@ -192,7 +205,7 @@ class FrozenParts(ABC):
     def remember_prompts(
         self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None, with_negative: bool = True
     ) -> None:
-        """Embeds the prompts that are not remembered yet; they are kept on the CPU.
+        """Embeds the prompts that are not cached yet; the cache is on the CPU.
 
         Args are those of ``encode_prompts``.
 
@@ -211,34 +224,38 @@ class FrozenParts(ABC):
             )
         if not missing:
             return
-        found = None if images is None else dict(zip(digests, images, strict=True))
-        working = self.encoder_names if found is None else (*self.encoder_names, *self.autoencoder_names)
-        with torch.no_grad(), self.at_work(*working):
-            self._embed(missing, found)
+        images_by_digest = None if images is None else dict(zip(digests, images, strict=True))
+        component_names = (
+            self.encoder_names if images_by_digest is None else (*self.encoder_names, *self.autoencoder_names)
+        )
+        with torch.no_grad(), self.at_work(*component_names):
+            self._embed(missing, images_by_digest)
         for prompt, _ in missing:
-            self._say_if_cut(prompt)
+            self._report_if_truncated(prompt)
 
-    def _embed(self, missing: list[tuple[str, str]], found: dict[str, np.ndarray] | None) -> None:
-        if found is not None:
+    def _embed(self, missing: list[tuple[str, str]], images_by_digest: dict[str, np.ndarray] | None) -> None:
+        """Embeds prompts, with their images if there are any, and caches the result."""
+        if images_by_digest is not None:
             for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch
-                self._keep([(prompt, digest)], self.embed_edit(prompt, found[digest]))
+                self._keep([(prompt, digest)], self.embed_edit(prompt, images_by_digest[digest]))
             return
         for start in range(0, len(missing), EMBED_BATCH):
             chunk = missing[start : start + EMBED_BATCH]
             texts = [prompt for prompt, _ in chunk]
+            # The last chunk is filled up with copies of its last prompt: see EMBED_BATCH.
             self._keep(chunk, self.embed_prompts(texts + [texts[-1]] * (EMBED_BATCH - len(texts))))
 
     @property
     def prompt_limit(self) -> int:
-        """Most tokens of a prompt that are read."""
+        """Most tokens of a prompt that the text encoder reads; the rest is truncated."""
         return self.max_sequence_length
 
     def prompt_as_read(self, prompt: str) -> str:
-        """A prompt with what the encoder reads around it, as far as that counts for ``prompt_limit``."""
+        """The prompt with the parts of its template that count towards ``prompt_limit``."""
         return prompt
 
-    def _say_if_cut(self, prompt: str) -> None:
-        """Counts prompts that are longer than what is read, and says the first and each doubling of their number."""
+    def _report_if_truncated(self, prompt: str) -> None:
+        """Counts prompts that are truncated, and reports whenever their number reaches a power of two."""
         tokenizer = getattr(self.pipeline, self.prompt_tokenizer, None)
         if tokenizer is None or hash(prompt) in self._cut:
             return
@@ -249,22 +266,23 @@ class FrozenParts(ABC):
         count = len(self._cut)
         if count & (count - 1) == 0:  # a power of two
             shown = prompt if len(prompt) < 80 else f"{prompt[:77]}..."
-            what = "prompt was" if count == 1 else "different prompts were"
+            subject = "prompt was" if count == 1 else "different prompts were"
             hint = " (model.max_sequence_length)" if self.prompt_limit == self.max_sequence_length else ""
             self.say(
-                f"{count} {what} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this one "
-                f"has {num_tokens}: {shown!r}"
+                f"{count} {subject} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this "
+                f"one has {num_tokens}: {shown!r}"
             )
 
     def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
+        """Caches the first rows of embeddings, one for each key; further rows are padding."""
         on_host = {name: tensor[: len(keys)].to("cpu") for name, tensor in embedded.items()}
         for row, key in enumerate(keys):
             self._prompts[key] = {name: tensor[row].clone() for name, tensor in on_host.items()}
 
     def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
         if (images is not None) != self.takes_image:
-            what = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
-            raise DataError(f"{self.pipeline_class} {what}")
+            problem = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
+            raise DataError(f"{self.pipeline_class} {problem}")
         if images is None:
             return
         if len(images) != len(prompts):
@@ -279,16 +297,17 @@ class FrozenParts(ABC):
             )
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Shape of one row, and dtype, of each tensor of a conditioning, also where the encoders are on meta.
+        """Shape of one row, and dtype, of each tensor of a conditioning. It works with encoders on meta, too.
 
-        A family that takes images takes one of that height and width in pixels.
+        Args:
+            height, width: in pixels, of the image of a family that ``takes_image``.
         """
         images = self.blank_images(1, height, width)
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
         return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in embedded.items()}
 
     def example_embeddings(self, height: int, width: int) -> dict[str, Tensor]:
-        """Some conditioning of one row, as of ``embedding_shapes``; one that is remembered if encoders were freed."""
+        """The tensors of some conditioning of one row; if the encoders were freed, one from the cache."""
         if self.encoders_freed:
             return {name: tensor[None] for name, tensor in next(iter(self._prompts.values())).items()}
         return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
@@ -298,16 +317,19 @@ class FrozenParts(ABC):
         return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
 
     def forget_prompts(self) -> None:
-        """Drops the remembered embeddings."""
+        """Clears the cache of embeddings."""
         self._prompts.clear()
 
     def free_encoders(self) -> None:
-        """Drops the text encoders from memory. Prompts embedded before stay available; saving leaves them out."""
+        """Removes the text encoders from the pipeline to free memory. Cached embeddings stay available.
+
+        ``save_pipeline`` then copies the encoders from the folder that the pipeline was loaded from.
+        """
         for name in self.encoder_names:
             setattr(self.pipeline, name, None)
         self.encoders_freed = True
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's weights are."""
+    """Device of a module's weights."""
     return next(module.parameters()).device

@@ -1,14 +1,13 @@
-"""Latents and embeddings on disk: made once of each picture and each caption, by what they hold.
+"""A cache of latents and embeddings on disk, addressed by the contents of pictures and captions.
 
 ``cache_dir`` holds
 
-- ``latents_*``: a store (``row_store``) for each autoencoder and size, by the content of pictures;
-- ``prompts_*``: a store for each set of text encoders, by captions (and the content of source images);
-- ``rows_*.npz``: of each data set which row of the stores each of its rows is, with what tells that its files are still
-  those that were encoded;
-- ``files.npy``: digests of files by path, size and times.
+- ``latents_*``: a store (``row_store``) for each autoencoder and size, with digests of pictures as keys;
+- ``prompts_*``: a store for each set of text encoders, with digests of captions (and source images) as keys;
+- ``rows_*.npz``: for each data set the keys of all its rows, and a signature by which changed files are noticed;
+- ``files.npy``: digests of files by path, size and times, so that unchanged files need not be read.
 
-So a picture that is replaced is encoded, and the others are not; what was encoded before a process was killed stays.
+When a picture is replaced, it alone is encoded again. What was encoded before a process was killed stays.
 """
 
 from __future__ import annotations
@@ -53,35 +52,49 @@ from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_
 from sfumato.parallel.finite import finite_rows
 
 LAYOUT = 2
-"""Raise it when rows are stored in another way."""
+"""Version of the layout: raise it when rows are stored in another way."""
 
 OLD_LAYOUT = re.compile(r"[0-9a-f]{20}(\.tmp\d+)?")
-"""Names of folders of a layout that is not used any more."""
+"""Names of folders of an older layout, which are not used any more."""
 
 UNUSED_BYTES = 2**20
-"""Rows of fewer bytes that nobody uses are not worth a word."""
+"""Unused rows are reported if they take more bytes than this."""
 
 READERS = 16
-"""Files whose content is hashed at a time."""
+"""Files that are hashed at the same time."""
 
 Watch = Callable[[Iterable[int], int], Iterable[int]]
+"""Wraps a loop, given its values and their number, to show its progress."""
 
 
 class LatentCache:
-    """The latents and embeddings of a dataset, mapped into memory."""
+    """The cached latents and embeddings of a dataset, mapped into memory."""
 
     def __init__(
         self, dataset: Dataset, model: DiffusionModel, latents: RowStore, prompts: RowStore, rows: DatasetRows
     ) -> None:
-        """Finds the rows of a dataset in stores that have all of them."""
-        self.device, self.size = model.device, dataset.size[:2]
+        """Looks up the rows of a dataset in stores that hold all of them.
+
+        Args:
+            dataset: the data set.
+            model: the model whose encoders made the latents and embeddings.
+            latents: the store of latents.
+            prompts: the store of embeddings.
+            rows: the keys of the dataset's rows.
+        """
+        self.device = model.device
+        self.size = dataset.size[:2]
         self.bad_rows = rows.bad_rows
-        self._latents, self._prompts = latents, prompts
+        self._latents = latents
+        self._prompts = prompts
+        # Position in the store of each row of the dataset; negative for broken rows.
         self._latent_of = latents.positions(rows.latents)
-        self._prompt_of, self._negative_of = prompts.positions(rows.prompts), prompts.positions(rows.negatives)
-        self._own_negative, self._nothing = model.takes_image, int(prompts.positions([rows.nothing])[0])
-        known = latents.tensors.get("latents")
-        empty = no_latents(dataset, model).cpu() if known is None else torch.zeros_like(known[0])
+        self._prompt_of = prompts.positions(rows.prompts)
+        self._negative_of = prompts.positions(rows.negatives)
+        self._own_negative = model.takes_image
+        self._nothing = int(prompts.positions([rows.nothing])[0])
+        stored_latents = latents.tensors.get("latents")
+        empty = no_latents(dataset, model).cpu() if stored_latents is None else torch.zeros_like(stored_latents[0])
         self._placeholder = empty[None], no_framing(dataset)[None]
 
     def __len__(self) -> int:
@@ -89,23 +102,25 @@ class LatentCache:
 
     @property
     def framing(self) -> torch.Tensor:
-        """As of ``EncodedBatch``, of all rows that could be read."""
+        """``EncodedBatch.framing`` of all rows that could be read."""
         rows = self._latent_of[self._latent_of >= 0]
         return self._latents.tensors["framing"][torch.from_numpy(rows)] if len(rows) else self._placeholder[1][:0]
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
-        """The rows that could be read when the cache was made. Raises DataError when they are not finite."""
+        """The rows of a batch that were not broken when the cache was made. Raises DataError if they are not finite."""
         return self.encode(self.read(index_batch))
 
     def read(self, index_batch: IndexBatch) -> EncodedBatch:
         """The first half of ``batch``: gathers rows in CPU memory, in any thread."""
-        usable = [place for place, index in enumerate(index_batch.indices) if self._latent_of[index] >= 0]
-        rows = np.array([index_batch.indices[place] for place in usable], np.int64)
+        usable = [position for position, index in enumerate(index_batch.indices) if self._latent_of[index] >= 0]
+        rows = np.array([index_batch.indices[position] for position in usable], np.int64)
         if usable:
             latent_of = torch.from_numpy(self._latent_of[rows])
-            latents, framing = self._latents.tensors["latents"][latent_of], self._latents.tensors["framing"][latent_of]
-            prompt_of, negative_of = self._prompt_of[rows], self._negative_of[rows]
-        else:  # zeros with the empty prompt
+            latents = self._latents.tensors["latents"][latent_of]
+            framing = self._latents.tensors["framing"][latent_of]
+            prompt_of = self._prompt_of[rows]
+            negative_of = self._negative_of[rows]
+        else:  # a placeholder: zeros with the empty prompt
             latents, framing = self._placeholder
             prompt_of = negative_of = np.array([self._nothing])
         conditioning = Conditioning(
@@ -116,17 +131,18 @@ class LatentCache:
             },
             self._own_negative,
         )
-        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before they are on the device
+        if not finite_rows(latents, *conditioning.tensors.values()).all():  # before the copy to the device
             raise DataError(
                 f"damaged latent cache: {self._latents.folder} or {self._prompts.folder} holds NaN or infinite values; "
                 "delete its folder"
             )
-        sample_ids = [index_batch.sample_ids[place] for place in usable or [0]]
+        sample_ids = [index_batch.sample_ids[position] for position in usable or [0]]
         return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
-        """The second half of ``batch``: brings them to the device."""
-        latents, conditioning = to_device(read.latents, self.device), read.conditioning.to(self.device)
+        """The second half of ``batch``: copies the tensors to the device."""
+        latents = to_device(read.latents, self.device)
+        conditioning = read.conditioning.to(self.device)
         return replace(read, latents=latents, conditioning=conditioning)
 
 
@@ -139,20 +155,21 @@ def open_cache(
     watch: Watch | None = None,
     encoders: EncoderIdentity | None = None,
 ) -> LatentCache:
-    """Opens the cache of a dataset and a model, after encoding what it has not of its pictures and captions.
+    """Opens the cache of a dataset and a model; pictures and captions that it lacks are encoded first.
 
-    A process that finds another one at it waits.
+    If another process is encoding into the same folder, this one waits for it.
 
     Args:
         cache_dir: folder of all caches.
-        dataset, model: what is encoded, and by what.
-        bad_rows: what to do with broken rows.
+        dataset: the rows to encode.
+        model: encodes them.
+        bad_rows: records broken rows.
         batch_size: images or videos encoded together; None is 64 frames. What was encoded is on disk after each batch.
         watch: wraps the loop over batches (given the batches' starts and their number), for a progress bar.
-        encoders: what ``identify_encoders`` gave, so that several caches need it only once.
+        encoders: the result of ``identify_encoders``, so that it is computed only once for several caches.
 
     Raises:
-        DataError: for a broken row beyond the limit, also one that was left out when the cache was made.
+        DataError: when more rows are broken than are allowed, whether now or when the cache was made.
     """
     folder = Path(cache_dir)
     make_cache_folder(folder)
@@ -161,16 +178,16 @@ def open_cache(
     settings = [] if isinstance(dataset, GlyphDataset) else dataset.settings
     latents = folder / f"latents_{digest_of([LAYOUT, encoders.latents, settings, size])}"
     prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
-    rows_file = folder / f"rows_{digest_of([_place(dataset), latents.name, prompts.name])}.npz"
+    rows_file = folder / f"rows_{digest_of([_identify_dataset(dataset), latents.name, prompts.name])}.npz"
     batch_size = batch_size or max(64 // dataset.size[2], 1)
-    stores, rows = _open_whole(latents, prompts, rows_file, dataset)
-    if rows is None:  # one that is whole is only read, whoever else adds to it
-        with _locked(folder):
-            stores, rows = _open_whole(latents, prompts, rows_file, dataset)
-            if rows is None:
+    stores, rows = _open_stores(latents, prompts, rows_file, dataset)
+    if rows is None:  # a complete cache is read without the lock, even while another process adds to it
+        with _hold_lock(folder):
+            stores, rows = _open_stores(latents, prompts, rows_file, dataset)
+            if rows is None:  # still incomplete after waiting for the lock
                 rows = _Builder(dataset, model, bad_rows, *stores).build(rows_file, batch_size, watch)
-                stores, _ = _open_whole(latents, prompts, rows_file, dataset)
-            _say_unused(folder, stores, bad_rows.say)
+                stores, _ = _open_stores(latents, prompts, rows_file, dataset)
+            _report_unused(folder, stores, bad_rows.say)
     cache = LatentCache(dataset, model, *stores, rows)
     for index, message in cache.bad_rows:
         bad_rows.add(dataset.describe(index), DataError(message))
@@ -180,16 +197,16 @@ def open_cache(
     return cache
 
 
-def _open_whole(
+def _open_stores(
     latents: Path, prompts: Path, rows_file: Path, dataset: Dataset
 ) -> tuple[tuple[RowStore, RowStore], DatasetRows | None]:
-    """Both stores, and the rows of a dataset where all are in them and its files are still those."""
+    """Opens both stores, and reads the keys of a dataset's rows; None if these are not complete and up to date."""
     stores = RowStore(latents, "latent cache"), RowStore(prompts, "latent cache")
     return stores, load_rows(rows_file, dataset, *stores)
 
 
 class _Builder:
-    """Encodes what stores have not of a dataset."""
+    """Encodes the rows of a dataset that the stores lack."""
 
     def __init__(
         self,
@@ -199,33 +216,41 @@ class _Builder:
         latents: RowStore,
         prompts: RowStore,
     ) -> None:
-        self._dataset, self._model, self._bad_rows = dataset, model, bad_rows
+        self._dataset = dataset
+        self._model = model
+        self._bad_rows = bad_rows
         self._digests = FileDigests(latents.folder.parent / "files.npy")
         self._num_before = len(latents)
-        self._latents, self._prompts = latents.key_set, prompts.key_set
-        self._latent_writer, self._prompt_writer = RowWriter(latents), RowWriter(prompts)
+        self._latents = latents.key_set
+        self._prompts = prompts.key_set
+        self._latent_writer = RowWriter(latents)
+        self._prompt_writer = RowWriter(prompts)
         self._stats: dict[int, list[tuple[str, Stat | None]]] = {}
-        """Files of the rows of a batch, before they were read."""
+        """Size and times of the files of the rows of a batch, taken before they were read."""
         self._num_encoded = 0
-        """Pictures, videos or pairs that were not there before."""
+        """Pictures, videos or pairs that were encoded by this object."""
 
     def build(self, rows_file: Path, batch_size: int, watch: Watch | None) -> DatasetRows:
-        """Encodes what is missing, and writes which rows are the dataset's."""
-        dataset, started = self._dataset, time.time_ns()
-        before = dataset.fingerprint()
+        """Encodes what is missing, and writes the keys of the dataset's rows."""
+        dataset = self._dataset
+        started = time.time_ns()
+        fingerprint = dataset.fingerprint()
         try:
             rows = self._encode_all(batch_size, watch)
         finally:
             self._digests.save()
         signature, is_settled = signature_of(rows.paths, started)
-        rows.save(rows_file, f"{before} {signature}" if is_settled else "")
+        # A file that was written just before may change again without a new time: then the keys are not reused.
+        rows.save(rows_file, f"{fingerprint} {signature}" if is_settled else "")
         if self._num_before:
             self._bad_rows.say(f"{rows_file.parent}: {self._num_encoded:,} of {len(dataset):,} rows were encoded anew")
         return rows
 
     def _encode_all(self, batch_size: int, watch: Watch | None) -> DatasetRows:
-        """Encodes and writes batch by batch."""
-        model, dataset, count = self._model, self._dataset, len(self._dataset)
+        """Encodes and writes the dataset batch by batch."""
+        model = self._model
+        dataset = self._dataset
+        count = len(self._dataset)
         model.forget_prompts()
         blank = model.blank_images(1, *dataset.size[:2])
         nothing = RowKeys(NOTHING, b"blank" if blank else b"", "")
@@ -238,32 +263,36 @@ class _Builder:
             for start in watch(starts, len(starts)) if watch else starts:
                 indices = range(start, min(start + batch_size, count))
                 keys = self._read_keys(indices, rows, pool)
-                self._encode({index: key for index, key in keys.items() if not self._has(key)}, rows)
+                self._encode({index: key for index, key in keys.items() if not self._is_stored(key)}, rows)
                 for index, key in keys.items():
-                    if self._has(key):
+                    if self._is_stored(key):
                         rows.latents[index], rows.prompts[index], rows.negatives[index] = key.as_tuple()
         rows.bad_rows.sort()
         rows.paths = [*dict.fromkeys(rows.paths)]
         return rows
 
-    def _has(self, key: RowKeys) -> bool:
+    def _is_stored(self, key: RowKeys) -> bool:
+        """Whether the stores hold everything of a row."""
         latents, *prompts = key.as_tuple()
         return latents in self._latents and self._prompts.issuperset(prompts)
 
     def _read_keys(self, indices: range, rows: DatasetRows, pool: ThreadPoolExecutor) -> dict[int, RowKeys]:
-        """Keys of some rows; rows that are broken are missing and noted."""
-        dataset, with_source = self._dataset, self._model.takes_image
+        """Keys of some rows, by index; broken rows are recorded and left out."""
+        dataset = self._dataset
+        with_source = self._model.takes_image
         if isinstance(dataset, GlyphDataset):
-            made = {index: digest_16(dataset.fingerprint(), index) for index in indices}
-            source = {index: key if with_source else b"" for index, key in made.items()}
-            return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in made.items()}
+            glyph_keys = {index: digest_16(dataset.fingerprint(), index) for index in indices}
+            source = {index: key if with_source else b"" for index, key in glyph_keys.items()}
+            return {index: RowKeys(key, source[index], dataset.caption(index)) for index, key in glyph_keys.items()}
         files: dict[int, list[File]] = {}
         self._stats = {}
         captions: dict[int, str] = {}
-        for index in indices:  # here, since a table need not know threads
+        for index in indices:  # in this thread, since tables need not be safe for several
             try:
-                files[index], captions[index] = dataset.files(index, with_source), dataset.caption(index)
-                paths = [str(file) for file in files[index] if isinstance(file, Path)]
+                files_of_row = dataset.files(index, with_source)
+                captions[index] = dataset.caption(index)
+                files[index] = files_of_row  # not before the caption: a row without one must not be among them
+                paths = [str(file) for file in files_of_row if isinstance(file, Path)]
                 paths += dataset.paths(index) if dataset.size[2] > 1 else []  # folders of frames among them
                 self._stats[index] = [(path, stat_of(path)) for path in paths]
                 rows.paths += paths
@@ -271,95 +300,110 @@ class _Builder:
                 rows.paths += dataset.paths(index)
                 self._leave_out(index, error, rows)
         keys: dict[int, RowKeys] = {}
-        for (index, found), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
+        for (index, row_files), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
             if isinstance(digests, OSError):
                 self._leave_out(index, DataError(f"{dataset.describe(index)}: {digests}"), rows)
                 continue
             has_source = with_source and dataset.has_source(index)
             pictures = digests[:-1] if has_source else digests
+            # A video without a source image starts from its own first frame.
             source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
-            keys[index] = RowKeys(digest_16(len(found), *pictures), source, captions[index])
+            keys[index] = RowKeys(digest_16(len(row_files), *pictures), source, captions[index])
         return keys
 
     def _digest(self, files: list[File]) -> list[bytes] | OSError:
+        """Digests of the files of a row; returns an error, since it runs in a thread of a pool."""
         try:
             return [self._digests[file] for file in files]
         except OSError as error:
             return error
 
     def _encode(self, keys: dict[int, RowKeys], rows: DatasetRows) -> None:
-        """Encodes some rows, a picture or caption that several have once, and writes them."""
-        dataset, model = self._dataset, self._model
+        """Encodes some rows and writes them; a picture or caption that several rows share is encoded once."""
+        dataset = self._dataset
+        model = self._model
         pictures: dict[int, Picture] = {}
-        wanted: dict[bytes, tuple[str, np.ndarray | None]] = {}
+        prompts: dict[bytes, tuple[str, np.ndarray | None]] = {}
         for index, key in keys.items():
             try:
                 picture = dataset.picture(index)
                 source = dataset.source(index, picture.pixels) if model.takes_image else None
-                self._check_stayed(index)
+                self._check_unchanged(index)
                 pictures[index] = picture
             except DataError as error:
                 self._leave_out(index, error, rows)
                 continue
-            wanted |= {key.prompt: (key.caption, source), key.negative: ("", source)}
+            prompts |= {key.prompt: (key.caption, source), key.negative: ("", source)}
         keys = {index: key for index, key in keys.items() if index in pictures}
-        bad = self._embed({key: prompt for key, prompt in wanted.items() if key not in self._prompts})
-        new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
-        new = dict(reversed(new.items()))
-        if new:
-            latents = encode_rows(dataset, model, torch.stack([pictures[index].pixels for index in new.values()]))
-            framing = torch.stack([pictures[index].framing for index in new.values()])
+        bad_keys = self._embed({key: prompt for key, prompt in prompts.items() if key not in self._prompts})
+        # Of several rows with one picture the first is encoded: reversed, since the last one wins in a comprehension.
+        index_of_new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
+        index_of_new = dict(reversed(index_of_new.items()))
+        if index_of_new:
+            latents = encode_rows(
+                dataset, model, torch.stack([pictures[index].pixels for index in index_of_new.values()])
+            )
+            framing = torch.stack([pictures[index].framing for index in index_of_new.values()])
             is_finite = finite_rows(latents).cpu()
-            bad |= {key for key, good in zip(new, is_finite.tolist(), strict=True) if not good}
-            written = [key for key in new if key not in bad]
-            self._latent_writer.append(written, {"latents": latents[is_finite], "framing": framing[is_finite]})
-            self._latents.update(written)
-            self._num_encoded += len(written)
+            bad_keys |= {key for key, is_good in zip(index_of_new, is_finite.tolist(), strict=True) if not is_good}
+            written_keys = [key for key in index_of_new if key not in bad_keys]
+            self._latent_writer.append(written_keys, {"latents": latents[is_finite], "framing": framing[is_finite]})
+            self._latents.update(written_keys)
+            self._num_encoded += len(written_keys)
         for index, key in keys.items():
-            if bad.intersection(key.as_tuple()):
+            if bad_keys.intersection(key.as_tuple()):
                 self._leave_out(index, not_finite_error(dataset, index), rows)
 
-    def _check_stayed(self, index: int) -> None:
-        """Raises DataError when a file of a row is not the one of which the key was made."""
+    def _check_unchanged(self, index: int) -> None:
+        """Raises DataError when a file of a row has changed since the row's key was made."""
         for path, stat in self._stats.get(index, []):
             if stat_of(path) != stat:
                 raise DataError(f"{self._dataset.describe(index)}: {path} changed while it was read: start again")
 
     def _embed(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
-        """Embeds prompts with their source images and writes them. Returns the keys of those that are not finite."""
+        """Embeds prompts with their source images and writes the embeddings.
+
+        Args:
+            prompts: caption and source image by key.
+
+        Returns:
+            Keys of the embeddings that are not finite, which are not written.
+        """
         if not prompts:
             return set()
         sources = [source for _, source in prompts.values()] if self._model.takes_image else None
-        embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors
+        embedded = self._model.encode_prompts([text for text, _ in prompts.values()], False, sources).tensors  # pyright: ignore[reportArgumentType]
         self._model.forget_prompts()
         is_finite = finite_rows(*embedded.values()).cpu()
-        written = [key for key, good in zip(prompts, is_finite.tolist(), strict=True) if good]
-        self._prompt_writer.append(written, {name: tensor.cpu()[is_finite] for name, tensor in embedded.items()})
-        self._prompts.update(written)
-        return {*prompts} - {*written}
+        written_keys = [key for key, is_good in zip(prompts, is_finite.tolist(), strict=True) if is_good]
+        self._prompt_writer.append(written_keys, {name: tensor.cpu()[is_finite] for name, tensor in embedded.items()})
+        self._prompts.update(written_keys)
+        return {*prompts} - {*written_keys}
 
     def _leave_out(self, index: int, error: DataError, rows: DatasetRows) -> None:
+        """Records a broken row, or raises its error."""
         self._bad_rows.add(self._dataset.describe(index), error)
         rows.bad_rows.append((index, str(error)))
 
 
-def _place(dataset: Dataset) -> list[Any]:
-    """Which data set it is among those of a cache folder, whatever its files hold now."""
+def _identify_dataset(dataset: Dataset) -> list[Any]:
+    """What tells a data set from others of a cache folder, whatever its files contain at the moment."""
     if isinstance(dataset, GlyphDataset):
         return [dataset.fingerprint()]
     if isinstance(dataset, OneSize):
-        return [*_place(dataset.dataset), dataset.size]
+        return [*_identify_dataset(dataset.dataset), dataset.size]
     sides = dataset.sides if isinstance(dataset, PairDataset) else [dataset]
     configs = [side.config for side in sides]
     return [[str(Path(str(config.train_path)).resolve()), config.image_key, config.text_key] for config in configs]
 
 
-def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
-    """Says how much of a cache folder no data set here uses any more, and how to remove it."""
+def _report_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], None]) -> None:
+    """Reports how much of a cache folder no data set uses any more, and how to remove it."""
     used: set[bytes] = set()
     for store in stores:
         if len(store) * store.row_bytes < UNUSED_BYTES:
             continue
+        # Reading the keys of all data sets takes time, so it is done once, and only for stores that are large enough.
         used = used or {key for path in folder.glob("rows_*.npz") for key in keys_of_rows(path)}
         num_unused = sum(key not in used for key in store.keys.tolist())
         size = num_unused * store.row_bytes
@@ -369,18 +413,19 @@ def _say_unused(folder: Path, stores: Sequence[RowStore], say: Callable[[str], N
                 "captions that no data set of this cache has any more: delete the folder to make room; what is needed "
                 "is then encoded again"
             )
-    others = [path for path in sorted(folder.iterdir()) if path.is_dir() and OLD_LAYOUT.fullmatch(path.name)]
-    if others:
-        size = sum(file.stat().st_size for path in others for file in path.rglob("*") if file.is_file())
+    old_folders = [path for path in sorted(folder.iterdir()) if path.is_dir() and OLD_LAYOUT.fullmatch(path.name)]
+    if old_folders:
+        size = sum(file.stat().st_size for path in old_folders for file in path.rglob("*") if file.is_file())
         say(
-            f"{folder} holds {len(others)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not used: "
-            f"delete them: {', '.join(path.name for path in others[:3])}{', ...' if len(others) > 3 else ''}"
+            f"{folder} holds {len(old_folders)} folders of an older layout ({size / 2**20:,.0f} MiB), which are not "
+            f"used: delete them: {', '.join(path.name for path in old_folders[:3])}"
+            f"{', ...' if len(old_folders) > 3 else ''}"
         )
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Only one process at a time is inside. The system opens the lock when a process is killed."""
+def _hold_lock(folder: Path) -> Iterator[None]:
+    """Inside, this process holds the lock of a cache folder, which the system releases if the process is killed."""
     with open_cache_lock(folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""What families share: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
+"""Base classes of families: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
 
 Shapes: B samples, C H W latent channels, height and width, T tokens; a token is a patch of 2 x 2 latent pixels.
 """
@@ -6,7 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; a token is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,43 +16,46 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.schedulers import LARGEST_SHIFT, PATCH, check_flow_scheduler, flow_shift, flow_sigmas
 
 PIXELS_AT_ONCE = 8 * 512 * 512
-"""Pixels that an autoencoder makes or takes at a time: eight images of 512 x 512."""
+"""Most pixels that an autoencoder encodes or decodes at a time: eight images of 512 x 512."""
 
 
-def in_slices(compute: Callable[[Tensor], Tensor], given: Tensor, pixels: int) -> Tensor:
-    """Runs a network of convolutions on some samples at a time, so that its memory does not grow with the batch.
+def in_slices(compute: Callable[[Tensor], Tensor], inputs: Tensor, pixels: int) -> Tensor:
+    """Runs a convolutional network on a few samples at a time, so that its memory does not grow with the batch.
 
-    All slices are of one size, the last one filled up: kernels may round a row otherwise in a batch of another size.
+    All slices have one size, and the last one is filled up: kernels may round differently in a batch of another size.
 
     Args:
-        compute: from ``[b, ...]`` to ``[b, ...]``.
-        given: ``[B, ...]``.
-        pixels: of one sample, all frames together.
+        compute: the network, from ``[b, ...]`` to ``[b, ...]``.
+        inputs: ``[B, ...]``.
+        pixels: pixels of one sample, all frames together.
+
+    Returns:
+        The outputs ``[B, ...]``.
     """
-    count = len(given)
+    count = len(inputs)
     num_slices = -(-count // max(PIXELS_AT_ONCE // pixels, 1))
     if num_slices < 2:
-        return compute(_as_convolved(given))
-    size = -(-count // num_slices)
-    rows = torch.arange(num_slices * size).clamp(max=count - 1).to(given.device)
-    return torch.cat([compute(_as_convolved(given[part])) for part in rows.split(size)])[:count]
+        return compute(_to_convolution_layout(inputs))
+    size = -(-count // num_slices)  # rounded up; indices past the end repeat the last sample
+    rows = torch.arange(num_slices * size).clamp(max=count - 1).to(inputs.device)
+    return torch.cat([compute(_to_convolution_layout(inputs[part])) for part in rows.split(size)])[:count]
 
 
-def _as_convolved(given: Tensor) -> Tensor:
-    """Images in the layout that convolutions on GPUs compute in; their weights follow."""
-    if given.device.type == "cuda" and given.ndim == 4:
-        return given.contiguous(memory_format=torch.channels_last)
-    return given
+def _to_convolution_layout(inputs: Tensor) -> Tensor:
+    """Gives images on a GPU the memory layout in which convolutions compute; cuDNN converts the weights to it."""
+    if inputs.device.type == "cuda" and inputs.ndim == 4:
+        return inputs.contiguous(memory_format=torch.channels_last)
+    return inputs
 
 
 def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int | None = None) -> None:
-    """Raises ValueError for a size that a model cannot make.
+    """Raises ValueError for an image size that a model cannot make.
 
     Args:
         height, width: of the image, in pixels.
-        unit: pixels that both must be multiples of.
+        unit: height and width must be multiples of it.
         frames: must be 1.
-        longest: most pixels along a side that the model has positions for, if that is limited.
+        longest: most pixels along a side, for models with a limited number of positions.
     """
     if frames != 1:
         raise ValueError(f"frames {frames}: this model makes single images")
@@ -63,74 +66,79 @@ def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int
 
 
 def pack(latents: Tensor) -> Tensor:
-    """Latents ``[B, C, H, W]`` as tokens ``[B, H/2 * W/2, 4C]``, row by row, as FLUX and Qwen-Image take them."""
+    """Packs latents ``[B, C, H, W]`` into tokens ``[B, H/2 * W/2, 4C]``, row by row, as FLUX and Qwen-Image do."""
     tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # [B, C, H/2, 2, W/2, 2]
     return tokens.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Tokens ``[B, H/2 * W/2, 4C]`` as latents ``[B, C, H, W]``."""
+    """Unpacks tokens ``[B, H/2 * W/2, 4C]`` into latents ``[B, C, H, W]``: the inverse of ``pack``."""
     patches = tokens.unflatten(2, (-1, PATCH, PATCH)).unflatten(1, (height // PATCH, width // PATCH))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 def num_tokens(latent_shape: Sequence[int]) -> int:
-    """Tokens of an image whose latent ends in height and width."""
+    """Number of tokens of an image, given the shape of its latent, ``[..., H, W]``."""
     return (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
 
 
 class KLLatents(DiffusionModel):
-    """Families whose latents are those of an AutoencoderKL."""
+    """Base class of families whose autoencoder is an AutoencoderKL."""
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``, the mode of the posterior, scaled."""
+        """Encodes uint8 pixels ``[B, 3, H, W]`` to float32 latents ``[B, C, h, w]``: the posterior's mode, scaled."""
         vae = self.pipeline.vae
-        size = pixels.shape[-2] * pixels.shape[-1]
+        num_pixels = pixels.shape[-2] * pixels.shape[-1]
         pixels = to_device(pixels, vae.device).to(vae.dtype) / 127.5 - 1
-        latents = in_slices(lambda part: vae.encode(part).latent_dist.mode(), pixels, size).float()
+        latents = in_slices(lambda part: vae.encode(part).latent_dist.mode(), pixels, num_pixels).float()
         shift, scale = self._latent_scale(latents)
         return (latents - shift) * scale
 
     @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        """The way back: latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
+        """Decodes latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
         vae = self.pipeline.vae
         shift, scale = self._latent_scale(latents)
         latents = (latents.float() / scale + shift).to(vae.dtype)
-        pixels = latents.shape[-2] * latents.shape[-1] * self.pipeline.vae_scale_factor**2
-        return in_slices(lambda part: vae.decode(part, return_dict=False)[0], latents, pixels)
+        num_pixels = latents.shape[-2] * latents.shape[-1] * self.pipeline.vae_scale_factor**2
+        return in_slices(lambda part: vae.decode(part, return_dict=False)[0], latents, num_pixels)
 
-    def _latent_scale(self, like: Tensor) -> tuple[Any, Any]:
-        """What is subtracted from the autoencoder's latents, and by what they are then multiplied."""
+    def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """The shift to subtract from the autoencoder's latents, and the scale to multiply them by afterwards.
+
+        Args:
+            like: a tensor on the device of the latents.
+        """
         return self.pipeline.vae.config.shift_factor or 0.0, self.pipeline.vae.config.scaling_factor
 
 
 class VideoLatents(DiffusionModel):
-    """Families with an autoencoder of videos, an image being one of a single frame."""
+    """Base class of families with an autoencoder of videos, for which an image is a video of one frame."""
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """uint8 pixels ``[B, 3, (F,) H, W]`` to float32 latents ``[B, C, f, h, w]`` with mean 0 and deviation 1."""
+        """Encodes uint8 pixels ``[B, 3, (F,) H, W]`` to normalised float32 latents ``[B, C, f, h, w]``."""
         vae = self.pipeline.vae
         video = pixels[:, :, None] if pixels.ndim == 4 else pixels
         return self._encode(video.to(vae.device, vae.dtype) / 127.5 - 1)
 
     def _encode(self, video: Tensor) -> Tensor:
+        """Encodes videos ``[B, 3, F, H, W]`` in [-1, 1] to normalised latents ``[B, C, f, h, w]``."""
         latents = self.pipeline.vae.encode(video).latent_dist.mode().float()
         mean, std = self._latent_statistics(latents)
         return (latents - mean) / std
 
     @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        """The way back: pixels ``[B, 3, H, W]``, or of several frames ``[B, F, 3, H, W]``, about [-1, 1]."""
+        """Decodes latents to pixels ``[B, 3, H, W]``, or ``[B, F, 3, H, W]`` of several frames, about [-1, 1]."""
         vae = self.pipeline.vae
         mean, std = self._latent_statistics(latents)
         video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
         return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
 
     def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, ``[C, 1, 1, 1]``."""
+        """Mean and standard deviation of each latent channel, ``[C, 1, 1, 1]``, on the device of ``like``."""
         config = self.pipeline.vae.config
         both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
         mean, std = both[:, :, None, None, None]
@@ -138,35 +146,35 @@ class VideoLatents(DiffusionModel):
 
 
 class FlowSchedule(DiffusionModel):
-    """Flow models: noise levels of training and sampling follow from one reading of the pipeline's scheduler."""
+    """Base class of flow models: noise levels of training and of sampling are those of the pipeline's scheduler."""
 
     largest_shift: ClassVar[float] = LARGEST_SHIFT
-    """What the pipeline takes for ``max_shift`` of a dynamic shift where the scheduler does not say it."""
+    """``max_shift`` of a dynamic shift if the scheduler does not set it: the default of the pipeline."""
     knows_size: ClassVar[bool] = True
-    """The pipeline tells its scheduler how large an image is, which a dynamic shift needs."""
+    """Whether the pipeline passes the size of an image to its scheduler, which a dynamic shift needs."""
 
     def check_scheduler(self) -> None:
         check_flow_scheduler(self.pipeline.scheduler, self.knows_size)
 
     @property
     def gives_sigmas(self) -> bool:
-        """The pipeline gives the scheduler noise levels before the shift, and not only their number."""
+        """Whether the pipeline passes the noise levels before the shift to the scheduler, and not only their number."""
         return False
 
     @property
     def patch(self) -> int:
-        """Latent pixels along each side of a token, whose number a dynamic shift follows."""
+        """Latent pixels along each side of a token; a dynamic shift depends on the number of tokens."""
         return PATCH
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         settings = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
         if self.pipeline.scheduler.config.get("use_dynamic_shifting"):
-            settings["patch"] = self.patch  # by which the shift counts tokens
+            settings["patch"] = self.patch  # a dynamic shift counts tokens
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape, **settings)
 
     @property
     def shift(self) -> float:
-        """That of the largest image which the scheduler was made for."""
+        """The timestep shift of the largest image that the scheduler was made for."""
         return flow_shift(self.pipeline.scheduler, largest_shift=self.largest_shift)
 
     def shift_at(self, latent_shape: Sequence[int]) -> float:
@@ -174,12 +182,12 @@ class FlowSchedule(DiffusionModel):
         return flow_shift(self.pipeline.scheduler, latent_shape, **settings)
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """The scheduler's timestep of noise levels ``[B]``."""
+        """The scheduler's timesteps of noise levels ``[B]``."""
         return sigma * self.pipeline.scheduler.config.num_train_timesteps
 
 
 class FlowTokens(FlowSchedule):
-    """Families with the schedule of FLUX, whose tokens are patches of 2 x 2 latent pixels."""
+    """Base class of families with the schedule of FLUX, whose tokens are patches of 2 x 2 latent pixels."""
 
     @property
     def probe_size(self) -> int:
@@ -190,5 +198,5 @@ class FlowTokens(FlowSchedule):
         return True
 
     def time(self, sigma: Tensor) -> Tensor:
-        """What the network is told of noise levels ``[B]``: thousandths of the scheduler's timesteps."""
+        """The network's time input for noise levels ``[B]``: thousandths of the scheduler's timesteps."""
         return sigma * (self.pipeline.scheduler.config.num_train_timesteps / 1000)

@@ -1,4 +1,4 @@
-"""From a pipeline folder, or a description, to a model that can be trained."""
+"""Loads a pipeline folder, or builds a pipeline from a description, as a model that can be trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pkgutil
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,31 +33,38 @@ from sfumato.models.diffusion.schedulers import require_scipy
 from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import ConfigMixin
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 _DOTTED_NAME = re.compile(r"[\w.]{1,100}")
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
-"""Ends of the names of files with a tokenizer's vocabulary."""
+"""Suffixes of the names of files with a tokenizer's vocabulary."""
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
-    """The model families in families/ by pipeline class name; a file with a subclass is enough to be found."""
-    found = {}
+    """Finds the model families in the package ``families``, by the name of their pipeline class.
+
+    A new file with a subclass of ``DiffusionModel`` needs no registration.
+    """
+    family_of_pipeline = {}
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
             if issubclass(cls, DiffusionModel) and not inspect.isabstract(cls) and cls.__module__ == module.__name__:
-                found[cls.pipeline_class] = cls
-    return dict(sorted(found.items()))
+                family_of_pipeline[cls.pipeline_class] = cls
+    return dict(sorted(family_of_pipeline.items()))
 
 
 def family_of(config: ModelConfig) -> type[DiffusionModel]:
-    """The family that ``config.family`` names, else the one here for the pipeline class of the folder or description.
+    """The family named by ``config.family``, or else the built-in one for the pipeline class of the configuration.
 
     Raises:
-        ConfigError: when the folder or description is missing, no family goes with it, or something in the folder
-            could run a program.
+        ConfigError: when the folder or description is missing, there is no family for it, or something in the folder
+            could run foreign code.
     """
     if config.config_path is not None:
         where = f"{config.config_path}: pipeline"
@@ -67,10 +74,10 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     else:
         where = f"model.model_path {config.model_path}"
         refuse_file(folder := Path(str(config.model_path)))
-        pipeline_class = _pipeline_class_of(folder)
+        pipeline_class = _read_pipeline_class(folder)
         index = read_index(folder)
         if has_part(index, "scheduler"):
-            require_scipy(str(index["scheduler"][1]), _scheduler_fields(folder), f"model.model_path {folder}")
+            require_scipy(str(index["scheduler"][1]), _read_scheduler_fields(folder), f"model.model_path {folder}")
     if config.family is not None:
         family = _import_family(config.family)
         if family.pipeline_class != pipeline_class:
@@ -79,13 +86,13 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
                 f"{pipeline_class!r}"
             )
     else:
-        known = find_families()
-        if pipeline_class not in known:
+        known_families = find_families()
+        if pipeline_class not in known_families:
             raise ConfigError(
-                f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known)}. A family of your "
-                "own is named by model.family: my_module:MyFamily"
+                f"{where}: pipeline class {pipeline_class!r} is not known; known: {', '.join(known_families)}. A "
+                "family of your own is named by model.family: my_module:MyFamily"
             )
-        family = known[pipeline_class]
+        family = known_families[pipeline_class]
     if config.config_path is None:
         check_parts(folder, index, family.needed_parts())
     if config.max_sequence_length < family.shortest_prompt:
@@ -96,8 +103,8 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
     return family
 
 
-def _scheduler_fields(folder: Path) -> Any:
-    """What a pipeline folder says of its scheduler; nothing where the file is broken, which diffusers says."""
+def _read_scheduler_fields(folder: Path) -> Any:
+    """The settings in a pipeline folder's scheduler file; empty if it is broken, which loading the pipeline reports."""
     try:
         return read_json(folder / SCHEDULER_FILE)
     except (OSError, ValueError):
@@ -105,6 +112,7 @@ def _scheduler_fields(folder: Path) -> Any:
 
 
 def _import_family(name: str) -> type[DiffusionModel]:
+    """Imports the class that ``model.family`` names as ``module:Class``. Raises ConfigError."""
     refuse_code(f"model.family {name}")
     module, _, attribute = name.partition(":")
     try:
@@ -119,7 +127,8 @@ def _import_family(name: str) -> type[DiffusionModel]:
     return family
 
 
-def _pipeline_class_of(folder: Path) -> str:
+def _read_pipeline_class(folder: Path) -> str:
+    """The pipeline class that model_index.json names. Raises ConfigError, with a hint what the folder holds instead."""
     try:
         return read_pipeline_class(folder)
     except FileNotFoundError as error:
@@ -140,10 +149,10 @@ def _pipeline_class_of(folder: Path) -> str:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The parts of a pipeline folder, as its model_index.json names them.
+    """Reads and checks the model_index.json of a pipeline folder: library and class of each component, by name.
 
     Raises:
-        ConfigError: when the file is broken, a part that it names is missing, or ``check_pipeline`` refuses one.
+        ConfigError: when the file is broken, a component that it names is missing, or ``check_pipeline`` refuses one.
     """
     try:
         index = read_json_object(folder / "model_index.json")
@@ -157,8 +166,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         problem = outside_problem(folder, name, or_folder=True)
         if problem not in (None, "does not exist"):
             raise ConfigError(f"model.model_path {folder}: model_index.json names {name[:100]!r}, which {problem}")
-    here = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
-    missing = [name for name, value in parts.items() if any(value) and name not in here]
+    present = {name for name in parts if (folder / name).is_dir() and any((folder / name).iterdir())}
+    missing = [name for name, value in parts.items() if any(value) and name not in present]
     if missing:
         raise ConfigError(
             f"model.model_path {folder}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: "
@@ -183,17 +192,17 @@ def build_diffusion_model(
     seed: int = 0,
     init_device: str = "cuda",
 ) -> DiffusionModel:
-    """Loads or builds a pipeline, puts it on a device, and makes what is trained trainable.
+    """Loads or builds a pipeline, moves it to a device, and makes the denoiser or its adapters trainable.
 
-    Trained weights are float32; what is frozen has ``config.dtype``.
+    Trained weights are float32; frozen ones have ``config.dtype``.
 
     Args:
         config: the model section.
-        device: where the networks go.
+        device: the device of the networks.
         mixed_precision: "no" or "bf16": autocast of the denoiser.
-        seed: seed of random weights (a description, or LoRA's initialisation).
+        seed: seed of random weights (of a described pipeline, or of LoRA adapters).
         init_device: where the denoiser is until ``DiffusionModel.parallelize``: "cuda" is ``device``, "cpu" the CPU,
-            and "meta" nowhere: its weights are then read where they are needed.
+            and "meta" no device: each rank then reads the weights of its shards.
 
     Raises:
         ConfigError: when the folder or description is missing or of an unknown family, or a weight is not finite.
@@ -205,15 +214,16 @@ def build_diffusion_model(
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
     model.device = torch.device(device)
     model.idle_device = torch.device("cpu") if config.offload_idle else None
-    waiting = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()
+    idle_components = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()
     for name, component in model.components.items():
         if component is not model.denoiser and any(parameter.is_meta for parameter in component.parameters()):
             raise ConfigError(f"model.model_path {source}: {name} has other weights than its config.json says")
-        if name in waiting:
+        if name in idle_components:
             component.to(model.idle_device)
         elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
     for name, component in model.components.items() if source is not None else ():
+        assert source is not None
         refuse_not_finite(component, source / name)
     if config.lora is not None:
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
@@ -224,16 +234,19 @@ def build_diffusion_model(
 
 
 def read_description(path: str) -> dict[str, Any]:
-    """A description of a pipeline; words of its tokenizer are texts, whatever YAML makes of them."""
-    description, written = read_yaml(path), read_yaml(path, as_written=True)
+    """Reads the description of a pipeline; words of its tokenizer stay strings where YAML would make other types."""
+    description = read_yaml(path)
+    as_strings = read_yaml(path, as_written=True)
     tokens = description.get("tokenizer")
     if isinstance(tokens, dict) and isinstance(tokens.get("words"), list):
-        tokens["words"] = written["tokenizer"]["words"]
+        tokens["words"] = as_strings["tokenizer"]["words"]
     return description
 
 
-def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], Any]:
-    frozen, family = DTYPES[config.dtype], family_of(config)
+def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[DiffusionModel], DiffusionPipeline]:
+    """Builds the pipeline of a description, or loads that of a folder, its denoiser on meta if ``on_meta``."""
+    frozen_dtype = DTYPES[config.dtype]
+    family = family_of(config)
     if config.config_path is not None:
         description = read_description(config.config_path)
         trained = (family.denoiser_name, *family.further_denoisers) if config.lora is None else ()
@@ -244,25 +257,27 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
         if config.dtype != "fp32":
             for name, component in pipeline.components.items():
                 if isinstance(component, torch.nn.Module) and name not in trained:
-                    component.to(frozen)
+                    component.to(frozen_dtype)
         return family, pipeline
     folder = Path(str(config.model_path))
     pipeline_type = family.pipeline_type()
-    dtype = frozen if config.lora else torch.float32
+    denoiser_dtype = frozen_dtype if config.lora else torch.float32
     index = read_index(folder)
-    given: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
+    components: dict[str, Any] = {name: None for name, value in index.items() if value == [None, None]}
     if not has_part(index, family.denoiser_name):
         raise ConfigError(f"model.model_path {folder}: it has no {family.denoiser_name}, by model_index.json")
     denoisers = [name for name in (family.denoiser_name, *family.further_denoisers) if has_part(index, name)]
-    dtypes = {"default": frozen, **dict.fromkeys(denoisers, dtype)}
+    dtypes = {"default": frozen_dtype, **dict.fromkeys(denoisers, denoiser_dtype)}
     for name in denoisers if on_meta else ():
-        given[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(dtype)
+        components[name] = build_on_meta(partial(_from_config, component_class(*index[name]), folder / name)).to(
+            denoiser_dtype
+        )
     try:
-        pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **given)
+        pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **components)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
-        why = _other_shapes(folder, index) or f"diffusers cannot load it: {said}"
-        raise ConfigError(f"model.model_path {folder}: {why}") from error
+        message = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
+        reason = _describe_mismatch(folder, index) or f"diffusers cannot load it: {message}"
+        raise ConfigError(f"model.model_path {folder}: {reason}") from error
     except ImportError as error:
         raise MissingDependencyError(
             f"model.model_path {folder}: {family.pipeline_class} needs a package that is not installed: {error}"
@@ -270,8 +285,8 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     return family, pipeline
 
 
-def _other_shapes(folder: Path, index: dict[str, Any]) -> str:
-    """Which weight of a part from transformers has another shape than its configuration says; empty for none."""
+def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
+    """Names a weight of a transformers component whose shape is not that of its configuration; empty for none."""
     import transformers
 
     for name, value in index.items():
@@ -282,14 +297,15 @@ def _other_shapes(folder: Path, index: dict[str, Any]) -> str:
         try:
             _, report = load_pretrained(cls, folder / name, **settings)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError):
-            continue  # what diffusers said is the reason
-        for weight, stored, wanted in sorted(report.get("mismatched_keys") or ()):
+            continue  # the error of diffusers is reported instead
+        for weight, stored_shape, expected_shape in sorted(report.get("mismatched_keys") or ()):  # pyright: ignore[reportGeneralTypeIssues]
             return (
-                f"{name}: {weight} is {list(stored)} in the safetensors files, but {list(wanted)} by config.json: the "
-                "two are not of one model; copy both from the same place"
+                f"{name}: {weight} is {list(stored_shape)} in the safetensors files, but "
+                f"{list(expected_shape)} by config.json: the two are not of one model; copy both from the same place"
             )
     return ""
 
 
-def _from_config(cls: Any, folder: Path) -> torch.nn.Module:
+def _from_config(cls: type[ConfigMixin], folder: Path) -> torch.nn.Module:
+    """A diffusers module with random weights, of the configuration in a folder."""
     return make_from_config(cls, cls.load_config(folder))

@@ -1,4 +1,8 @@
-"""Where the diffusion transformers are cut. diffusers' own plans where they are correct; see docs/parallelism.md."""
+"""Parallel plans of the diffusion transformers and UNets: how their layers are cut for tensor and sequence parallelism.
+
+They are diffusers' own plans where those are correct; see docs/parallelism.md. A style that ends in ``?`` is for a
+layer that not every model of the family has.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,15 @@ JOINT_TARGETS = tuple(
     f"attn.{name}"
     for name in ("to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 )
-"""Linear layers of a joint attention of text and image, which get adapters."""
+"""Linear layers of a joint attention of text and image: targets of LoRA adapters."""
 
 
 def _joint_attention(may_lack: str = "") -> dict[str, str]:
-    """Styles of a joint attention of text and image; not every model has what is marked by ``may_lack``."""
+    """Styles of the layers of a joint attention of text and image.
+
+    Args:
+        may_lack: "?" marks the norms and the output of the text as layers that not every model has.
+    """
     styles = dict.fromkeys(("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"), "colwise")
     norms = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
     styles |= dict.fromkeys(norms, f"replicated_with_grad_allreduce{may_lack}")
@@ -57,8 +65,8 @@ FLUX = ParallelPlan(
         "single_transformer_blocks.*.attn.to_v": "colwise",
         "single_transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
         "single_transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
-        # proj_out takes attention (one block of features) and feed-forward (four) side by side: each block is cut,
-        # and proj_mlp makes the shards of the four
+        # The input of proj_out is the concatenation of the attention's output (one block of features) and that of the
+        # feed-forward layer (four blocks). Each block is cut by itself, so proj_mlp must produce its four in shards.
         "single_transformer_blocks.*.proj_mlp": "packed_colwise:4",
         "single_transformer_blocks.*.proj_out": "packed_rowwise:5",
         "single_transformer_blocks.*": "separate_outputs",
@@ -81,7 +89,7 @@ QWEN_IMAGE = ParallelPlan(
     sequence={
         "pos_embed": {0: Split(0, output=True), 1: Split(0, output=True)},
         "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
-        # the keys' mask, and which tokens are of the condition image, are given whole to every block
+        # Every block gets the mask of the keys and the index of the condition image's tokens for the whole sequence.
         "transformer_blocks.*": {"encoder_hidden_states_mask": Split(1), "modulate_index": Split(1)},
         "proj_out": Gather(1),
     },

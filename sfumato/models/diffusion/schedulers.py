@@ -1,10 +1,13 @@
-"""What is read of a pipeline's scheduler: its noise levels, for training and for sampling, of flow models and of UNets.
+"""Noise levels for training and sampling, read from a pipeline's scheduler, for flow models and UNets.
 
-How a step is made from one level to the next is not the scheduler's matter here: the dynamics and solvers of
-``sfumato.algorithms`` are. Each field of a scheduler is therefore of one of three kinds: it says something of the noise
-levels or of the network and is used; it belongs to the scheduler's own steps and changes nothing; or the model would be
-trained or sampled in another way than its scheduler says, and anything but a harmless value is refused.
+Steps from one noise level to the next are made by the dynamics and solvers of ``sfumato.algorithms``, not by the
+scheduler. Each field of a scheduler is therefore treated in one of three ways. Fields about noise levels or the network
+are used. Fields about the scheduler's own steps are ignored. All others are refused unless they have a harmless value,
+since the model would be trained or sampled differently from what its scheduler says.
 """
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,14 +24,19 @@ from torch import Tensor
 
 from sfumato.errors import ConfigError, MissingDependencyError
 
+if TYPE_CHECKING:
+    from diffusers.configuration_utils import ConfigMixin
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
 FLOW_MATCHING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
-"""Schedulers of flow models alone; Heun's noise levels are Euler's."""
+"""Schedulers for flow models only; Heun's noise levels are those of Euler."""
 
 MULTISTEP = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler")
-"""Schedulers of flow models when told so by ``use_flow_sigmas``, and of UNets else."""
+"""Schedulers for flow models with ``use_flow_sigmas``, and for UNets without."""
 
 OF_TIMESTEPS = ("DDIMScheduler", "DDIMParallelScheduler", "DDPMScheduler", "DDPMParallelScheduler", "PNDMScheduler")
-"""Schedulers of UNets that go from one of the training's timesteps to another one."""
+"""Schedulers of UNets whose noise levels are those of timesteps of the training."""
 
 SCALED_START = (
     "EulerDiscreteScheduler",
@@ -38,12 +46,14 @@ SCALED_START = (
     "KDPM2AncestralDiscreteScheduler",
     "LMSDiscreteScheduler",
 )
-"""Schedulers of UNets whose first latents have the deviation of the first noise level, unless spacing is leading."""
+"""Schedulers of UNets whose first latents have the standard deviation of the first noise level, except with
+``timestep_spacing`` leading."""
 
 OF_SIGMAS = (*SCALED_START, *MULTISTEP, "DEISMultistepScheduler", "SASolverScheduler")
-"""Schedulers of UNets with noise levels of their own, which may lie between those of the training's timesteps."""
+"""Schedulers of UNets whose noise levels may lie between those of the timesteps of the training."""
 
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+"""Fields that replace the spacing of the noise levels."""
 
 FLOW_FIELDS = {
     "num_train_timesteps",
@@ -62,7 +72,7 @@ FLOW_FIELDS = {
     "prediction_type",
     *SPACINGS,
 }
-"""Fields that are used of a scheduler of a flow model."""
+"""Fields of a flow model's scheduler that are used."""
 
 BETAS = {
     "beta_start",
@@ -74,7 +84,7 @@ BETAS = {
     "steps_offset",
     "lambda_min_clipped",
 }
-"""Fields of noise schedules of UNets, without effect in a flow model but under ``use_karras_sigmas``."""
+"""Fields of noise schedules of UNets; in a flow model they matter only with ``use_karras_sigmas``."""
 
 UNET_FIELDS = {
     "num_train_timesteps",
@@ -86,7 +96,7 @@ UNET_FIELDS = {
     *BETAS,
     *SPACINGS,
 }
-"""Fields that are used of a scheduler of a UNet."""
+"""Fields of a UNet's scheduler that are used."""
 
 OF_STEPS = {
     "algorithm_type",
@@ -109,10 +119,10 @@ OF_STEPS = {
     "tau_func",
     "time_shift_type",
 }
-"""Fields of a scheduler's own steps, without effect. The last noise level is always 0, whatever ``final_sigmas_type``
-and ``set_alpha_to_one`` say."""
+"""Fields of the scheduler's own steps, which are ignored. The last noise level is always 0, regardless of
+``final_sigmas_type`` and ``set_alpha_to_one``."""
 
-NEEDED: dict[str, tuple[Any, ...]] = {
+NEEDED: dict[str, tuple[object, ...]] = {
     "clip_sample": (False,),  # latents are larger than pixels
     "thresholding": (False,),
     "invert_sigmas": (False,),
@@ -120,8 +130,8 @@ NEEDED: dict[str, tuple[Any, ...]] = {
     "timestep_type": ("discrete",),
     "variance_type": (None, "fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
 }
-"""Values that a field must have, the first being that which is advised: others clip what is predicted, turn time round,
-draw new noise in each step, or mean a network with further inputs or outputs."""
+"""Values that are allowed for a field, the recommended one first. Other values clip predictions, reverse time, draw new
+noise in each step, or belong to networks with more inputs or outputs."""
 
 FLOW_NEEDED = {
     "use_flow_sigmas": (True,),
@@ -131,7 +141,7 @@ FLOW_NEEDED = {
     "use_beta_sigmas": (False,),
     "use_lu_lambdas": (False,),
 }
-"""The same of ``MULTISTEP`` in a flow model: what spaces noise levels of UNets gives levels above 1."""
+"""Allowed values for ``MULTISTEP`` schedulers of a flow model: spacings made for UNets would give levels above 1."""
 
 UNET_NEEDED = {
     "prediction_type": ("epsilon", "v_prediction"),
@@ -140,32 +150,33 @@ UNET_NEEDED = {
     "use_dynamic_shifting": (False,),
     "shift_terminal": (None,),
 }
-"""The same of a UNet."""
+"""Allowed values for schedulers of a UNet."""
 
 FILE = "scheduler/scheduler_config.json"
+"""The scheduler's file in a pipeline folder."""
 
 PATCH = 2
-"""Latent pixels along each side of a token, where a family has no other patches."""
+"""Latent pixels along each side of a token, by default."""
 
 LARGEST_SHIFT = 1.15
-"""What most pipelines take for ``max_shift`` of a dynamic shift where the scheduler does not say it."""
+"""``max_shift`` of a dynamic shift in most pipelines, if the scheduler does not set it."""
 
 
-def settings_of(scheduler: Any) -> dict[str, Any]:
-    """The fields that a scheduler's class has, as they are set: its file may hold those of other classes besides."""
+def settings_of(scheduler: ConfigMixin) -> dict[str, Any]:
+    """Values of the fields that a scheduler's class takes; its file may hold fields of other classes besides."""
     names = inspect.signature(type(scheduler).__init__).parameters
     return {name: scheduler.config[name] for name in names if name in scheduler.config}
 
 
-def check_flow_scheduler(scheduler: Any, knows_size: bool = True) -> None:
-    """Whether noise levels of a flow model can be taken from a scheduler.
+def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True) -> None:
+    """Checks that the noise levels of a flow model can be taken from a scheduler.
 
     Args:
-        scheduler: of the pipeline.
-        knows_size: the family's pipeline tells its scheduler how large an image is, which a dynamic shift needs.
+        scheduler: the pipeline's scheduler.
+        knows_size: whether the pipeline passes the size of an image to its scheduler, which a dynamic shift needs.
 
     Raises:
-        ConfigError: when another class of schedulers or another value of a field is needed; says which.
+        ConfigError: when the class of the scheduler or the value of a field is not supported; it names those that are.
     """
     name = type(scheduler).__name__
     if name in FLOW_MATCHING:
@@ -183,13 +194,14 @@ def check_flow_scheduler(scheduler: Any, knows_size: bool = True) -> None:
             _check_fields(scheduler, FLOW_FIELDS | BETAS | OF_STEPS, {"time_shift_type": ("exponential",)})
 
 
-def check_unet_scheduler(scheduler: Any) -> None:
-    """Whether noise levels of a UNet can be taken from a scheduler.
+def check_unet_scheduler(scheduler: ConfigMixin) -> None:
+    """Checks that the noise levels of a UNet can be taken from a scheduler.
 
     Raises:
-        ConfigError: as ``check_flow_scheduler``; also when it starts from pure noise with a network that predicts it.
+        ConfigError: as ``check_flow_scheduler``; also when it starts from pure noise and the network predicts noise.
     """
-    name, settings = type(scheduler).__name__, settings_of(scheduler)
+    name = type(scheduler).__name__
+    settings = settings_of(scheduler)
     if name not in (*OF_TIMESTEPS, *OF_SIGMAS):
         _refuse_class(name, "a UNet", [*OF_TIMESTEPS, *OF_SIGMAS], "DDIMScheduler")
     _check_fields(scheduler, UNET_FIELDS | OF_STEPS, NEEDED | UNET_NEEDED)
@@ -200,13 +212,13 @@ def check_unet_scheduler(scheduler: Any) -> None:
         )
 
 
-def require_scipy(class_name: str, settings: Any, where: str) -> None:
-    """Whether diffusers needs scipy for a scheduler, and has it.
+def require_scipy(class_name: str, settings: object, where: str) -> None:
+    """Checks that scipy is installed if diffusers needs it for a scheduler.
 
     Args:
-        class_name: of the scheduler.
-        settings: its fields.
-        where: they stand, for messages.
+        class_name: the scheduler's class.
+        settings: the scheduler's fields; anything but a mapping counts as none.
+        where: names the file or option, for messages.
 
     Raises:
         MissingDependencyError: when scipy is needed and not installed.
@@ -222,15 +234,22 @@ def require_scipy(class_name: str, settings: Any, where: str) -> None:
         )
 
 
-def _refuse_class(name: str, model: str, known: list[str], advised: str) -> None:
+def _refuse_class(name: str, model: str, supported: list[str], advised: str) -> NoReturn:
+    """Raises ConfigError for a class of schedulers that is not supported, and advises one."""
     raise ConfigError(
-        f"the scheduler {name} is none of {model} whose noise levels are known here: {', '.join(known)}. If the model "
-        f"goes with one of these, name it, such as {advised}, in model_index.json and as _class_name in {FILE}"
+        f"the scheduler {name} is none of {model} whose noise levels are known here: {', '.join(supported)}. If the "
+        f"model goes with one of these, name it, such as {advised}, in model_index.json and as _class_name in {FILE}"
     )
 
 
-def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ConfigError for a field that has no value that is needed, or that is new and not as it is by default."""
+def _check_fields(scheduler: ConfigMixin, used: set[str], needed: Mapping[str, tuple[object, ...]]) -> None:
+    """Raises ConfigError for a field with a value that is not supported.
+
+    Args:
+        scheduler: the scheduler.
+        used: fields that may have any value. Fields that are in neither set must have the default of the class.
+        needed: allowed values of fields.
+    """
     defaults = inspect.signature(type(scheduler).__init__).parameters
     for field, value in settings_of(scheduler).items():
         allowed = needed.get(field, (value,) if field in used else (defaults[field].default,))
@@ -243,7 +262,7 @@ def _check_fields(scheduler: Any, used: set[str], needed: Mapping[str, tuple[Any
 
 
 def flow_sigmas(
-    scheduler: Any,
+    scheduler: ConfigMixin,
     num_steps: int,
     latent_shape: Sequence[int],
     *,
@@ -251,45 +270,48 @@ def flow_sigmas(
     largest_shift: float = LARGEST_SHIFT,
     gives_sigmas: bool = True,
 ) -> Tensor:
-    """Noise levels of a trajectory of a flow model, from 1, or where a schedule begins, to 0.
+    """Noise levels of a trajectory of a flow model, from the first of the schedule (at most 1) to 0.
 
     Args:
-        scheduler: that ``check_flow_scheduler`` takes; it stays as it is.
-        num_steps: n.
-        latent_shape: of the image, whose size a dynamic shift follows.
+        scheduler: one that ``check_flow_scheduler`` accepts; it is not changed.
+        num_steps: number of steps n.
+        latent_shape: shape of the image's latent, on which a dynamic shift depends.
         patch: latent pixels along each side of a token.
         largest_shift: see ``dynamic_shift``.
-        gives_sigmas: the pipeline gives 1, 1 - 1/n, ... 1/n to be shifted, where the scheduler takes them, and not n.
+        gives_sigmas: whether the pipeline passes the unshifted levels 1, 1 - 1/n, ... 1/n to schedulers that take them,
+            instead of n.
 
     Returns:
         float32 ``[num_steps + 1]``.
     """
     if type(scheduler).__name__ == "FlowMatchHeunDiscreteScheduler":
         scheduler = _as_euler(scheduler)
-    scheduler, settings, given = copy.deepcopy(scheduler), settings_of(scheduler), {}
-    if gives_sigmas and num_steps == 1:  # shift or none, and shift_terminal would divide by zero
+    settings = settings_of(scheduler)
+    scheduler = copy.deepcopy(scheduler)
+    shift_arguments = {}
+    if gives_sigmas and num_steps == 1:  # any shift leaves level 1 as it is; shift_terminal would divide by zero
         return torch.tensor([1.0, 0.0])
     if settings.get("use_dynamic_shifting"):
-        given["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
+        shift_arguments["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
     if gives_sigmas and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **given)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **shift_arguments)
     else:
-        scheduler.set_timesteps(num_steps, **given)
+        scheduler.set_timesteps(num_steps, **shift_arguments)
     return scheduler.sigmas.to(torch.float32)
 
 
 def flow_shift(
-    scheduler: Any,
+    scheduler: ConfigMixin,
     latent_shape: Sequence[int] | None = None,
     *,
     patch: int = PATCH,
     largest_shift: float = LARGEST_SHIFT,
 ) -> float:
-    """The factor s of the scheduler's shift of an image, sigma -> s sigma / (1 + (s - 1) sigma).
+    """The factor s of the scheduler's timestep shift, sigma -> s sigma / (1 + (s - 1) sigma).
 
     Args:
         scheduler, patch, largest_shift: as for ``flow_sigmas``.
-        latent_shape: of the image; None is the largest that the scheduler was made for.
+        latent_shape: shape of the image's latent; None is the largest image that the scheduler was made for.
     """
     settings = settings_of(scheduler)
     if not settings.get("use_dynamic_shifting"):
@@ -300,32 +322,35 @@ def flow_shift(
     return mu if settings["time_shift_type"] == "linear" else math.exp(mu)
 
 
-def dynamic_shift(scheduler: Any, tokens: int, largest_shift: float) -> float:
-    """The line through (base_image_seq_len, base_shift) and (max_image_seq_len, max_shift); the pipelines' defaults.
+def dynamic_shift(scheduler: ConfigMixin, tokens: int, largest_shift: float) -> float:
+    """The shift mu of an image of so many tokens, as the pipelines compute it.
 
-    ``largest_shift`` is what a pipeline takes for ``max_shift`` where the scheduler does not say it.
+    mu is linear in the number of tokens: base_shift at base_image_seq_len, and max_shift at max_image_seq_len.
+    ``largest_shift`` is the pipeline's default of ``max_shift``.
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    given = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": 4096}
+    defaults = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": 4096}
+    # diffusers' function has other names than the scheduler's fields for two of its arguments.
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
-    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in given.items()}
+    settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in defaults.items()}
     return float(calculate_shift(tokens, **settings))
 
 
 def _num_tokens(latent_shape: Sequence[int], patch: int) -> int:
+    """Number of tokens of an image whose latent ends in height and width."""
     return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
 
-def _as_euler(scheduler: Any) -> Any:
-    """FlowMatchEulerDiscreteScheduler with the noise levels of Heun's, each of which that one has twice."""
+def _as_euler(scheduler: ConfigMixin) -> FlowMatchEulerDiscreteScheduler:
+    """A FlowMatchEulerDiscreteScheduler with the noise levels of a Heun scheduler, which lists each level twice."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(**settings_of(scheduler))
 
 
-def as_ddim(scheduler: Any) -> Any:
-    """A DDIMScheduler with the noise schedule and the spacing of timesteps of a UNet's scheduler."""
+def as_ddim(scheduler: ConfigMixin) -> DDIMScheduler:
+    """A DDIMScheduler with the noise schedule and timestep spacing of a UNet's scheduler."""
     from diffusers import DDIMScheduler
 
     names = inspect.signature(DDIMScheduler.__init__).parameters
@@ -333,19 +358,23 @@ def as_ddim(scheduler: Any) -> Any:
     return DDIMScheduler(**settings)
 
 
-def unet_levels(scheduler: Any) -> Tensor:
-    """s = c / (a + c) of each timestep of a variance-preserving schedule: float64, ascending."""
-    kept = as_ddim(scheduler).alphas_cumprod.double()
-    signal, noise = kept.sqrt(), (1 - kept).sqrt()
+def unet_levels(scheduler: ConfigMixin) -> Tensor:
+    """Noise levels s = c / (a + c) of all timesteps of a variance-preserving schedule: float64, ascending.
+
+    a and c are the factors of image and noise, a^2 + c^2 = 1.
+    """
+    alphas_cumprod = as_ddim(scheduler).alphas_cumprod.double()
+    signal = alphas_cumprod.sqrt()
+    noise = (1 - alphas_cumprod).sqrt()
     return noise / (signal + noise)
 
 
-def unet_sigmas(scheduler: Any, num_steps: int, levels: Tensor) -> Tensor:
-    """The noise levels s of a trajectory of a UNet, then 0.
+def unet_sigmas(scheduler: ConfigMixin, num_steps: int, levels: Tensor) -> Tensor:
+    """Noise levels s of a trajectory of a UNet, then 0.
 
     Args:
-        scheduler: that ``check_unet_scheduler`` takes; it stays as it is.
-        num_steps: of the trajectory.
+        scheduler: one that ``check_unet_scheduler`` accepts; it is not changed.
+        num_steps: number of steps.
         levels: ``unet_levels`` of the scheduler.
 
     Returns:
@@ -358,18 +387,24 @@ def unet_sigmas(scheduler: Any, num_steps: int, levels: Tensor) -> Tensor:
     else:
         scheduler = copy.deepcopy(scheduler)
         scheduler.set_timesteps(num_steps)
-        sigmas = torch.unique_consecutive(scheduler.sigmas.double())[:num_steps]  # c / a; Heun's stand there twice
+        sigmas = torch.unique_consecutive(scheduler.sigmas.double())[:num_steps]  # c / a; Heun lists each twice
         timesteps = torch.unique_consecutive(scheduler.timesteps.double())
+        # Whole timesteps have a float64 level in ``levels``; the scheduler's own sigmas are float32.
         is_point = len(timesteps) == len(sigmas) and bool((timesteps == timesteps.round()).all())
         is_respaced = any(settings_of(scheduler).get(name) for name in (*SPACINGS, "use_lu_lambdas"))
         chosen = levels[timesteps.long()] if is_point and not is_respaced else sigmas / (1 + sigmas)
     return torch.cat([chosen, torch.zeros(1, dtype=torch.float64)]).to(torch.float32)
 
 
-def unet_start(scheduler: Any, sigma: Tensor) -> Tensor:
-    """By what noise of variance 1 is multiplied where a trajectory begins at the level ``sigma`` ``[]``.
+def unet_start(scheduler: ConfigMixin, sigma: Tensor) -> Tensor:
+    """The factor by which standard normal noise is multiplied at the start of a trajectory.
 
-    The scheduler starts with variance 1 on the variance-preserving path, or with that which belongs to the level.
+    Some schedulers start with the variance of the first noise level, the others with variance 1 on the
+    variance-preserving path.
+
+    Args:
+        scheduler: the UNet's scheduler.
+        sigma: the first noise level, ``[]``.
     """
     spacing = settings_of(scheduler).get("timestep_spacing")
     if type(scheduler).__name__ in SCALED_START and spacing in ("linspace", "trailing"):

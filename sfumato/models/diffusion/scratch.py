@@ -1,41 +1,73 @@
-"""Parts of pipelines made from scratch: tokenizers, text encoders and autoencoders of the standard classes.
+"""Builders of pipeline components with random weights: tokenizers, text encoders and autoencoders.
 
-Nothing is downloaded; weights are random. Callers set the seed of torch's generator.
+The classes are those of transformers and diffusers, and nothing is downloaded. Callers seed torch's generator.
 """
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sfumato.config.load import suggest
 from sfumato.errors import MissingDependencyError
 
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+    from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPTextModel,
+        CLIPTextModelWithProjection,
+        CLIPTokenizer,
+        CLIPVisionModel,
+        PreTrainedTokenizerBase,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2Tokenizer,
+        Qwen2VLProcessor,
+        Qwen3Model,
+        T5EncoderModel,
+        T5Tokenizer,
+        UMT5EncoderModel,
+    )
 
-def unknown_keys(description: dict[str, Any], known: Iterable[str], needed: str | None = None) -> None:
-    """Raises ValueError for a section that no family knows, or when the one that is needed is missing."""
-    known = sorted(known)
-    wrong = [key for key in description if key not in known]
+
+def unknown_keys(description: dict[str, Any], allowed: Iterable[str], needed: str | None = None) -> None:
+    """Checks the sections of a description.
+
+    Args:
+        description: the whole description.
+        allowed: names of the sections that there may be.
+        needed: the section that must be there, if any.
+
+    Raises:
+        ValueError: when a section is not allowed, or the needed one is missing.
+    """
+    allowed = sorted(allowed)
+    wrong = [key for key in description if key not in allowed]
     if wrong:
-        raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+        raise ValueError(f"{wrong[0]}: unknown key{suggest(str(wrong[0]), allowed)}")
     if needed is not None and needed not in description:
         raise ValueError(f"{needed}: required, but not set")
 
 
 def section_of(
-    description: dict[str, Any], name: str, target: Callable[..., Any], given: Iterable[str] = ()
+    description: dict[str, Any], name: str, target: Callable[..., Any], reserved: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The arguments that a section of a description has for what it builds.
+    """The arguments in a section of a description, checked against the signature of what they are passed to.
 
     Args:
         description: the whole description.
         name: the section; empty when it is absent.
         target: the class or function that takes the arguments.
-        given: arguments of ``target`` that are not the section's to set.
+        reserved: arguments of ``target`` that the caller sets, which the section must not contain.
 
     Raises:
         ValueError: the section is no mapping, or has a key that ``target`` does not take.
@@ -43,22 +75,22 @@ def section_of(
     section = description.get(name, {})
     if not isinstance(section, dict):
         raise ValueError(f"{name}: must be a mapping, not {section!r}")
-    known = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *given}]
-    wrong = [key for key in section if key not in known]
+    allowed = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *reserved}]
+    wrong = [key for key in section if key not in allowed]
     if wrong:
-        raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), known)}")
+        raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), allowed)}")
     return section
 
 
-def start_at_zero(*layers: torch.nn.Module) -> None:
+def start_at_zero(*layers: torch.nn.Linear) -> None:
     """Zeroes the weights and biases of output layers, so that a new network begins by predicting zero."""
     for layer in layers:
         torch.nn.init.zeros_(layer.weight)
         torch.nn.init.zeros_(layer.bias)
 
 
-def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any:
-    """A CLIPTokenizer over bytes: every character is a token, besides the whole words that are given.
+def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> CLIPTokenizer:
+    """A CLIPTokenizer whose tokens are bytes and some whole words.
 
     Args:
         words: lower-case words that become one token each.
@@ -70,7 +102,7 @@ def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any
     letters = sorted(ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
     merges = []
-    for word in words:
+    for word in words:  # a word is merged letter by letter, so each of its beginnings is a token, too
         merged = word[0]
         for position, letter in enumerate(word[1:], start=2):
             right = f"{letter}</w>" if position == len(word) else letter
@@ -84,11 +116,16 @@ def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> Any
 
 
 def build_clip_encoder(
-    tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4, projection: bool = True
-) -> torch.nn.Module:
-    """A CLIPTextModelWithProjection, or CLIPTextModel, with random weights and embeddings of unit scale.
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    projection: bool = True,
+) -> CLIPTextModelWithProjection | CLIPTextModel:
+    """A CLIP text encoder with random weights, with ``projection`` or without.
 
-    CLIP's usual 0.02 would drown in the bias of the denoiser's context embedder.
+    Its embeddings have a standard deviation of 1: CLIP's usual 0.02 would drown in the bias of the denoiser's context
+    embedder.
     """
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -100,21 +137,22 @@ def build_clip_encoder(
         num_attention_heads=num_heads,
         projection_dim=width,
         max_position_embeddings=tokenizer.model_max_length,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,  # pyright: ignore[reportArgumentType]
+        eos_token_id=tokenizer.eos_token_id,  # pyright: ignore[reportArgumentType]
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
     )
     encoder = (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
     embeddings = next(submodule for name, submodule in encoder.named_modules() if name.endswith("embeddings"))
-    torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)
-    torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)
+    torch.nn.init.normal_(embeddings.token_embedding.weight, std=1.0)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    torch.nn.init.normal_(embeddings.position_embedding.weight, std=1.0)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     return encoder
 
 
-def build_t5_tokenizer(words: Iterable[str] = ()) -> Any:
-    """A T5 tokenizer over the characters of printable ASCII, besides the word beginnings that are given."""
+def build_t5_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
+    """A T5 tokenizer whose tokens are the characters of printable ASCII and some beginnings of words."""
     from transformers import T5Tokenizer
 
+    # Pieces with their log-probabilities: whole words are preferred to single letters.
     letters = [chr(code) for code in range(33, 127)]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
     pieces += [(f"▁{word}", -1.0) for word in dict.fromkeys(words)]
@@ -122,13 +160,14 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> Any:
 
 
 def build_t5_encoder(
-    tokenizer: Any, width: int, num_layers: int = 1, num_heads: int = 4, silent: bool = True
-) -> torch.nn.Module:
-    """A T5EncoderModel whose output has ``width`` features, with ``silent`` all zero until it is trained.
+    tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int = 1, num_heads: int = 4, silent: bool = True
+) -> T5EncoderModel:
+    """A T5EncoderModel with random weights, whose output has ``width`` features.
 
-    Zeros are what the SD3 pipeline puts in the place of a missing T5, beside which random features would only disturb.
+    With ``silent`` the output is zero: random features would only disturb, and the SD3 pipeline, too, puts zeros in the
+    place of a missing T5.
     """
-    encoder = _t5_encoder("T5", tokenizer, width, num_layers, num_heads)
+    encoder = _build_t5_encoder("T5", tokenizer, width, num_layers, num_heads)
     if silent:
         torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
     return encoder
@@ -142,24 +181,27 @@ def build_autoencoder(
     scaling_factor: float = 1.0,
     shift_factor: float = 0.0,
     sample_size: int | Sequence[int] = 32,
-) -> torch.nn.Module:
-    """An AutoencoderKL without attention; each entry of ``channels`` but the last halves the size, ``sample_size``
-    pixels, which is noted alone."""
+) -> AutoencoderKL:
+    """An AutoencoderKL without attention.
+
+    Each entry of ``channels`` but the last halves the size of the image. ``sample_size`` is only recorded in the
+    configuration.
+    """
     from diffusers import AutoencoderKL
 
     channels = tuple(channels)
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * len(channels),
-        up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels,
+        down_block_types=("DownEncoderBlock2D",) * len(channels),  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * len(channels),  # pyright: ignore[reportArgumentType]
+        block_out_channels=channels,  # pyright: ignore[reportArgumentType]
         layers_per_block=layers_per_block,
         latent_channels=latent_channels,
         norm_num_groups=norm_groups,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
-        sample_size=sample_size,
+        sample_size=sample_size,  # pyright: ignore[reportArgumentType]
         use_quant_conv=False,
         use_post_quant_conv=False,
         mid_block_add_attention=False,
@@ -167,28 +209,33 @@ def build_autoencoder(
 
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special tokens of Qwen."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VISION_PATCH = 14
-"""Side in pixels of the patches of Qwen2.5-VL's image encoder; four of them become a token."""
+"""Side in pixels of the patches of Qwen2.5-VL's image encoder; 2 x 2 of them become a token."""
 
 
-def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Any:
-    """A Qwen2Tokenizer over bytes: every byte is a token, besides the whole words that are given.
+def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Qwen2Tokenizer:
+    """A Qwen2Tokenizer whose tokens are bytes and some whole words.
 
     Args:
-        words: what becomes one token each, at the start of a text and after a space.
-        template: a pipeline's, whose words become tokens too, about as many as Qwen's own tokenizer makes of it.
+        words: words that become one token each, at the start of a text and after a space.
+        template: the pipeline's template, whose words become tokens too, so that it takes about as many tokens as with
+            Qwen's own tokenizer.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
-    letters, to_bytes = sorted(ByteLevel.alphabet()), ByteLevel(add_prefix_space=False, use_regex=False)
-    words = [*words, *(f" {word}" for word in words), *_words_of(template)]
-    tokens, merges = list(letters), []
-    for word in sorted(dict.fromkeys(words), key=lambda word: word[0] != " "):  # an earlier merge goes before a later
+    letters = sorted(ByteLevel.alphabet())
+    to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
+    words = [*words, *(f" {word}" for word in words), *_split_words(template)]
+    tokens = list(letters)
+    merges = []
+    # Earlier merges have priority: words with a space come first, else their letters would merge without it.
+    for word in sorted(dict.fromkeys(words), key=lambda word: word[0] != " "):
         pieces = to_bytes.pre_tokenize_str(word)[0][0]
         for end in range(2, len(pieces) + 1):
             merges.append((pieces[: end - 1], pieces[end - 1]))
@@ -200,14 +247,18 @@ def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Any:
 
 
 def build_qwen3_encoder(
-    tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2
-) -> torch.nn.Module:
-    """A Qwen3Model with random weights and embeddings of unit scale."""
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Qwen3Model:
+    """A Qwen3Model with random weights and embeddings of standard deviation 1."""
     from transformers import Qwen3Config, Qwen3Model
 
     encoder = Qwen3Model(
         Qwen3Config(
-            **_language(tokenizer, width, num_layers, num_heads, num_kv_heads),
+            **_language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
             head_dim=width // num_heads,
         )
     )
@@ -216,7 +267,7 @@ def build_qwen3_encoder(
 
 
 def build_qwen_vl_encoder(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     width: int = 32,
     num_layers: int = 2,
     num_heads: int = 4,
@@ -224,14 +275,15 @@ def build_qwen_vl_encoder(
     vision_width: int = 16,
     vision_layers: int = 1,
     vision_heads: int = 2,
-) -> torch.nn.Module:
-    """A Qwen2_5_VLForConditionalGeneration with random weights and embeddings of unit scale."""
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2_5_VLForConditionalGeneration with random weights and embeddings of standard deviation 1."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    half = width // num_heads // 2
-    side = half * 3 // 8
-    sections = [half - 2 * side, side, side]  # time, height, width: 16, 24, 24 of Qwen's 64
-    language = _language(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    # Rotary frequencies of a head, shared out to time, height and width: 16, 24, 24 of 64 in Qwen's own model.
+    num_frequencies = width // num_heads // 2
+    side = num_frequencies * 3 // 8
+    sections = [num_frequencies - 2 * side, side, side]
+    language = _language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
     language["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     vision = {
         "depth": vision_layers,
@@ -242,7 +294,7 @@ def build_qwen_vl_encoder(
         "out_hidden_size": width,
         "fullatt_block_indexes": [vision_layers - 1],
     }
-    ids = {
+    ids: dict[str, Any] = {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in {
             "image": "image_pad",
@@ -252,12 +304,14 @@ def build_qwen_vl_encoder(
         }.items()
     }
     encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=language, vision_config=vision, **ids))
-    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)
+    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
     return encoder
 
 
-def build_qwen_vl_processor(tokenizer: Any, min_pixels: int = 28 * 28, max_pixels: int = 1280 * 28 * 28) -> Any:
-    """A Qwen2VLProcessor, which takes images between two sizes as they are, rounded to 28 pixels.
+def build_qwen_vl_processor(
+    tokenizer: PreTrainedTokenizerBase, min_pixels: int = 28 * 28, max_pixels: int = 1280 * 28 * 28
+) -> Qwen2VLProcessor:
+    """A Qwen2VLProcessor, which keeps the size of images between two numbers of pixels, rounded to multiples of 28.
 
     Raises:
         MissingDependencyError: without torchvision, which transformers needs for it.
@@ -270,7 +324,7 @@ def build_qwen_vl_processor(tokenizer: Any, min_pixels: int = 28 * 28, max_pixel
         ) from error
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    sizes = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
+    sizes: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,
@@ -286,7 +340,7 @@ def build_qwen_autoencoder(
     layers_per_block: int = 1,
     latents_mean: Iterable[float] | None = None,
     latents_std: Iterable[float] | None = None,
-) -> torch.nn.Module:
+) -> AutoencoderKLQwenImage:
     """An AutoencoderKLQwenImage; each entry of ``multipliers`` but the first halves the size."""
     from diffusers import AutoencoderKLQwenImage
 
@@ -302,7 +356,10 @@ def build_qwen_autoencoder(
     )
 
 
-def _language(tokenizer: Any, width: int, num_layers: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
+def _language_settings(
+    tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int, num_heads: int, num_kv_heads: int
+) -> dict[str, Any]:
+    """Settings that the configurations of Qwen's language models share."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": width,
@@ -318,19 +375,24 @@ def _language(tokenizer: Any, width: int, num_layers: int, num_heads: int, num_k
     }
 
 
-def _words_of(template: str) -> list[str]:
-    """The words of a template, each with the space before it if there is one."""
+def _split_words(template: str) -> list[str]:
+    """The words of a template, each with the space before it if there is one, without special tokens."""
     for token in SPECIAL:
         template = template.replace(token, "\n")
     return re.findall(r"'[a-z]+| ?[A-Za-z]+| \(", template.replace("{}", "\n"))
 
 
-def build_umt5_encoder(tokenizer: Any, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> torch.nn.Module:
-    """A UMT5EncoderModel with random weights; its output has ``width`` features."""
-    return _t5_encoder("UMT5", tokenizer, width, num_layers, num_heads)
+def build_umt5_encoder(
+    tokenizer: PreTrainedTokenizerBase, width: int = 32, num_layers: int = 2, num_heads: int = 4
+) -> UMT5EncoderModel:
+    """A UMT5EncoderModel with random weights, whose output has ``width`` features."""
+    return _build_t5_encoder("UMT5", tokenizer, width, num_layers, num_heads)
 
 
-def _t5_encoder(kind: str, tokenizer: Any, width: int, num_layers: int, num_heads: int) -> torch.nn.Module:
+def _build_t5_encoder(
+    kind: str, tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int, num_heads: int
+) -> Any:
+    """The encoder of ``kind`` T5 or UMT5 with random weights."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(
@@ -348,8 +410,8 @@ def _t5_encoder(kind: str, tokenizer: Any, width: int, num_layers: int, num_head
 
 def build_clip_vision_encoder(
     width: int = 32, num_layers: int = 2, num_heads: int = 4, image_size: int = 16, patch_size: int = 8
-) -> tuple[torch.nn.Module, Any]:
-    """A CLIPVisionModel with random weights, and the processor that makes images of any size fit it."""
+) -> tuple[CLIPVisionModel, CLIPImageProcessor]:
+    """A CLIPVisionModel with random weights, and the processor that scales and crops images for it."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     config = CLIPVisionConfig(
@@ -373,18 +435,18 @@ def build_wan_autoencoder(
     residual: bool = False,
     latents_mean: Iterable[float] | None = None,
     latents_std: Iterable[float] | None = None,
-) -> torch.nn.Module:
-    """An AutoencoderKLWan: the first frame alone, then four frames become one.
+) -> AutoencoderKLWan:
+    """An AutoencoderKLWan: the first frame becomes a latent frame of its own, and so do every four frames after it.
 
     Args:
-        channels: of the widest resolution; a multiple of 2.
-        multipliers: of ``channels``, one for each resolution, at least three; each but the last halves the size. The
-            last two steps halve the number of frames too.
-        latent_channels: of the latents.
-        layers_per_block: residual layers.
-        patch_size: pixels along each side that are folded into channels first (4 x 4 x 16 compression: 2).
-        residual: shortcuts around the blocks, as in Wan 2.2's 4 x 16 x 16.
-        latents_mean, latents_std: of each latent channel, which the latents are normalised by; 0 and 1 if None.
+        channels: number of channels at the highest resolution; a multiple of 2.
+        multipliers: factors of ``channels``, one for each resolution, at least three; each but the last halves the
+            size. The last two halvings halve the number of frames too.
+        latent_channels: number of channels of the latents.
+        layers_per_block: residual layers of a block.
+        patch_size: side in pixels of patches that are folded into channels first (2 in Wan 2.2's autoencoder).
+        residual: add shortcuts around the blocks, as in Wan 2.2's autoencoder, which compresses 4 x 16 x 16.
+        latents_mean, latents_std: statistics of each latent channel, by which latents are normalised; None is 0 and 1.
 
     Raises:
         ValueError: when there are less than three multipliers, or statistics of another number of channels.

@@ -1,16 +1,16 @@
-"""How many bytes wait for the backward pass, found out by running a model on tensors without memory.
+"""Counts the bytes that autograd saves for the backward pass, by running a model on tensors without memory.
 
-The model runs whole, on torch's fake tensors: shapes, dtypes, views and what autograd saves are real, numbers are not.
-What is saved is counted once for each storage, block by block. Of equal blocks only some run, since what the others
-save is known from these: a model of 61 layers has two or three kinds of them.
+The model runs on torch's fake tensors: they have shapes, dtypes and views, and autograd saves what it always does, but
+they have no values. Each storage that is saved is counted once, in the block that saves it first. Of equal blocks only
+some are run, since the others save the same: a model of 61 layers has two or three kinds of blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +22,29 @@ from transformers import DynamicCache
 from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight, storage_of
 from sfumato.parallel.shards import local
 
+if TYPE_CHECKING:
+    from torch.utils._pytree import TreeSpec
+    from torch.utils.hooks import RemovableHandle
+
 STAND_IN = "sfumato_stand_in"
-"""Name of the attention that takes the place of the real one."""
+"""Name, in transformers, of the attention that replaces the real one."""
 
 
 @dataclass
 class BlockBytes:
-    """What one block keeps in each mode of ``train.activation_checkpointing``."""
+    """Bytes that one block saves in each mode of ``train.activation_checkpointing``."""
 
     none: int = 0
     selective: int = 0
     full: int = 0
-    """The inputs of the block."""
+    """The inputs of the block alone."""
     copies: int = 0
-    """Weights that autocast has converted and that wait too."""
+    """Weights in autocast's precision, which are saved besides."""
 
 
 @dataclass
 class SavedBytes:
-    """What a micro-batch keeps until its backward pass."""
+    """Bytes that a micro-batch saves until its backward pass."""
 
     blocks: list[BlockBytes] = field(default_factory=list)
     """Bytes of each block, in order."""
@@ -49,22 +53,22 @@ class SavedBytes:
     after: int = 0
     """Saved after the last block: the last norm, logits, the loss."""
     copies: int = 0
-    """Weights that autocast has converted and that wait too, those outside of blocks included."""
+    """Weights in autocast's precision, within and outside of blocks, which are saved besides."""
 
     def kept(self, mode: str) -> list[int]:
-        """Bytes of each block in a mode."""
+        """Bytes of each block in a mode of ``train.activation_checkpointing``."""
         return [getattr(block, mode) for block in self.blocks]
 
 
-def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> SavedBytes:
-    """Runs a forward pass and counts what autograd saves. Inside ``FakeTensorMode``, after ``make_fake``.
+def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], object]) -> SavedBytes:
+    """Runs a forward pass and counts what autograd saves. Call it inside ``FakeTensorMode``, after ``make_fake``.
 
     Of equal blocks two are run.
 
     Args:
-        module: what holds the weights, which do not count.
+        module: the model; its weights do not count.
         blocks: its repeated blocks, in the order in which they run.
-        run: the forward pass with the loss.
+        run: runs the forward pass with the loss.
     """
     counter = _Counter(module, len(blocks))
     hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
@@ -78,40 +82,44 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
     finally:
         for hook in hooks:
             hook.remove()
-    return counter.found
+    return counter.saved
 
 
-class _Recorded(DynamicCache):
-    """Keys and values that layers hand over, by their bytes."""
+class _CountingCache(DynamicCache):
+    """A cache that counts the bytes of the keys and values that layers put into it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.since, self.total = 0, 0
+        self.block_bytes = 0
+        """Bytes since the last block."""
+        self.total = 0
+        """Bytes of all blocks, those that are not run included."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> Any:
-        self.since += key_states.nbytes + value_states.nbytes
-        return super().update(key_states, value_states, *args, **more)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+        self.block_bytes += key_states.nbytes + value_states.nbytes
+        return super().update(key_states, value_states, *args, **options)
 
 
 @torch.no_grad()
-def count_cached(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[Any], Any]) -> int:
-    """Runs a forward pass and counts the keys and values that layers hand to a cache of transformers, in bytes.
+def count_cached(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[DynamicCache], object]) -> int:
+    """Runs a forward pass and counts the bytes of keys and values that layers put into a cache of transformers.
 
-    Inside ``FakeTensorMode``, after ``make_fake``. Of equal blocks two are run.
+    Call it inside ``FakeTensorMode``, after ``make_fake``. Of equal blocks two are run.
 
     Args:
         module, blocks: as for ``count_saved``.
-        run: the forward pass, with the cache that it is given.
+        run: runs the forward pass with a cache.
     """
-    cache = _Recorded()
+    cache = _CountingCache()
 
-    def ran(_index: int, _made: list[Tensor]) -> int:
-        found, cache.since = cache.since, 0
-        cache.total += found
-        return found
+    def ran(_index: int, _outputs: list[Tensor]) -> int:
+        num_bytes = cache.block_bytes
+        cache.block_bytes = 0
+        cache.total += num_bytes
+        return num_bytes
 
-    def repeated(_index: int, _made: list[Tensor], found: int) -> None:
-        cache.total += found
+    def repeated(_index: int, _outputs: list[Tensor], num_bytes: int) -> None:
+        cache.total += num_bytes
 
     with run_some(blocks, ran, repeated), _Counter(module, len(blocks)):
         run(cache)
@@ -119,34 +127,34 @@ def count_cached(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callab
 
 
 def make_fake(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Gives a module weights without memory that look as if they lay on the CPU. Inside ``FakeTensorMode``.
+    """Replaces the weights of a module by fake ones on the CPU, which take no memory. Call it in ``FakeTensorMode``.
 
     Args:
-        module: with weights on meta or anywhere.
-        dtype: of all weights, as fsdp gathers them; None keeps theirs.
+        module: the module, with weights on any device or on meta.
+        dtype: the dtype of all weights, as fsdp gathers them; None keeps that of each weight.
     """
-    made: dict[int, nn.Parameter] = {}
+    fake_of_parameter: dict[int, nn.Parameter] = {}  # by id, so that tied weights stay tied
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in fake_of_parameter:
                     empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                owner._parameters[key] = made[id(parameter)]
+                    fake_of_parameter[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                owner._parameters[key] = fake_of_parameter[id(parameter)]
         for key, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
                 owner._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def register_stand_in(on_gpu: bool, scores: bool) -> str:
-    """Makes an attention known to transformers that saves what flash attention does: no score matrix.
+    """Registers, in transformers, an attention that saves the tensors that flash attention saves, without scores.
 
     Args:
-        on_gpu: false repeats keys and values to as many heads as queries, as torch's kernel for CPUs needs.
-        scores: keep the scores: eager attention.
+        on_gpu: whether the run is on a GPU; on CPUs torch's kernel needs keys and values repeated for each query head.
+        scores: save the matrix of scores, too, as eager attention does.
 
     Returns:
-        Its name.
+        The name of the attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -155,14 +163,17 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
     ) -> tuple[Tensor, None]:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
         times = query.shape[1] // key.shape[1]
         if not on_gpu and times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        own = value.shape[-1]
-        if not scores:  # the kernels want one width
-            value = functional.pad(value, (0, query.shape[-1] - own))
-        return _StandIn.apply(query, key, value, scores)[..., :own].transpose(1, 2), None
+            key = key.repeat_interleave(times, 1)
+            value = value.repeat_interleave(times, 1)
+        value_width = value.shape[-1]
+        if not scores:  # the kernels need one width for all
+            value = functional.pad(value, (0, query.shape[-1] - value_width))
+        return _StandIn.apply(query, key, value, scores)[..., :value_width].transpose(1, 2), None
 
     AttentionInterface.register(STAND_IN, attention)
     AttentionMaskInterface.register(STAND_IN, lambda *args, **kwargs: None)
@@ -170,7 +181,7 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
 
 
 class _StandIn(torch.autograd.Function):
-    """Saves query, key, value, result and the log-sum-exp of the scores; of the numbers it computes none."""
+    """Saves query, key, value, result and the log-sum-exp of the scores, without computing any values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: bool) -> Tensor:
@@ -191,15 +202,16 @@ class _StandIn(torch.autograd.Function):
 
 
 class _Counter(TorchDispatchMode):
-    """Counts saved storages by block, and the results that selective recomputation keeps."""
+    """Counts the storages that autograd saves, by block, and the results that selective checkpointing keeps."""
 
     active: _Counter | None = None
+    """The counter that is entered; ``_StandIn`` reports to it."""
 
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
         super().__init__()
-        self.found = SavedBytes([BlockBytes() for _ in range(num_blocks)])
-        self._seen = {storage_of(parameter): None for parameter in module.parameters()}
-        self._given: dict[int, Tensor] = {}
+        self.saved = SavedBytes([BlockBytes() for _ in range(num_blocks)])
+        self._seen: dict[int, Tensor | None] = {storage_of(parameter): None for parameter in module.parameters()}
+        self._inputs: dict[int, Tensor] = {}  # inputs of blocks, by storage
         self._block: int | None = None
         self._products = 0
         self._is_over = False
@@ -208,60 +220,68 @@ class _Counter(TorchDispatchMode):
         _Counter.active = self
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         _Counter.active = None
         super().__exit__(*exception)
 
-    def watch(self, block: nn.Module, index: int) -> list[Any]:
-        """Hooks that say when a block runs."""
+    def watch(self, block: nn.Module, index: int) -> list[RemovableHandle]:
+        """Registers hooks that note when a block begins and ends, and count its inputs."""
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._block, self._products = index, 0
+            self._block = index
+            self._products = 0
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and storage_of(leaf) not in self._given:
-                    self._given[storage_of(leaf)] = leaf  # kept, so that no other storage gets its address
-                    self.found.blocks[index].full += leaf.untyped_storage().nbytes()
+                if isinstance(leaf, Tensor) and storage_of(leaf) not in self._inputs:
+                    self._inputs[storage_of(leaf)] = leaf  # a reference, so that the address is not reused
+                    self.saved.blocks[index].full += leaf.untyped_storage().nbytes()
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._block, self._is_over = None, index == len(self.found.blocks) - 1
-            self.found.blocks[index].selective += self.found.blocks[index].full
+            self._block = None
+            self._is_over = index == len(self.saved.blocks) - 1
+            # Selective checkpointing keeps the inputs, and the results that ``keep`` counted.
+            self.saved.blocks[index].selective += self.saved.blocks[index].full
 
         return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Called by autograd for each tensor that it saves."""
+        """Counts a tensor that autograd saves."""
         plain = local(tensor.detach())
         if (storage := storage_of(plain)) in self._seen:
             return plain
         self._seen[storage] = plain
         num_bytes = plain.untyped_storage().nbytes()
         if is_converted_weight(tensor):
-            self.found.copies += num_bytes
+            self.saved.copies += num_bytes
             if self._block is not None:
-                self.found.blocks[self._block].copies += num_bytes
+                self.saved.blocks[self._block].copies += num_bytes
         elif self._block is not None:
-            self.found.blocks[self._block].none += num_bytes
+            self.saved.blocks[self._block].none += num_bytes
         elif self._is_over:
-            self.found.after += num_bytes
+            self.saved.after += num_bytes
         else:
-            self.found.before += num_bytes
+            self.saved.before += num_bytes
         return plain
 
-    def block_left(self, index: int, made: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
-        """What a block has saved, and of which tensors that it returns it has saved the storage."""
-        return replace(self.found.blocks[index]), [storage_of(tensor) in self._seen for tensor in made]
+    def block_left(self, index: int, outputs: list[Tensor]) -> tuple[BlockBytes, list[bool]]:
+        """What a block has saved, and for each of its outputs whether that is among it."""
+        return replace(self.saved.blocks[index]), [storage_of(tensor) in self._seen for tensor in outputs]
 
-    def block_repeats(self, index: int, made: list[Tensor], left: tuple[BlockBytes, list[bool]]) -> None:
-        """Counts for a block what an equal one has saved; what it was given is counted already."""
-        block, (equal, are_saved) = self.found.blocks[index], left
-        block.none, block.selective, block.copies = equal.none, equal.selective, equal.copies
-        self.found.copies += equal.copies
-        self._seen |= {storage_of(tensor): tensor for tensor, is_saved in zip(made, are_saved, strict=True) if is_saved}
+    def block_repeats(self, index: int, outputs: list[Tensor], saved_by_equal: tuple[BlockBytes, list[bool]]) -> None:
+        """Counts for a block that is not run what an equal one has saved. Its inputs were counted by the hook."""
+        block = self.saved.blocks[index]
+        equal, are_saved = saved_by_equal
+        block.none = equal.none
+        block.selective = equal.selective
+        block.copies = equal.copies
+        self.saved.copies += equal.copies
+        self._seen |= {
+            storage_of(tensor): tensor for tensor, is_saved in zip(outputs, are_saved, strict=True) if is_saved
+        }
 
     def keep(self, num_bytes: int) -> None:
-        """Counts what selective recomputation keeps of this block."""
+        """Counts a result that selective checkpointing keeps, of the block that is running."""
         if self._block is not None:
-            self.found.blocks[self._block].selective += num_bytes
+            self.saved.blocks[self._block].selective += num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:  # torch knows the shape of its result for bf16 only
@@ -269,6 +289,7 @@ class _Counter(TorchDispatchMode):
         else:
             result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
+        # Selective checkpointing keeps the results of attention, communication, and every second matrix product.
         if name in MATMUL:
             self._products += 1
         if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
@@ -276,52 +297,60 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def autocast(dtype: torch.dtype | None) -> Any:
-    """Autocast of fake tensors."""
+def autocast(dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Autocast for fake tensors, which are on the CPU; None leaves it off."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 NUMBERS = ("layer_idx", "layer_index", "layer_id", "layer_number", "block_idx")
-"""Names of attributes that tell one layer from another without changing what it does."""
+"""Names of attributes that number the layers, and do not change what a layer computes."""
 
 RUNS = 2
-"""Blocks of a kind that run: the first also makes what the others share, the second is as all that follow."""
+"""Number of equal blocks that are run: the first may also make tensors that the others share; the second is like all
+that follow."""
 
 
-class _Kind:
-    """Blocks that are equal, with inputs of the same kind."""
+class _BlockKind:
+    """Equal blocks with inputs of the same kind."""
 
     def __init__(self) -> None:
-        self.runs, self.left = 0, None
-        """How many have run, and what the last one left."""
+        self.runs = 0
+        """Number of blocks that were run."""
+        self.result: Any = None
+        """What ``ran`` of ``run_some`` returned for the last one."""
         self.outputs: list[Any] = []
-        self.nested, self.can_repeat = None, False
+        """Leaves of its output, an input being represented by its position among the inputs."""
+        self.nested: TreeSpec | None = None
+        """Structure of its output."""
+        self.can_repeat = False
+        """Whether the output of another block can be made without running it."""
 
     def remember(self, inputs: list[Any], output: Any) -> list[Tensor]:
-        """Keeps what a block that ran has returned; gives its tensors."""
+        """Records the output of a block that was run, and returns the tensors in it that are not inputs."""
         self.runs += 1
         leaves, self.nested = tree_flatten(output)
         places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
         self.outputs = [places.get(id(leaf), leaf) for leaf in leaves]
-        given = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
-        made = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
-        self.can_repeat = not any(storage_of(tensor) in given for tensor in made)  # a view of an input
-        return made
+        input_storages = {storage_of(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        new_tensors = [leaf for leaf in self.outputs if isinstance(leaf, Tensor)]
+        # A view of an input cannot be made anew without running the block.
+        self.can_repeat = not any(storage_of(tensor) in input_storages for tensor in new_tensors)
+        return new_tensors
 
-    def again(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
-        """The same for a block that does not run: what it returns, and the tensors of it that are new."""
+    def repeat(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
+        """Makes the output of a block that is not run. Returns it, and the tensors in it that are not inputs."""
         leaves: list[Any] = []
-        made: list[Tensor] = []
+        new_tensors: list[Tensor] = []
         for leaf in self.outputs:
             if isinstance(leaf, Tensor):
-                new = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
-                made.append(
-                    new.clone() if leaf.requires_grad else new
-                )  # with a gradient function, as what it stands for
-                leaves.append(made[-1])
+                stand_in = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
+                # A clone has a gradient function, like the tensor that it replaces.
+                new_tensors.append(stand_in.clone() if leaf.requires_grad else stand_in)
+                leaves.append(new_tensors[-1])
             else:
                 leaves.append(inputs[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf)
-        return tree_unflatten(leaves, self.nested), made
+        assert self.nested is not None
+        return tree_unflatten(leaves, self.nested), new_tensors
 
 
 @contextmanager
@@ -330,61 +359,63 @@ def run_some(
     ran: Callable[[int, list[Tensor]], Any],
     repeated: Callable[[int, list[Tensor], Any], None],
 ) -> Iterator[None]:
-    """Inside, a block is not run when ``RUNS`` blocks equal to it have, with inputs of the same kind.
+    """Inside, a block is not run if ``RUNS`` equal blocks were run before, with inputs of the same kind.
 
-    Its results are then new tensors of the same shapes. Blocks are equal when their classes, weights and settings are.
+    Its outputs are then new tensors of the same shapes. Blocks are equal when classes and settings, and the shapes of
+    weights, are equal.
 
     Args:
-        blocks: by name, in the order in which they run.
-        ran: called after a block has run, with its number and the tensors that it made; returns what is to be known of
-            it.
-        repeated: called instead for a block that does not run, with its number, the tensors in the place of those that
-            it would have made, and what ``ran`` returned for the last one equal to it.
+        blocks: blocks by name, in the order in which they run.
+        ran: called after a block was run, with its number and the tensors that it made. Its result is passed to
+            ``repeated``.
+        repeated: called for a block that is not run, with its number, the tensors that replace those it would have
+            made, and the result of ``ran`` for the last equal block.
     """
-    kinds: dict[Any, _Kind] = {}
+    kinds: dict[tuple[Any, ...], _BlockKind] = {}
 
     def watched(index: int, settings: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             inputs, nested = tree_flatten((args, kwargs))
-            kind = kinds.setdefault((settings, str(nested), tuple(map(_look, inputs))), _Kind())
+            kind = kinds.setdefault((settings, str(nested), tuple(map(_describe_input, inputs))), _BlockKind())
             if kind.can_repeat and kind.runs >= RUNS:
-                output, made = kind.again(inputs)
-                repeated(index, made, kind.left)
+                output, new_tensors = kind.repeat(inputs)
+                repeated(index, new_tensors, kind.result)
                 return output
             output = forward(*args, **kwargs)
-            kind.left = ran(index, kind.remember(inputs, output))
+            kind.result = ran(index, kind.remember(inputs, output))
             return output
 
         return run
 
-    own = {block: vars(block)["forward"] for block in blocks.values() if "forward" in vars(block)}
+    # A ``forward`` that was set on the instance must come back afterwards; else the class has it.
+    replaced_forwards = {block: vars(block)["forward"] for block in blocks.values() if "forward" in vars(block)}
     for index, block in enumerate(blocks.values()):
-        block.forward = watched(index, _settings(block), block.forward)
+        block.forward = watched(index, _block_key(block), block.forward)
     try:
         yield
     finally:
         for block in blocks.values():
             del block.forward
-            if block in own:
-                block.forward = own[block]
+            if block in replaced_forwards:
+                block.forward = replaced_forwards[block]
 
 
-def _settings(block: nn.Module) -> tuple[Any, ...]:
-    """What makes two blocks equal: classes, plain attributes, shapes of weights and buffers."""
-    found: list[Any] = []
+def _block_key(block: nn.Module) -> tuple[object, ...]:
+    """What equal blocks have in common: classes, plain attributes, shapes of weights and buffers."""
+    submodules: list[tuple[str, type[nn.Module], str]] = []
     for name, submodule in block.named_modules():
         plain = {
             key: value
             for key, value in vars(submodule).items()
             if key not in NUMBERS and isinstance(value, (bool, int, float, str, tuple, type(None)))
         }
-        found.append((name, type(submodule), repr(sorted(plain.items()))))
+        submodules.append((name, type(submodule), repr(sorted(plain.items()))))
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    return (*found, *((name, _look(tensor)) for name, tensor in tensors))
+    return (*submodules, *((name, _describe_input(tensor)) for name, tensor in tensors))
 
 
-def _look(value: Any) -> Any:
-    """What matters of an input: of a tensor all but its numbers."""
+def _describe_input(value: object) -> object:
+    """A key of an input: of a tensor everything but its values, of other objects their value or identity."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else id(value)

@@ -1,9 +1,9 @@
-"""What the embedded engine of RL takes in each rank beside the update: keys and values, and a copy of the model."""
+"""Memory of RL's embedded engine in each rank, beside that of the update: keys and values, and a copy of the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,51 +14,61 @@ from sfumato.models.language.row_cache import COLUMNS
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.plan import find_blocks
 
-KEYS_AND_VALUES, COPY = "keys and values while tokens are drawn", "copy of the model that draws"
-"""Parts of the memory."""
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+KEYS_AND_VALUES = "keys and values while tokens are drawn"
+COPY = "copy of the model that draws"
+"""Names of the two parts of this memory, in a plan."""
 
 
 @dataclass(frozen=True)
 class DrawingLoad:
-    """The most that a rank's engine is asked for at a time."""
+    """The largest load of a rank's engine at a time."""
 
     num_sequences: int
+    """Sequences that are sampled together."""
     length: int
-    """Tokens of each, prompt included."""
+    """Tokens of each sequence, with its prompt."""
     cache_bytes: int | None = None
-    """Most that keys and values may take; None: half of what is free on the device."""
+    """Limit of keys and values; None stands for half of the memory that is free on the device."""
 
 
 def drawing_bytes(planned: Planned, drawn: DrawingLoad, layout: Layout, data_parallel_mode: str) -> dict[str, int]:
-    """Bytes of a rank by what they hold; without keys and values where the model keeps another state.
+    """Bytes of a rank's engine by their purpose; without keys and values if the model keeps another state.
 
     Args:
         planned: the policy.
-        drawn: what is drawn at a time.
+        drawn: the load of the engine.
         layout: the mesh.
-        data_parallel_mode: of the section train.
+        data_parallel_mode: ``train.data_parallel_mode``.
     """
     module = planned.build()
-    cuts = layout.fsdp > 1 and data_parallel_mode != "ddp"
-    found = {}
-    if cuts or layout.tp > 1 or layout.ep > 1:
-        tensors = {id(each): each for each in (*module.parameters(), *module.buffers())}
-        found[COPY] = sum(each.nbytes for each in tensors.values())
+    is_sharded = layout.fsdp > 1 and data_parallel_mode != "ddp"
+    bytes_by_part = {}
+    if is_sharded or layout.tp > 1 or layout.ep > 1:
+        # The engine needs whole weights: it has a copy of the model where the update's weights are cut.
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        bytes_by_part[COPY] = sum(tensor.nbytes for tensor in tensors.values())
     per_token = cached_bytes_per_token(planned)
     if per_token is not None:
+        # The cache keeps a multiple of COLUMNS tokens of each sequence.
         wanted = drawn.num_sequences * -(-drawn.length // COLUMNS) * COLUMNS * per_token
-        found[KEYS_AND_VALUES] = min(wanted, wanted if drawn.cache_bytes is None else drawn.cache_bytes)
-    return found
+        bytes_by_part[KEYS_AND_VALUES] = min(wanted, wanted if drawn.cache_bytes is None else drawn.cache_bytes)
+    return bytes_by_part
 
 
 def cached_bytes_per_token(planned: Planned) -> int | None:
-    """Bytes of the keys and values of a token, found out on tensors without memory; None for models that hand a cache
-    something else, or nothing."""
+    """Bytes of the keys and values of a token, counted on tensors without memory.
+
+    None for models that put no keys and values, or something else, into a cache of transformers.
+    """
     module = planned.build().eval()
     blocks = find_blocks(module, planned.plan)
 
-    def run(cache: Any) -> Any:
-        ids, positions = torch.zeros(1, COLUMNS, dtype=torch.int64), torch.arange(COLUMNS)[None]
+    def run(cache: DynamicCache) -> object:
+        ids = torch.zeros(1, COLUMNS, dtype=torch.int64)
+        positions = torch.arange(COLUMNS)[None]
         with autocast(planned.dtype):
             return module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
@@ -66,5 +76,5 @@ def cached_bytes_per_token(planned: Planned) -> int | None:
         make_fake(module)
         try:
             return count_cached(module, blocks, run) // COLUMNS or None
-        except (AttributeError, KeyError, TypeError, ValueError, NotImplementedError):  # it wants a cache of its own
+        except (AttributeError, KeyError, TypeError, ValueError, NotImplementedError):  # the model needs another cache
             return None

@@ -1,8 +1,9 @@
-"""Prediction of the memory of each rank before a run, without any weights.
+"""Predicts the memory of each rank before a run, without loading weights.
 
-Weights, gradients and optimiser state are those of the real engine: the model is put, on meta, on a mesh whose other
-ranks do not exist, and its shards are measured. Activations are counted by a forward pass on tensors without memory
-(``saved_bytes``). What is left out: the CUDA context (about 0.5 to 1 GiB), fragmentation, buffers of kernels and NCCL.
+For weights, gradients and optimiser state the model is distributed on meta as in a run, over a mesh whose other ranks
+do not exist, and the sizes of its shards are summed. Activations are counted in a forward pass on tensors without
+memory (``activation_memory``). Not included are the CUDA context (about 0.5 to 1 GiB), fragmentation, and buffers of
+kernels and NCCL.
 """
 
 from __future__ import annotations
@@ -31,46 +32,47 @@ from sfumato.parallel.shards import local
 from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
 
 FULL_PRECISION = 4
-"""Bytes of a trained weight, a gradient, an element of optimiser state."""
+"""Bytes of a trained weight, of a gradient, and of an element of optimiser state: float32."""
 
 QUANTISED_FROM = 4096
-"""Elements from which torchao keeps optimiser state in 8 bits."""
+"""Number of elements of a parameter from which torchao keeps its optimiser state in 8 bits."""
 
 
 @dataclass
 class Planned:
-    """A model that is to be trained, as far as its memory goes."""
+    """A model to be trained, with what determines its memory."""
 
     build: Callable[[], nn.Module]
-    """Makes it, with adapters, on meta."""
+    """Makes the model on meta, with its adapters."""
     plan: ParallelPlan
+    """How the model is cut."""
     dtype: torch.dtype | None
-    """Autocast's; None is none."""
-    run: Callable[[nn.Module], Any]
-    """Forward pass with the loss of one rank's micro-batch, on fake tensors."""
+    """dtype of autocast; None leaves it off."""
+    run: Callable[[Any], object]
+    """Runs forward pass and loss of one rank's micro-batch, given the module of ``build`` with fake weights."""
     loss_bytes: int
-    """Bytes that the loss takes on top of what it saves."""
+    """Bytes that the loss takes besides the tensors that it saves."""
     num_micro_batches: int = 1
-    """Micro-batches in a step of one data-parallel rank; more than one adds gradients up."""
+    """Micro-batches in a step of one data-parallel rank; with more than one, gradients are accumulated."""
     reference: torch.dtype | None = None
-    """Precision of a frozen copy; None when there is none."""
+    """dtype of a frozen copy of the model; None if there is no copy."""
     frozen_bytes: dict[str, int] = field(default_factory=dict)
-    """What else lies whole in each rank, by name."""
+    """Bytes of other networks, which are whole in each rank, by name."""
     frozen_idle: bool = False
-    """Whether that lies in CPU memory except while it works, when there are no activations."""
+    """Whether those are in CPU memory except while they compute, when there are no activations."""
     shares_samples: int = 1
-    """Ranks among which a sample's activations are shared besides tensor parallelism: ring x ulysses."""
+    """Number of ranks that divide a sample's activations among them: ring x ulysses, without tensor parallelism."""
     encoder_bytes: int = 0
-    """Bytes that encoders keep for the backward pass; each rank that shares a sample has them all."""
+    """Bytes that encoders save for the backward pass, which are not divided among the ranks that share a sample."""
     vision: Vision | None = None
-    """What makes batches of a model that sees."""
+    """The reader of images or audio of a model that takes them."""
     num_policies: int = 0
-    """Other sets of the trained weights that RL keeps; one more is needed while they are looked at."""
+    """Copies of the trained weights that RL keeps as other policies; one more is needed while they are in use."""
 
 
 @dataclass
 class RankMemory:
-    """Bytes of one rank by what they hold."""
+    """Bytes of one rank by their purpose."""
 
     parts: dict[str, int] = field(default_factory=dict)
     """Bytes on the device."""
@@ -79,7 +81,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device, if all were there at once."""
+        """Bytes on the device, as if all were in use at once."""
         return sum(self.parts.values())
 
 
@@ -88,15 +90,15 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
 
     Args:
         planned: the model.
-        train: how it is trained.
-        num_ranks: processes.
+        train: the section train.
+        num_ranks: number of processes.
 
     Raises:
-        ConfigError: when the model cannot be cut as configured.
+        ConfigError: when the model does not support the configured parallelism.
     """
     layout = Layout.of(train, num_ranks)
     saved = count_activations(planned, train, layout)
-    found = []
+    stage_memories = []
     for stage in range(layout.pp):
         memory = RankMemory()
         with pretended_mesh(layout, stage * layout.size // layout.pp) as mesh:
@@ -104,15 +106,19 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
         _add_activations(memory, saved, planned, train, layout, stage)
         frozen = memory.host if planned.frozen_idle else memory.parts
         frozen |= planned.frozen_bytes
-        found.append(memory)
-    return found
+        stage_memories.append(memory)
+    return stage_memories
 
 
 def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
-    """What one micro-batch of one rank saves, under the layout's tensor parallelism."""
+    """Counts what one micro-batch of one rank saves, with the layout's tensor parallelism.
+
+    Other parallelism, checkpointing and offload are taken into account afterwards, in ``_add_activations``.
+    """
     module = planned.build()
-    within = ("sequence_parallel", "tensor_parallel_size")
-    config = type(train).model_construct(**dict(train)).model_copy(update=_nothing_else(train, within))
+    tensor_settings = ("sequence_parallel", "tensor_parallel_size")
+    settings = _switch_off_parallelism(train, tensor_settings)
+    config = type(train).model_construct(**dict(train)).model_copy(update=settings)
     gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
@@ -125,8 +131,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
         return count_saved(module, blocks, lambda: planned.run(module))
 
 
-def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Settings that switch parallelism and memory savings off, but those that are kept."""
+def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Settings that switch off parallelism and savings of memory, except those named in ``unchanged``."""
     off = {
         "data_parallel_mode": "ddp",
         "tensor_parallel_size": 1,
@@ -135,15 +141,15 @@ def _nothing_else(train: TrainConfig, kept: tuple[str, ...] = ()) -> dict[str, A
         "enable_activation_offload": False,
         "compile": False,
     }
-    return {name: value for name, value in off.items() if name not in kept}
+    return {name: value for name, value in off.items() if name not in unchanged}
 
 
 def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh: Mesh) -> None:
-    """Weights, what is gathered of them, gradients, optimiser state, averages, and a frozen copy."""
+    """Adds the bytes of weights, gathered weights, gradients, optimiser state, averages, and a frozen copy."""
     module = planned.build()
     blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
-    fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
-    plain = _nothing_else(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
+    uses_fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
+    plain = _switch_off_parallelism(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
     if train.data_parallel_mode == "fsdp1":
         plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below
     config = train.model_copy(update=plain)
@@ -152,71 +158,89 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     else:
         module = parallelize(module, mesh, config, planned.plan, planned.dtype)
     optimizer, _ = build_optimizer(module, train, total_steps=1, mesh=mesh)
-    ranks = mesh.layout.fsdp if fsdp and train.data_parallel_mode == "fsdp1" else 1
+    # fsdp1 was left out above, so its division of each parameter is computed.
+    ranks = mesh.layout.fsdp if uses_fsdp and train.data_parallel_mode == "fsdp1" else 1
 
     parameters = list(module.parameters())
-    trained = sum(_shard_numel(parameter, ranks) for parameter in parameters if parameter.requires_grad)
-    copied = sum(_shard_numel(parameter, ranks) for parameter in parameters) if planned.reference is not None else 0
+    trained_numel = sum(_shard_numel(parameter, ranks) for parameter in parameters if parameter.requires_grad)
+    copied_numel = (
+        sum(_shard_numel(parameter, ranks) for parameter in parameters) if planned.reference is not None else 0
+    )
     weights = sum(_shard_numel(parameter, ranks) * parameter.itemsize for parameter in parameters)
     sizes = {
         "weights": weights + sum(buffer.nbytes for buffer in module.buffers()),
-        "gradients": trained * FULL_PRECISION,
+        "gradients": trained_numel * FULL_PRECISION,
         "optimiser state": _optimizer_bytes(optimizer, train.optimizer, ranks),
-        "moving average": trained * FULL_PRECISION if train.ema_decay else 0,
-        "other policies": (planned.num_policies + 1) * trained * FULL_PRECISION if planned.num_policies else 0,
-        "frozen reference": copied * planned.reference.itemsize if copied else 0,
+        "moving average": trained_numel * FULL_PRECISION if train.ema_decay else 0,
+        "other policies": (planned.num_policies + 1) * trained_numel * FULL_PRECISION if planned.num_policies else 0,
+        "frozen reference": copied_numel * planned.reference.itemsize if copied_numel else 0,  # pyright: ignore[reportOptionalMemberAccess]  (0 without a reference)
     }
-    target = memory.host if fsdp and train.enable_fsdp_offload else memory.parts
+    target = memory.host if uses_fsdp and train.enable_fsdp_offload else memory.parts
     target |= {name: size for name, size in sizes.items() if size}
-    if fsdp:
-        memory.parts |= _gathered(module, blocks, planned, train, mesh, ranks)
+    if uses_fsdp:
+        memory.parts |= _gathered_bytes(module, blocks, planned, train, mesh, ranks)
 
 
 def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
-    """Elements of this rank's shard; ``ranks`` share it once more (fsdp1)."""
+    """Number of elements of this rank's shard, divided among ``ranks`` once more for fsdp1."""
     return math.ceil(local(parameter).numel() / ranks)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) -> int:
+    """Bytes of the optimiser state of a rank.
+
+    Args:
+        optimizer: the optimiser, with the rank's shards.
+        kind: ``train.optimizer``.
+        ranks: see ``_shard_numel``.
+    """
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             count = _shard_numel(parameter, ranks)
             if group.get("orthogonal"):
-                total += count * FULL_PRECISION
+                total += count * FULL_PRECISION  # Muon: one average
             elif kind == "adamw8bit" and count >= QUANTISED_FROM:
-                total += 2 * (count + count // 256 * FULL_PRECISION)
+                total += 2 * (count + count // 256 * FULL_PRECISION)  # each 256 elements have a scale
             else:
-                total += 2 * count * FULL_PRECISION + FULL_PRECISION  # two averages and the number of the step
+                total += 2 * count * FULL_PRECISION + FULL_PRECISION  # two averages, and the number of the step
     return total
 
 
-def _gathered(
+def _gathered_bytes(
     module: nn.Module, blocks: list[str], planned: Planned, train: TrainConfig, mesh: Mesh, ranks: int
 ) -> dict[str, int]:
-    """What fsdp has out beside the shards: gathered weights, and gradients before they are summed over ranks."""
+    """Bytes that fsdp takes besides shards: gathered weights, and gradients before they are summed over ranks.
+
+    Args:
+        module: the distributed model.
+        blocks: prefixes of the names of parameters in each block, which fsdp gathers as a unit.
+        planned, train, mesh: as for ``_add_weights``.
+        ranks: see ``_shard_numel``.
+    """
+    # by unit, "" being what is outside of blocks: bytes of gathered weights, and elements of gradients
     units: dict[str, tuple[int, int]] = {}
     for name, parameter in module.named_parameters():
-        whole = _whole_numel(parameter, ranks, mesh)
+        whole_numel = _whole_numel(parameter, ranks, mesh)
         itemsize = planned.dtype.itemsize if planned.dtype is not None else parameter.itemsize
         unit = next((block for block in blocks if name.startswith(block)), "")
         weights, gradients = units.get(unit, (0, 0))
-        units[unit] = weights + whole * itemsize, gradients + whole * parameter.requires_grad
-    root, *others = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
-    largest = others[0][0] if others else 0
+        units[unit] = weights + whole_numel * itemsize, gradients + whole_numel * parameter.requires_grad
+    root_unit, *block_units = [units.pop("", (0, 0)), *sorted(units.values(), reverse=True)]
+    largest = block_units[0][0] if block_units else 0
     keeps_all = mesh.layout.pp > 1 or not train.enable_reshard_after_forward
-    out = sum(weights for weights, _ in others) if keeps_all else 2 * largest  # this block and the next
-    found = {"gathered weights": root[0] + out + largest}  # a gather arrives in a buffer of its own
+    gathered = sum(weights for weights, _ in block_units) if keeps_all else 2 * largest  # this block and the next
+    sizes = {"gathered weights": root_unit[0] + gathered + largest}  # a gather arrives in a buffer of its own
     keeps_whole = planned.num_micro_batches > 1 and not train.enable_reduce_every_micro_batch
     if keeps_whole or mesh.layout.pp > 1:
-        found["whole gradients"] = sum(count for _, count in (root, *others)) * FULL_PRECISION
+        sizes["whole gradients"] = sum(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
     else:
-        found["whole gradients"] = max(count for _, count in (root, *others)) * FULL_PRECISION
-    return found
+        sizes["whole gradients"] = max(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
+    return sizes
 
 
 def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
-    """Elements of a parameter when fsdp has gathered it; tensor and expert parallelism still share it."""
+    """Number of elements of a parameter that fsdp has gathered, still divided by tensor and expert parallelism."""
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     shards = math.prod(mesh.size_of(name) for name in names or () if name in ("fsdp", "efsdp"))
     return _shard_numel(parameter, ranks) * shards * ranks
@@ -225,39 +249,45 @@ def _whole_numel(parameter: nn.Parameter, ranks: int, mesh: Mesh) -> int:
 def _add_activations(
     memory: RankMemory, saved: SavedBytes, planned: Planned, train: TrainConfig, layout: Layout, stage: int
 ) -> None:
-    mode, share = train.activation_checkpointing, planned.shares_samples
+    """Adds the bytes of the activations of a pipeline stage, and of the loss if the stage has the last layers."""
+    mode = train.activation_checkpointing
+    share = planned.shares_samples
     owners = ranks_of_stages(train)
-    ends = [index for index, rank in enumerate(owners) if rank == stage]
+    part_indices = [index for index, rank in enumerate(owners) if rank == stage]  # two parts with some schedules
     sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    mine = [block for end in ends for block in range(starts[end], starts[end] + sizes[end])]
-    kept = [saved.kept(mode)[block] for block in mine]
+    stage_blocks = [block for part in part_indices for block in range(starts[part], starts[part] + sizes[part])]
+    kept_bytes = [saved.kept(mode)[block] for block in stage_blocks]
     waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
 
-    blocks = sum(kept) * waiting // share
+    blocks = sum(kept_bytes) * waiting // share
     if train.enable_activation_offload:
         memory.host["activations"] = blocks
-        blocks = 2 * max(kept) // share  # two blocks' copies are under way
+        blocks = 2 * max(kept_bytes) // share  # two blocks are being copied
     memory.parts["activations of blocks"] = blocks
     if mode != "none":
-        again = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in mine)
-        memory.parts["one block computed again"] = max(again, 0) // share
+        recomputed = max(saved.blocks[block].none - getattr(saved.blocks[block], mode) for block in stage_blocks)
+        memory.parts["one block computed again"] = max(recomputed, 0) // share
     if saved.copies:
-        memory.parts["weights in autocast's precision"] = saved.copies * len(mine) // len(saved.blocks)
-    outside = (saved.before if 0 in ends else 0) + (saved.after if len(owners) - 1 in ends else 0)
+        memory.parts["weights in autocast's precision"] = saved.copies * len(stage_blocks) // len(saved.blocks)
+    has_first = 0 in part_indices
+    has_last = len(owners) - 1 in part_indices
+    outside = (saved.before if has_first else 0) + (saved.after if has_last else 0)
     memory.parts["activations outside blocks"] = outside // share
-    if planned.encoder_bytes and 0 in ends:
+    if planned.encoder_bytes and has_first:
         memory.parts["activations of encoders"] = planned.encoder_bytes * waiting
-    if len(owners) - 1 in ends:
+    if has_last:
         memory.parts["loss"] = planned.loss_bytes // share
 
 
 def _micro_batches_waiting(train: TrainConfig, num_micro_batches: int, stage: int) -> int:
-    """Micro-batches whose activations a pipeline stage holds at most; without a pipeline one."""
-    size, schedule = train.pipeline_parallel_size, train.pipeline_schedule
+    """Largest number of micro-batches whose activations a pipeline stage holds; 1 without a pipeline."""
+    size = train.pipeline_parallel_size
+    schedule = train.pipeline_schedule
     if size == 1:
         return 1
     if schedule == "gpipe":
         return num_micro_batches
-    waiting = size - stage if schedule == "1f1b" else size  # two stages of a rank: about one of each for every rank
+    # With two stages in a rank, each stage holds about one micro-batch for every rank.
+    waiting = size - stage if schedule == "1f1b" else size
     return min(waiting + (stage < size - 1 and schedule in TWO_STAGES), max(num_micro_batches, 1))

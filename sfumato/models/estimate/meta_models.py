@@ -1,11 +1,11 @@
-"""Language models and diffusion models on meta, for predictions of their memory."""
+"""Builds language models and diffusion models on meta, and describes them for predictions of their memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +37,22 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.weights import build_on_meta
 
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from transformers import PreTrainedModel
+
 
 def language_model_on_meta(
     config: LanguageModelConfig, on_gpu: bool, has_scalar_head: bool = False, sees: bool = False
-) -> nn.Module:
-    """The model with its adapters on meta. Its attention is a stand-in for ``saved_bytes``.
+) -> PreTrainedModel:
+    """Builds a language model with its adapters on meta, with the stand-in attention of ``activation_memory``.
 
     Args:
         config: the model section.
         on_gpu: whether it will run on a GPU, where attention does not repeat keys and values.
-        has_scalar_head: whether it says one number of each token.
-        sees: whether it sees images.
+        has_scalar_head: build a model with a scalar head, as critics and reward models have.
+        sees: build a model that reads images or audio.
 
     Raises:
         ConfigError: when the folder or description is missing or wrong.
@@ -55,13 +60,12 @@ def language_model_on_meta(
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSequenceClassification
 
     attention = register_stand_in(on_gpu, scores=config.attention == "eager")
-    described, auto_class = (
-        read_model_config(config, sees),
-        AutoModelForMultimodalLM if sees else AutoModelForCausalLM,
-    )
+    described = read_model_config(config, sees)
+    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     if has_scalar_head:
         check_classifier(described, config.trust_remote_code)
-        described.num_labels, auto_class = 1, AutoModelForSequenceClassification
+        described.num_labels = 1
+        auto_class = AutoModelForSequenceClassification
     described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
     settings = {
@@ -92,26 +96,28 @@ def plan_language_model(
     on_gpu: bool,
     has_reference: bool = False,
 ) -> Planned:
-    """What is to be known of a language model's memory.
+    """Describes a language model in training on data, for the prediction of its memory.
 
-    Every token counts as one in the loss mask, which makes the most logits, and of a model that sees as one of an
-    image.
+    All tokens are taken to be in the loss mask, which gives the most logits, and, for a model that reads images, to be
+    tokens of images.
 
     Args:
         model, data, train: the task's sections.
         layout: the mesh.
         on_gpu: see ``language_model_on_meta``.
-        has_reference: preference training; with adapters the model is its own reference.
+        has_reference: whether a frozen reference is kept; with adapters the model is its own reference.
 
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    rows = train.micro_batch_size * data.data_type.documents_per_sample
+    length = data.max_seq_len
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
-    fills = train.dyn_bsz and layout.data > 1  # samples of a step seldom fill each rank's micro-batches exactly
-    num_micro_batches = -int(-per_rank // train.micro_batch_size) + fills
-    seen = data.data_type if data.data_type.has_images else None
-    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference, seen)
+    # With dyn_bsz the samples of a step seldom fill the micro-batches of each rank exactly: one more may be needed.
+    may_need_one_more = train.dyn_bsz and layout.data > 1
+    num_micro_batches = -int(-per_rank // train.micro_batch_size) + may_need_one_more
+    media_format = data.data_type if data.data_type.has_images else None
+    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference, media_format)
 
 
 def plan_text_policy(
@@ -122,30 +128,40 @@ def plan_text_policy(
     layout: Layout,
     on_gpu: bool,
     has_reference: bool = False,
-    data_type: Any = None,
+    data_type: TextFormat | None = None,
     learns_entropy: bool = False,
 ) -> Planned:
-    """What is to be known of the memory of an update of RL, whose samples all are as long as they may be.
+    """Describes the policy in an update of RL, with samples of the greatest length, for the prediction of its memory.
 
-    Keys and values while tokens are drawn (``planned_drawing.py``) and a critic are not part of it.
+    Keys and values while tokens are drawn (``kv_memory.py``) and a critic are not included.
 
     Args:
         model, train: the task's sections.
-        max_seq_len: tokens of the longest sample, prompt included.
-        samples_per_step: samples of an optimiser step, of all ranks.
+        max_seq_len: tokens of the longest sample, with its prompt.
+        samples_per_step: samples of an optimiser step, in all ranks together.
         layout: the mesh.
         on_gpu: see ``language_model_on_meta``.
-        has_reference: whether a reference policy is kept; with adapters the model is its own.
-        data_type: the format of the prompts; one with images takes a model that sees.
-        learns_entropy: whether entropies are part of the loss.
+        has_reference: whether a reference policy is kept; with adapters the model is its own reference.
+        data_type: the format of the prompts; with images, the model reads images.
+        learns_entropy: whether the loss contains entropies.
 
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
     rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
-    seen = data_type if data_type is not None and data_type.has_images else None
-    rest = train, layout, on_gpu, has_reference, seen, 2 + learns_entropy
-    return _plan_tokens(model, rows, max_seq_len, num_micro_batches, *rest)
+    media_format = data_type if data_type is not None and data_type.has_images else None
+    return _plan_tokens(
+        model,
+        rows,
+        max_seq_len,
+        num_micro_batches,
+        train,
+        layout,
+        on_gpu,
+        has_reference,
+        media_format,
+        2 + learns_entropy,
+    )
 
 
 def _plan_tokens(
@@ -157,24 +173,37 @@ def _plan_tokens(
     layout: Layout,
     on_gpu: bool,
     has_reference: bool,
-    seen: TextFormat | None = None,
+    media_format: TextFormat | None = None,
     loss_copies: int = 2,
 ) -> Planned:
-    sees, mesh = seen is not None, Mesh(layout, torch.device("cpu"))
+    """Describes a language model that predicts tokens.
+
+    Args:
+        model, train, layout, on_gpu, has_reference: as for ``plan_language_model``.
+        rows: rows of a micro-batch.
+        length: tokens of a row.
+        num_micro_batches: micro-batches of a step of a data-parallel rank.
+        media_format: the format of data with images or audio; None for text alone.
+        loss_copies: tensors of the size of the logits that the loss needs besides those that it saves.
+    """
+    sees = media_format is not None
+    mesh = Mesh(layout, torch.device("cpu"))
     module = language_model_on_meta(model, on_gpu, sees=sees)
     check_settings(module, mesh, train, train.chunked_loss)
-    what = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
-    check_length(module.config.get_text_config(), length, *what)
-    if train.rmpad_with_pos_ids:
-        rows, length = 1, rows * length
-    dtype, chunked = DTYPES[train.mixed_precision], train.chunked_loss
+    length_name = (SUM_OF_LENGTHS,) if isinstance(train, TextRLTrainConfig) else ()
+    check_length(module.config.get_text_config(), length, *length_name)
+    if train.rmpad_with_pos_ids:  # one packed row
+        length = rows * length
+        rows = 1
+    dtype = DTYPES[train.mixed_precision]
+    chunked = train.chunked_loss
 
-    def run(module: nn.Module) -> Tensor:
+    def run(module: PreTrainedModel) -> Tensor:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
-        head = module.get_output_embeddings()
-        if chunked:
-            head.forward = lambda hidden: hidden
+        head = cast("nn.Linear", module.get_output_embeddings())
+        if chunked:  # the loss takes hidden states, and computes logits of a chunk at a time
+            head.forward = lambda hidden: hidden  # pyright: ignore[reportAttributeAccessIssue]
         with autocast(dtype):
             if sees:
                 embedded = {"inputs_embeds": module.get_input_embeddings()(ids), "position_ids": positions}
@@ -183,20 +212,21 @@ def _plan_tokens(
                 output = module(input_ids=ids, position_ids=positions, use_cache=False).logits
             if isinstance(train, TextRLTrainConfig):
                 scores = TokenScores(output, (rows, length), head=head if chunked else None)
-                return sum(each.sum() for each in scores.log_probs_and_entropy(ids))
+                return sum(values.sum() for values in scores.log_probs_and_entropy(ids))  # pyright: ignore[reportReturnType]
             if chunked:
                 return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
             return cross_entropy_sum(output, ids)
 
-    vocabulary, width = module.get_output_embeddings().weight.shape
+    vocabulary, width = cast("nn.Linear", module.get_output_embeddings()).weight.shape
     loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
-    vision, encoder = None, 0
-    if seen is not None:
+    vision = None
+    encoder = 0
+    if media_format is not None:
         check_multimodal(module, mesh)
-        vision = vision_on_meta(model, module, seen)
+        vision = vision_on_meta(model, module, media_format)
         encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
@@ -215,12 +245,13 @@ def _plan_tokens(
 def plan_scalar_model(
     model: LanguageModelConfig, data: TextDataConfig, train: TextTrainConfig, layout: Layout, on_gpu: bool
 ) -> Planned:
-    """What is to be known of the memory of a model with a scalar head; arguments as for ``plan_language_model``.
+    """Describes a model with a scalar head, for the prediction of its memory; arguments as for ``plan_language_model``.
 
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    rows, length = train.micro_batch_size * data.data_type.documents_per_sample, data.max_seq_len
+    rows = train.micro_batch_size * data.data_type.documents_per_sample
+    length = data.max_seq_len
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     num_micro_batches = -int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1)
     return _plan_values(model, rows, length, num_micro_batches, train, layout, on_gpu)
@@ -234,10 +265,10 @@ def plan_critic(
     layout: Layout,
     on_gpu: bool,
 ) -> Planned:
-    """What is to be known of a critic's memory, which learns from the micro-batches of ``plan_text_policy``.
+    """Describes a critic, for the prediction of its memory. It learns from the micro-batches of ``plan_text_policy``.
 
     Args:
-        model: the model section as the critic has it.
+        model: the model section of the critic.
         max_seq_len, samples_per_step, train, layout, on_gpu: as for ``plan_text_policy``.
 
     Raises:
@@ -266,13 +297,15 @@ def _plan_values(
     layout: Layout,
     on_gpu: bool,
 ) -> Planned:
+    """Describes a model with a scalar head; arguments as for ``_plan_tokens``."""
     module = language_model_on_meta(model, on_gpu, has_scalar_head=True)
     check_scalar_settings(Mesh(layout, torch.device("cpu")), train)
     check_length(module.config, length)
-    if train.rmpad_with_pos_ids:
-        rows, length = 1, rows * length
+    if train.rmpad_with_pos_ids:  # one packed row
+        length = rows * length
+        rows = 1
 
-    def run(module: nn.Module) -> Tensor:
+    def run(module: PreTrainedModel) -> Tensor:
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
         base = getattr(module, module.base_model_prefix)
@@ -292,16 +325,17 @@ def _plan_values(
 
 
 def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> DiffusionModel:
-    """A pipeline whose networks are all on meta; tokenizers and scheduler are real.
+    """Builds a pipeline whose networks are all on meta; tokenizers and scheduler are loaded.
 
     Raises:
         ConfigError: when the folder or description is missing or of an unknown family.
     """
-    dtype, family = DTYPES[config.dtype], family_of(config)
+    dtype = DTYPES[config.dtype]
+    family = family_of(config)
     if config.config_path is not None:
         description = read_description(config.config_path)
         try:
-            pipeline = build_on_meta(lambda: family.build(description, seed=0))
+            pipeline = cast("DiffusionPipeline", build_on_meta(lambda: family.build(description, seed=0)))  # pyright: ignore[reportArgumentType]
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
     else:
@@ -332,17 +366,17 @@ def plan_diffusion_model(
     keep_encoders: bool = True,
     offload_idle: bool = False,
 ) -> Planned:
-    """What is to be known of a diffusion model's memory.
+    """Describes a diffusion model in training, for the prediction of its memory.
 
     Args:
-        model: of ``diffusion_model_on_meta``.
+        model: the result of ``diffusion_model_on_meta``.
         layout: the mesh.
-        rows: samples (RL: times trained steps or noise levels of each) in one forward pass.
-        size: height and width in pixels; of a video ``model.frames`` are made.
-        guidance_scale: other than 1 runs two branches.
-        num_micro_batches: in a step, of one data-parallel rank.
-        has_reference: RL with a frozen reference; with adapters the model is its own.
-        num_policies: RL: other sets of the trained weights.
+        rows: rows of one forward pass: samples, in RL times the trained steps or noise levels of each.
+        size: height and width in pixels; a video has ``model.frames`` frames.
+        guidance_scale: the guidance scale; other than 1 it takes two branches.
+        num_micro_batches: micro-batches of a step of one data-parallel rank.
+        has_reference: whether RL keeps a frozen reference; with adapters the model is its own reference.
+        num_policies: copies of the trained weights that RL keeps as other policies.
         keep_encoders: ``model.keep_encoders``.
         offload_idle: ``model.offload_idle``.
 
@@ -358,8 +392,9 @@ def plan_diffusion_model(
 
     def run(module: nn.Module) -> Tensor:
         shadow = with_denoiser(model, module)
-        shadow.device, shadow.mesh = torch.device("cpu"), None
-        tensors = {name: torch.empty(rows, *rest, dtype=dtype) for name, (rest, dtype) in embeddings.items()}
+        shadow.device = torch.device("cpu")
+        shadow.mesh = None
+        tensors = {name: torch.empty(rows, *row_shape, dtype=dtype) for name, (row_shape, dtype) in embeddings.items()}
         negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
         scale = guidance_scale if is_guided else 1.0
         velocity = shadow.predict_velocity(
@@ -367,48 +402,49 @@ def plan_diffusion_model(
         )
         return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
 
-    gone = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
+    not_frozen = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
-        build=lambda: _denoiser_of(model),
+        build=lambda: _build_denoiser(model),
         plan=model.parallel_plan,
         dtype=model.autocast_dtype,
         run=run,
         loss_bytes=0,
         num_micro_batches=num_micro_batches,
         reference=torch.float32 if has_reference and not getattr(model.denoiser, "peft_config", None) else None,
-        frozen_bytes=_frozen_bytes(model, gone),
+        frozen_bytes=_frozen_bytes(model, not_frozen),
         frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
     )
 
 
-def _denoiser_of(model: DiffusionModel) -> nn.Module:
-    """The denoiser on meta, each tensor in the dtype that the model's own has: frozen weights may be bf16."""
+def _build_denoiser(model: DiffusionModel) -> nn.Module:
+    """A denoiser on meta whose tensors have the dtypes of the model's: frozen weights may be bf16."""
     plain = meta_denoiser(model)
-    dtypes = {name: each.dtype for name, each in _named_tensors(model.denoiser)}
-    for name, each in _named_tensors(plain):
-        each.data = each.data.to(dtypes[name])
+    dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model.denoiser)}
+    for name, tensor in _named_tensors(plain):
+        tensor.data = tensor.data.to(dtypes[name])
     return plain
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) -> Planned:
-    """What is to be known of the memory of an image autoencoder that is trained, whole in each process.
+    """Describes an image autoencoder in training, which is whole in each process, for the prediction of its memory.
 
     Args:
-        model: of ``diffusion_model_on_meta``.
-        rows: images in one forward pass.
+        model: the result of ``diffusion_model_on_meta``.
+        rows: images of one forward pass.
         size: height and width of the images in pixels.
     """
     vae = model.pipeline.vae.float().requires_grad_(True)
 
-    def run(module: nn.Module) -> Tensor:
-        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist
+    def run(module: AutoencoderKL) -> Tensor:
+        posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
         noisy = posterior.mean + posterior.std * torch.empty_like(posterior.mean)
         return (module.decode(noisy, return_dict=False)[0] - torch.empty(rows, 3, *size)).square().mean()
 
@@ -428,28 +464,29 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def _frozen_bytes(model: DiffusionModel, without: set[str]) -> dict[str, int]:
-    """Bytes of the pipeline's networks but some, by name."""
+    """Bytes of the pipeline's networks by name, without some of them."""
     components = model.components.items()
     return {f"frozen {name}": num_bytes(component) for name, component in components if name not in without}
 
 
-def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> Any:
+def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> DiffusionPipeline:
+    """Loads a pipeline folder with its networks on meta. Raises ConfigError."""
     pipeline_type = family.pipeline_type()
     index = read_index(folder)
-    given: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     for name, value in index.items():
         if value == [None, None]:
-            given[name] = None
-        elif isinstance(value, list) and (make := _maker(folder / name, *value)) is not None:
-            given[name] = build_on_meta(make)
+            components[name] = None
+        elif isinstance(value, list) and (build := _component_builder(folder / name, *value)) is not None:
+            components[name] = build_on_meta(build)
     try:
-        return load_pretrained(pipeline_type, folder, use_safetensors=True, **given)
+        return load_pretrained(pipeline_type, folder, use_safetensors=True, **components)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(f"model.model_path {folder}: diffusers cannot read it: {error}") from error
 
 
-def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Module] | None:
-    """What makes a component from its configuration; None for tokenizers and schedulers."""
+def _component_builder(folder: Path, library: str, class_name: str) -> Callable[[], nn.Module] | None:
+    """A function that builds a network from its configuration; None for tokenizers and schedulers."""
     import transformers
 
     cls = component_class(library, class_name)
@@ -457,4 +494,4 @@ def _maker(folder: Path, library: str, class_name: str) -> Callable[[], nn.Modul
         return None
     if issubclass(cls, transformers.PreTrainedModel):
         return lambda: cls(load_pretrained(cls.config_class, folder))
-    return lambda: make_from_config(cls, cls.load_config(folder))
+    return lambda: make_from_config(cls, cls.load_config(folder))  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,11 +1,11 @@
-"""Models that see, for predictions of their memory: the processor without weights, and what the encoder keeps."""
+"""Models that read images or audio, for predictions of their memory: their processor, and what their encoder saves."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,22 +23,27 @@ from sfumato.models.language.vision_load import add_image_tokens, build_vision
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.parallel.plan import find_blocks, language_plan
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
-"""Names of the number of an encoder's blocks, in configurations."""
+"""Names, in configurations, of the number of an encoder's blocks."""
 
 
 def vision_on_meta(config: LanguageModelConfig, module: nn.Module, data_type: TextFormat) -> Vision:
-    """What makes batches of a model that sees.
+    """Builds the reader of images or audio of a model on meta.
 
     Args:
         config: the model section.
         module: the model on meta.
-        data_type: the format of the data, which limits images.
+        data_type: the format of the data, which limits the size of images.
 
     Raises:
         ConfigError: as ``build_vision``.
     """
-    described, tokenizer = read_model_config(config, sees=True), build_tokenizer(config)
+    described = read_model_config(config, sees=True)
+    tokenizer = build_tokenizer(config)
     is_made = config.tokenizer_path == BYTES
     if is_made:
         add_image_tokens(tokenizer, described)
@@ -54,43 +59,48 @@ def encoder_bytes(
     mode: str,
     dtype: torch.dtype | None,
 ) -> int:
-    """Bytes that a model's encoder keeps for the backward pass of so many tokens of images.
+    """Bytes that a model's encoder saves for the backward pass of a number of tokens of images or audio.
 
-    Two blocks of the encoder (as many as later layers of the language model look at, where there are such), of their
-    real width, read one picture and two; the difference is taken times patches and blocks. Of a model that hears they
-    read audio as long as there may be.
+    An encoder of two blocks of the real width is run on one picture and on two. The difference gives the bytes of a
+    patch, in a block and outside of blocks, from which those of the real numbers of blocks and patches follow. If the
+    language model takes outputs of several blocks, the encoder has that many. An encoder of audio reads the longest
+    audio that it takes.
 
     Args:
         config: the model section.
-        module: the model on meta, without adapters or with them.
-        vision: from ``vision_on_meta``.
-        num_tokens: of images, or of audio, in the language model.
+        module: the model on meta, with or without adapters.
+        vision: the result of ``vision_on_meta``.
+        num_tokens: tokens of images or audio in the language model.
         mode: ``train.activation_checkpointing``.
-        dtype: in which it computes; None is float32.
+        dtype: dtype of the computation; None is float32.
     """
     from transformers import AutoModelForMultimodalLM
 
     with torch.device("meta"):
-        small = make_from_config(AutoModelForMultimodalLM, _shallow(read_model_config(config, sees=True)))
+        small = make_from_config(AutoModelForMultimodalLM, _with_few_blocks(read_model_config(config, sees=True)))
     if config.lora is not None:
         small.requires_grad_(False)
     freeze(small, config.freeze)
     if config.lora is not None:
         add_lora(small, config.lora, language_targets(small), seed=0)
     _fill_encoders(small.train(), dtype or torch.float32)
-    blocks, medium = _encoder_blocks(small), _medium(vision)
-    found, patches = [], []
+    blocks = _encoder_blocks(small)
+    medium = _example_medium(vision)
+    measurements = []  # bytes of a block, and outside of blocks, for one medium and for two
+    patches = []
     for media in ([medium], [medium, medium]):
-        saved = count_saved(small, blocks, _features(small, vision.reader.of_opened(media), dtype))
-        found.append((saved.kept(mode)[-1], saved.before + saved.after))
+        saved = count_saved(small, blocks, _encoder_forward(small, vision.reader.of_opened(media), dtype))
+        measurements.append((saved.kept(mode)[-1], saved.before + saved.after))
         patches.append(_num_patches(vision, media))
-    of_block, outside = (after - before for before, after in zip(*found, strict=True))
-    wanted = num_tokens / vision.reader.tokens_per_patch
-    return round((len(_encoder_blocks(module)) * of_block + outside) * wanted / (patches[1] - patches[0]))
+    bytes_per_block, bytes_outside = (of_two - of_one for of_one, of_two in zip(*measurements, strict=True))
+    num_patches = num_tokens / vision.reader.tokens_per_patch
+    return round(
+        (len(_encoder_blocks(module)) * bytes_per_block + bytes_outside) * num_patches / (patches[1] - patches[0])
+    )
 
 
-def _medium(vision: Vision) -> Any:
-    """What the encoder reads: a picture, or the longest audio."""
+def _example_medium(vision: Vision) -> Image.Image | Sound:
+    """A picture, or audio of the greatest length for an encoder of audio."""
     from PIL import Image
 
     if vision.reader.sees:
@@ -99,8 +109,8 @@ def _medium(vision: Vision) -> Any:
     return Sound(np.zeros(audio.chunk_length * audio.sampling_rate, np.float32))
 
 
-def _num_patches(vision: Vision, media: list[Any]) -> int:
-    """Patches of pictures; tokens of audio."""
+def _num_patches(vision: Vision, media: Sequence[Image.Image | Sound]) -> int:
+    """Number of patches of pictures, or of tokens of audio."""
     texts, shapes = vision.reader.place(media)
     if vision.reader.sees:
         return int(shapes.prod(axis=1).sum())
@@ -108,37 +118,40 @@ def _num_patches(vision: Vision, media: list[Any]) -> int:
 
 
 def _encoder_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks beside the language model."""
+    """The repeated blocks outside of the language model, by name."""
     plan = language_plan(module)
     blocks = find_blocks(module, plan)
     lists = {name.rpartition(".")[0] for name in blocks if not name.startswith(f"{plan.decoder}.")}
     return {name: block for name, block in blocks.items() if name.rpartition(".")[0] in lists and name[-1].isdigit()}
 
 
-def _features(module: nn.Module, given: dict[str, Tensor], dtype: torch.dtype | None) -> Callable[[], Tensor]:
-    """The encoder's forward pass on these images, or on audio."""
-    if "input_features" in given:
+def _encoder_forward(
+    module: PreTrainedModel, inputs: dict[str, Tensor], dtype: torch.dtype | None
+) -> Callable[[], Tensor]:
+    """A function that runs the encoder on images or audio and returns a sum of its outputs."""
+    if "input_features" in inputs:
         base = module.base_model
 
         def hear() -> Tensor:
-            hidden = base.audio_tower(given["input_features"].to(dtype or torch.float32)).last_hidden_state
-            return base.multi_modal_projector(hidden).float().sum()
+            hidden = base.audio_tower(inputs["input_features"].to(dtype or torch.float32)).last_hidden_state  # pyright: ignore[reportCallIssue]
+            return base.multi_modal_projector(hidden).float().sum()  # pyright: ignore[reportCallIssue]
 
         return hear
-    accepted = inspect.signature(module.get_image_features).parameters
-    images = {name: tensor for name, tensor in given.items() if name in accepted}
+    accepted = inspect.signature(module.get_image_features).parameters  # pyright: ignore[reportArgumentType]
+    images = {name: tensor for name, tensor in inputs.items() if name in accepted}
     images["pixel_values"] = images["pixel_values"].to(dtype or torch.float32)
 
     def run() -> Tensor:
-        features = tree_leaves(dict(module.get_image_features(**images)))
+        features = tree_leaves(dict(module.get_image_features(**images)))  # pyright: ignore[reportCallIssue]
         return torch.stack([leaf.float().sum() for leaf in features if isinstance(leaf, Tensor)]).sum()
 
     return run
 
 
-def _fill_encoders(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives all weights and buffers but those of the language model memory, filled with zeros."""
-    decoder, head = language_plan(module).decoder, module.get_output_embeddings()
+def _fill_encoders(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Replaces all weights and buffers, except those of the language model, by zeros on the CPU."""
+    decoder = language_plan(module).decoder
+    head = module.get_output_embeddings()
     for name, owner in module.named_modules():
         if name == decoder or name.startswith(f"{decoder}.") or owner is head:
             continue
@@ -151,18 +164,19 @@ def _fill_encoders(module: nn.Module, dtype: torch.dtype) -> None:
                 owner._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
-def _shallow(described: Any) -> Any:
-    """The model's configuration with few blocks in each encoder."""
+def _with_few_blocks(described: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a model's configuration with few blocks in each encoder."""
     described = copy.deepcopy(described)
     text = described.get_text_config()
     for name in described.sub_configs:
         part = getattr(described, name)
         if part is text:
             continue
-        seen_later = getattr(part, "deepstack_visual_indexes", None)
-        if seen_later is not None:
-            part.deepstack_visual_indexes = list(range(len(seen_later)))
+        # Blocks whose output later layers of the language model take, too.
+        deepstack_blocks = getattr(part, "deepstack_visual_indexes", None)
+        if deepstack_blocks is not None:
+            part.deepstack_visual_indexes = list(range(len(deepstack_blocks)))
         for depth in DEPTHS:
             if isinstance(getattr(part, depth, None), int):
-                setattr(part, depth, max(2, len(seen_later or ())))
+                setattr(part, depth, max(2, len(deepstack_blocks or ())))
     return described

@@ -1,17 +1,20 @@
-"""Images as latents of an autoencoder, which a small transformer denoises: what it is told are hidden states.
+"""The flow head: a small diffusion transformer that draws images as latents, conditioned on hidden states.
 
-An image that is drawn takes K tokens of the language model, one for each patch of its latent. The hidden states from
-which they would be predicted are what the head attends to; their mean is its pooled input.
+An image that is drawn takes K tokens of the language model, one for each patch of its latent. The head attends to the
+hidden states from which these tokens would be predicted; their mean is its pooled input.
 
-Shapes: N images, C h w of a latent, K tokens, H features of the language model.
+Shapes: N images, C h w channels, height and width of a latent, K tokens, H features of the language model.
 """
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,21 +33,31 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
 from sfumato.parallel.weights import refuse_not_finite
 
+if TYPE_CHECKING:
+    from sfumato.models.diffusion.base import DiffusersModule
+
+
 NAME = "flow_head"
-"""What the names of its weights begin with."""
+"""Name of the head in the whole model."""
 
 NUM_STEPS = 20
-"""Of the solver that draws in the evaluation."""
+"""Steps of the solver that draws images in the evaluation."""
 
 
 class LatentTokenizer:
-    """A frozen autoencoder with the size of its images. Every image has the same tokens; latents stand beside them."""
+    """A frozen autoencoder, used as an image tokenizer: all images have the same tokens, and a latent beside them."""
 
     text = ImageText()
 
-    def __init__(self, vae: Any, source: Path, patch: int) -> None:
-        """Args are diffusers' AutoencoderKL, its folder, and the edge of the head's patches in latents."""
-        self.vae, self.source = vae.requires_grad_(False).eval().float(), source
+    def __init__(self, vae: DiffusersModule, source: Path, patch: int) -> None:
+        """
+        Args:
+            vae: diffusers' AutoencoderKL.
+            source: its folder.
+            patch: side of the head's patches, in latent pixels.
+        """
+        self.vae = vae.requires_grad_(False).eval().float()
+        self.source = source
         size = vae.config.sample_size
         self.height, self.width = (size, size) if isinstance(size, int) else size
         self.factor = 2 ** (len(vae.config.block_out_channels) - 1)
@@ -58,11 +71,12 @@ class LatentTokenizer:
         """Rows and columns of the tokens of an image."""
         self.num_codes = self.codebook_size = self.shape[0] * self.shape[1]
         self.latent_shape = (vae.config.latent_channels, self.height // self.factor, self.width // self.factor)
-        self._shift, self._scale = float(vae.config.shift_factor or 0.0), float(vae.config.scaling_factor)
+        self._shift = float(vae.config.shift_factor or 0.0)
+        self._scale = float(vae.config.scaling_factor)
 
     @classmethod
     def from_folder(cls, folder: Path, patch: int) -> LatentTokenizer:
-        """Reads it. Raises ConfigError when the folder holds no AutoencoderKL."""
+        """Loads the autoencoder of a folder. Raises ConfigError when it holds no AutoencoderKL."""
         from diffusers import AutoencoderKL
 
         refuse_missing_model(folder, "model.image_tokenizer")
@@ -86,32 +100,33 @@ class LatentTokenizer:
         return digest.hexdigest()
 
     def encode(self, image: Image.Image) -> list[int]:
-        """The tokens of an image, which are those of every image."""
+        """The tokens of an image, which are the same for all images."""
         del image
         return list(range(self.num_codes))
 
     @torch.no_grad()
     def latents(self, images: Sequence[Image.Image]) -> Tensor:
-        """The mode of the posterior, scaled: float32 ``[N, C, h, w]``; images of another size are scaled."""
+        """Latents of images, the scaled mode of the posterior: float32 ``[N, C, h, w]``; other sizes are resized."""
         size = (self.width, self.height)
         resized = [image if image.size == size else image.resize(size, Image.Resampling.BICUBIC) for image in images]
         pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1 for image in resized]
-        found = [self.vae.encode(each[None]).latent_dist.mode()[0] for each in pixels]  # bits know no batch
-        return (torch.stack(found) - self._shift) * self._scale
+        # Images are encoded one by one, since the bits depend on the size of the batch.
+        modes = [self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels]
+        return (torch.stack(modes) - self._shift) * self._scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> np.ndarray:
-        """uint8 ``[N, H, W, 3]`` of latents on the CPU."""
+        """Decodes latents on the CPU: uint8 ``[N, H, W, 3]``."""
         pixels = self.vae.decode(latents.float() / self._scale + self._shift).sample
         return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
 
     def save(self, folder: Path) -> None:
-        """Writes the autoencoder as diffusers loads it by itself."""
+        """Writes the autoencoder in the format of diffusers."""
         self.vae.save_pretrained(folder)
 
 
 def patch_of(config: PartConfig) -> int:
-    """Edge of the patches of a head in latents. Raises ConfigError."""
+    """Side of the patches of a configured head, in latent pixels. Raises ConfigError."""
     if config.config_path is not None:
         return int(read_yaml(config.config_path).get("patch_size", 2))
     refuse_missing_model(Path(str(config.model_path)), "model.head.model_path")
@@ -122,11 +137,16 @@ def patch_of(config: PartConfig) -> int:
         raise ConfigError(f"model.head.model_path: {file} is not of a SD3Transformer2DModel: {error!r}") from error
 
 
-def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> nn.Module:
-    """diffusers' SD3Transformer2DModel of a folder or a description, told hidden states of ``width``, in float32.
+def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> DiffusersModule:
+    """Loads or builds the head, an SD3Transformer2DModel of diffusers, in float32.
+
+    Args:
+        config: its folder or description.
+        width: features of the hidden states that condition it.
+        latent_shape: ``(C, h, w)`` of an image.
 
     Raises:
-        ConfigError: when it is none, or is for other latents or hidden states.
+        ConfigError: when there is no such model, or it is for other latents or hidden states.
     """
     from diffusers import SD3Transformer2DModel
 
@@ -137,16 +157,17 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> n
         if config.config_path is not None:
             fields = read_yaml(config.config_path)
             section_of({"head": fields}, "head", SD3Transformer2DModel)
-            head = SD3Transformer2DModel(**{**needed, **fields})
+            head = cast("DiffusersModule", SD3Transformer2DModel(**{**needed, **fields}))
             modulations = [
                 module
                 for name, module in head.named_modules()
                 if isinstance(module, nn.Linear) and ".norm" in f".{name}" and name.endswith("linear")
             ]
-            start_at_zero(head.proj_out, *modulations)  # as models of images alone begin
+            # A new head predicts zero at first, as new diffusion models do.
+            start_at_zero(head.proj_out, *modulations)
         else:
             check_weights(Path(str(config.model_path)), "model.head.model_path")
-            head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()
+            head = load_pretrained(SD3Transformer2DModel, source, use_safetensors=True).float()  # pyright: ignore[reportArgumentType]
             refuse_not_finite(head, Path(str(source)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"model.head {source}: diffusers' SD3Transformer2DModel refuses it: {error}") from error
@@ -163,7 +184,7 @@ def build_head(config: PartConfig, width: int, latent_shape: Sequence[int]) -> n
 
 
 def predict_velocity(head: nn.Module, latents: Tensor, sigma: Tensor, hidden: Tensor) -> Tensor:
-    """The velocity of noised latents ``[N, C, h, w]`` at ``sigma`` ``[N]``, told hidden states ``[N, K, H]``."""
+    """The velocity of noised latents ``[N, C, h, w]`` at ``sigma`` ``[N]``, given hidden states ``[N, K, H]``."""
     return head(
         hidden_states=latents,
         timestep=sigma * 1000,
@@ -175,33 +196,35 @@ def predict_velocity(head: nn.Module, latents: Tensor, sigma: Tensor, hidden: Te
 
 @torch.no_grad()
 def denoise(head: nn.Module, noise: Tensor, hidden: Tensor, unconditional: Tensor | None, scale: float) -> Tensor:
-    """Latents of standard normal ``noise`` ``[N, C, h, w]``, in ``NUM_STEPS`` Euler steps of equal size.
+    """Draws latents ``[N, C, h, w]`` in ``NUM_STEPS`` Euler steps of equal size.
 
     Args:
-        head: on the device of the rest.
-        noise: the first latents.
-        hidden: ``[N, K, H]``.
-        unconditional: those without a prompt, for a guidance ``scale`` that is not 1.
-        scale: of classifier-free guidance.
+        head: the flow head, on the device of the tensors.
+        noise: standard normal, ``[N, C, h, w]``.
+        hidden: hidden states ``[N, K, H]``.
+        unconditional: hidden states without a prompt, for classifier-free guidance; None leaves guidance off.
+        scale: guidance scale.
     """
-    sigmas, latents = torch.linspace(1, 0, NUM_STEPS + 1), noise
+    sigmas = torch.linspace(1, 0, NUM_STEPS + 1)
+    latents = noise
     for index in range(NUM_STEPS):
         sigma = sigmas[index].to(latents.device).expand(len(latents))
         velocity = predict_velocity(head, latents, sigma, hidden).float()
         if unconditional is not None:
-            free = predict_velocity(head, latents, sigma, unconditional).float()
-            velocity = free + scale * (velocity - free)
+            unconditional_velocity = predict_velocity(head, latents, sigma, unconditional).float()
+            velocity = unconditional_velocity + scale * (velocity - unconditional_velocity)
         latents, _ = Euler().step(velocity, latents, sigmas, index)
     return latents
 
 
-def head_flops(head: nn.Module, latent_shape: Sequence[int], num_tokens: int) -> int:
-    """Operations of a forward and a backward pass for an image, counted by torch on meta tensors."""
+def head_flops(head: DiffusersModule, latent_shape: Sequence[int], num_tokens: int) -> int:
+    """Operations of a forward and a backward pass of the head for an image, counted by torch on meta tensors."""
     trained = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
     with torch.device("meta"):
         shadow = type(head).from_config(head.config)
         hidden = torch.empty(1, num_tokens, head.config.joint_attention_dim, requires_grad=True)
-        latents, sigma = torch.empty(1, *latent_shape), torch.empty(1)
+        latents = torch.empty(1, *latent_shape)
+        sigma = torch.empty(1)
     for name, parameter in shadow.named_parameters():
         parameter.requires_grad_(name in trained)
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:

@@ -1,7 +1,7 @@
-"""Image tokenizers that are parts of published models: Emu3, Janus and Chameleon.
+"""Image tokenizers of the published models Emu3, Janus and Chameleon.
 
-Each is transformers' own VQ model, used as it is, frozen and in float32 on the CPU; what it says of an image stands in
-the text as transformers' processor of the model has it. Shapes: n images, h w rows and columns of codes.
+Each is the VQ model of transformers, frozen and in float32 on the CPU. The codes of an image are written into the text
+as transformers' processor of the model does. Shapes: n images, h w rows and columns of codes.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from sfumato.config.file_checks import read_json_object
@@ -27,22 +27,35 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.vision_load import read_image_processor
 from sfumato.parallel.weights import refuse_not_finite
 
+if TYPE_CHECKING:
+    from transformers import (
+        BaseImageProcessor,
+        ChameleonVQVAE,
+        Emu3VQVAE,
+        GenerationConfig,
+        JanusVQVAE,
+        PreTrainedConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+
 PART = "vqmodel."
-"""What names of its weights hold in the whole model."""
+"""Part of the names of the VQ model's weights in the whole model."""
 
 
 class OwnCodes(ABC):
-    """The image tokenizer within a model. It can be pickled."""
+    """The image tokenizer of a model of transformers. It can be pickled."""
 
     kind: ClassVar[str]
     """``model_type`` of the model."""
     draws: ClassVar[bool] = True
     """Whether the model can be trained to draw with it."""
     sees_codes: ClassVar[bool] = True
-    """Whether images that are seen are codes, too; else the model has an encoder."""
+    """Whether images that the model reads are codes, too; otherwise it has a vision encoder for them."""
     has_plain_output: ClassVar[bool] = True
-    """Whether logits are what one output layer gives."""
+    """Whether logits are the output of a single linear layer."""
     text: ImageText
+    """How the codes of an image are written into the text."""
     height: int
     width: int
     """Pixels of an image that is drawn."""
@@ -50,46 +63,53 @@ class OwnCodes(ABC):
     """Rows and columns of its codes."""
 
     def __init__(
-        self, vq: nn.Module, described: Any, images: Any, tokenizer: Any, size: Sequence[int] | None = None
+        self,
+        vq: PreTrainedModel,
+        described: PreTrainedConfig,
+        images: BaseImageProcessor,
+        tokenizer: PreTrainedTokenizerBase,
+        size: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
             vq: transformers' VQ model.
             described: transformers' configuration of the whole model.
             images: transformers' image processor of the model.
-            tokenizer: of the model; it names the tokens around images.
-            size: height and width in pixels of images that are drawn; None: the model's own.
+            tokenizer: the model's tokenizer, which names the tokens around images.
+            size: height and width in pixels of images that are drawn; None is the default of the model.
 
         Raises:
-            ConfigError: when they do not fit together.
+            ConfigError: when these do not fit together.
         """
-        self.vq, self.described, self.images = vq.requires_grad_(False).eval().float(), described, images
-        self.codebook_size = int(vq.quantize.embedding.num_embeddings)
+        self.vq = vq.requires_grad_(False).eval().float()
+        self.described = described
+        self.images = images
+        self.codebook_size = int(vq.quantize.embedding.num_embeddings)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
         self.names = [self.code_name(code) for code in range(self.codebook_size)]
         """The token of each code."""
         self.ids = self._code_ids()
-        """Its id in the model's vocabulary."""
-        self._place(tokenizer, size)
+        """The id of each code in the model's vocabulary."""
+        self._set_layout(tokenizer, size)
         self.num_codes = self.shape[0] * self.shape[1]
 
     @classmethod
     @abstractmethod
-    def vq_class(cls) -> Any:
+    def vq_class(cls) -> type[PreTrainedModel]:
         """transformers' class of the VQ model."""
 
     @classmethod
     @abstractmethod
-    def published_class(cls) -> Any:
+    def published_class(cls) -> type[PreTrainedModel]:
         """transformers' class of the whole model."""
 
     @classmethod
-    def module_class(cls, has_images: bool) -> Any:
+    def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
         """The class of the module that is trained, on data with images or without."""
         return cls.published_class()
 
     @classmethod
-    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
-        """Tells a module which tokens those around images are."""
+    def prepare(cls, module: PreTrainedModel, described: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Sets on a module of ``module_class`` the ids of the tokens around images that its ``forward`` needs."""
         del module, described, tokenizer
 
     @classmethod
@@ -99,44 +119,44 @@ class OwnCodes(ABC):
 
     @classmethod
     def names_in_vocabulary(cls, codebook_size: int) -> list[str]:
-        """The tokens of codes that are tokens of the model's text, too."""
+        """The tokens of codes that the vocabulary of the model contains."""
         return [cls.code_name(code) for code in range(codebook_size)]
 
-    def generation_config(self, tokenizer: Any) -> Any:
-        """What transformers' ``generate`` has to know of a model that was made in code."""
+    def generation_config(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+        """The settings of transformers' ``generate`` for a model that was built from a description."""
         from transformers import GenerationConfig
 
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         return GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
 
     @abstractmethod
-    def _place(self, tokenizer: Any, size: Sequence[int] | None) -> None:
-        """Finds ``text``, ``height``, ``width`` and ``shape``."""
+    def _set_layout(self, tokenizer: PreTrainedTokenizerBase, size: Sequence[int] | None) -> None:
+        """Sets ``text``, ``height``, ``width`` and ``shape``. Raises ConfigError for a size that it cannot draw."""
 
     @abstractmethod
-    def _codes(self, pixels: Tensor) -> Tensor:
-        """The codes of one image float32 ``[1, 3, H, W]`` as the image processor gives it: int64 ``[h, w]``."""
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Encodes the output of the image processor for one image, float32 ``[1, 3, H, W]``: int64 ``[h, w]``."""
 
     @abstractmethod
-    def _pixels(self, codes: Tensor) -> Tensor:
-        """The image of codes int64 ``[1, h w]``: float32 ``[3, H, W]``, as the image processor takes it back."""
+    def _decode_codes(self, codes: Tensor) -> Tensor:
+        """Decodes the codes of one image, int64 ``[1, h w]``: float32 ``[3, H, W]``, for the image processor."""
 
     def shown(self, image: Image.Image) -> str:
-        """The text of an image that is seen, scaled by the model's processor. Raises ValueError when it refuses it."""
+        """The text of an image that the model reads, resized by its processor. Raises ValueError if that refuses it."""
         raise NotImplementedError
 
     def _code_ids(self) -> list[int]:
-        """Raises ConfigError when the vocabulary lacks one, or what is drawn does not follow each other in it."""
-        known = self.described.vocabulary_map or {}
-        ids = [known.get(name) for name in self.names]
+        """Ids of all codes. Raises ConfigError if one is missing, or if a model draws and they are not consecutive."""
+        vocabulary = self.described.vocabulary_map or {}
+        ids = [vocabulary.get(name) for name in self.names]
         if None in ids:
             raise ConfigError(
                 f"this {self.kind} has {self.codebook_size} codes of images, but no token "
                 f"{self.names[ids.index(None)]} in the vocabulary_map of its config.json"
             )
-        if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):
+        if self.draws and ids != list(range(ids[0], ids[0] + len(ids))):  # pyright: ignore[reportArgumentType, reportOptionalOperand]
             raise ConfigError(f"the codes of images of this {self.kind} do not follow each other in its vocabulary")
-        return ids
+        return cast("list[int]", ids)
 
     @property
     def fingerprint(self) -> str:
@@ -149,75 +169,81 @@ class OwnCodes(ABC):
 
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
-        """The codes of an image that is drawn, row by row; one of another size is scaled."""
+        """The codes of an image that is drawn, row by row; an image of another size is resized."""
         if image.size != (self.width, self.height):
             image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
-        given = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
-        return self._codes(torch.from_numpy(given).float())[None].flatten().tolist()
+        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
+        return self._encode_pixels(torch.from_numpy(pixels).float())[None].flatten().tolist()
 
     unscaled: ClassVar[dict[str, Any]] = {"do_resize": False}
-    """What tells the image processor to leave the size of an image as it is."""
+    """Arguments with which the image processor does not resize an image."""
 
     @torch.no_grad()
     def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
-        """Images of n lists of ``num_codes`` codes: uint8 ``[n, H, W, 3]``, as transformers' processor makes them."""
-        found = [self._pixels(torch.tensor(own)[None]).numpy() for own in codes]  # bits know no batch
-        pictures = [self.images.postprocess([each], return_tensors="PIL.Image.Image")["pixel_values"] for each in found]
+        """Decodes n lists of ``num_codes`` codes: uint8 ``[n, H, W, 3]``, rounded by transformers' processor."""
+        # Images are decoded one by one, since the bits depend on the size of the batch.
+        images = [self._decode_codes(torch.tensor(image_codes)[None]).numpy() for image_codes in codes]
+        pictures = [
+            self.images.postprocess([pixels], return_tensors="PIL.Image.Image")["pixel_values"]  # pyright: ignore[reportAttributeAccessIssue]
+            for pixels in images
+        ]
         return np.stack([np.asarray(picture) for (picture,) in pictures])
 
     def save(self, folder: Path) -> None:
-        """Writes the VQ model as transformers loads it by itself."""
+        """Writes the VQ model in the format of transformers."""
         self.vq.save_pretrained(folder)
 
 
 class Emu3Codes(OwnCodes):
-    """Images that are seen and drawn are tokens: the size, and lines of codes that end in a token of their own."""
+    """Emu3: images are written as their size and lines of codes, each of which ends in a token of its own."""
 
     kind = "emu3"
+    vq: Emu3VQVAE
     LINE_END = "<|extra_200|>"
 
     @classmethod
-    def vq_class(cls) -> Any:
+    def vq_class(cls) -> type[PreTrainedModel]:
         from transformers import Emu3VQVAE
 
         return Emu3VQVAE
 
     @classmethod
-    def published_class(cls) -> Any:
+    def published_class(cls) -> type[PreTrainedModel]:
         from transformers import Emu3ForConditionalGeneration
 
         return Emu3ForConditionalGeneration
 
     @classmethod
-    def module_class(cls, has_images: bool) -> Any:
+    def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
         from sfumato.models.omni.code_lm import Emu3OfCodes
 
         return cls.published_class() if has_images else Emu3OfCodes
 
     @classmethod
-    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
-        known = described.vocabulary_map
-        first = known[cls.code_name(0)]
-        stop, line_end = first + described.vq_config.codebook_size, known[cls.LINE_END]
-        module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end
+    def prepare(cls, module: PreTrainedModel, described: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        vocabulary = described.vocabulary_map
+        first = vocabulary[cls.code_name(0)]
+        stop = first + described.vq_config.codebook_size
+        line_end = vocabulary[cls.LINE_END]
+        module.within_image = first, stop, tokenizer.image_wrapper_token_id, line_end  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def code_name(cls, code: int) -> str:
         return f"<|visual token {code:06d}|>"
 
-    def _place(self, tokenizer: Any, size: Sequence[int] | None) -> None:
+    def _set_layout(self, tokenizer: PreTrainedTokenizerBase, size: Sequence[int] | None) -> None:
         from transformers import Emu3Processor
 
         factor = self.vq.spatial_scale_factor
-        own = Emu3Processor(self.images, tokenizer)
-        if factor != own.downsample_ratio or factor != self.images.spatial_factor:
+        processor = Emu3Processor(self.images, tokenizer)
+        if factor != processor.downsample_ratio or factor != self.images.spatial_factor:  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
             raise ConfigError(
-                f"Emu3's processor counts a code for {own.downsample_ratio} pixels along a side, its image processor "
-                f"for {self.images.spatial_factor}; this VQ model makes one of {factor} (channel_multiplier): correct "
-                "it"
+                f"Emu3's processor counts a code for {processor.downsample_ratio} pixels along a side, its image "
+                f"processor for {self.images.spatial_factor}; this VQ model makes one of {factor} "  # pyright: ignore[reportAttributeAccessIssue]  (of Emu3)
+                "(channel_multiplier): correct it"
             )
         if size is None:
-            rows, columns = own.calculate_generate_size(own.ratio, own.image_area, factor)
+            rows, columns = processor.calculate_generate_size(processor.ratio, processor.image_area, factor)
             size = rows * factor, columns * factor
         if any(edge % factor for edge in size):
             raise ConfigError(
@@ -225,69 +251,75 @@ class Emu3Codes(OwnCodes):
             )
         self.height, self.width = size
         self.shape = self.height // factor, self.width // factor
-        self._around = own.image_start_token, own.fake_token_around_image, own.eof_token + own.image_end_token
+        self._around = (
+            processor.image_start_token,
+            processor.fake_token_around_image,
+            processor.eof_token + processor.image_end_token,
+        )
         self.text = self._text(*self.shape)
 
     def _text(self, rows: int, columns: int) -> ImageText:
-        """As ``Emu3Processor.replace_image_token`` has it, with what the model puts in the place of its tokens."""
+        """The text that ``Emu3Processor.replace_image_token`` makes, with codes in the place of its image tokens."""
         start, wrapper, end = self._around
         return ImageText(f"{start}{rows}*{columns}{wrapper}", end, "<|visual token {:06d}|>", columns, self.LINE_END)
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        given = self.images(image.convert("RGB"), return_tensors="np")
-        codes = self._codes(torch.from_numpy(np.asarray(given["pixel_values"])).float())
+        processed = self.images(image.convert("RGB"), return_tensors="np")
+        codes = self._encode_pixels(torch.from_numpy(np.asarray(processed["pixel_values"])).float())
         return self._text(*codes.shape).of(codes.flatten().tolist())
 
-    def _codes(self, pixels: Tensor) -> Tensor:
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
         size = torch.tensor([pixels.shape[-2:]])
-        return self.vq.encode(pixels, size, return_dict=True).image_tokens[0]
+        return self.vq.encode(pixels, size, return_dict=True).image_tokens[0]  # pyright: ignore[reportCallIssue]  (added by a decorator)
 
-    def _pixels(self, codes: Tensor) -> Tensor:
+    def _decode_codes(self, codes: Tensor) -> Tensor:
         return self.vq.decode(codes.unflatten(1, self.shape))[0]
 
 
 class JanusCodes(OwnCodes):
-    """Images that are drawn are codes with embeddings and an output layer of their own; those that are seen pass an
-    encoder.
+    """Janus: images that are drawn are codes with embeddings and an output layer of their own.
 
-    A code's token is the text's vocabulary and its number: ``JanusOfCodes`` knows such tokens.
+    Images that are read pass a vision encoder instead.
+
+    The token of code c is V + c, where V is the size of the vocabulary of text: see ``JanusOfCodes``.
     """
 
     kind = "janus"
+    vq: JanusVQVAE
     sees_codes = False
     has_plain_output = False
 
     @classmethod
-    def vq_class(cls) -> Any:
+    def vq_class(cls) -> type[PreTrainedModel]:
         from transformers import JanusVQVAE
 
         return JanusVQVAE
 
     @classmethod
-    def published_class(cls) -> Any:
+    def published_class(cls) -> type[PreTrainedModel]:
         from transformers import JanusForConditionalGeneration
 
         return JanusForConditionalGeneration
 
     @classmethod
-    def module_class(cls, has_images: bool) -> Any:
+    def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
         from sfumato.models.omni.code_lm import JanusOfCodes
 
         return JanusOfCodes
 
     @classmethod
-    def prepare(cls, module: Any, described: Any, tokenizer: Any) -> None:
-        module.around_image = tokenizer.boi_token_id, tokenizer.eoi_token_id
+    def prepare(cls, module: PreTrainedModel, described: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        module.around_image = tokenizer.boi_token_id, tokenizer.eoi_token_id  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def names_in_vocabulary(cls, codebook_size: int) -> list[str]:
         return []
 
-    def generation_config(self, tokenizer: Any) -> Any:
-        found = super().generation_config(tokenizer)
-        found.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}
-        return found
+    def generation_config(self, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+        config = super().generation_config(tokenizer)
+        config.generation_kwargs = {"boi_token_id": tokenizer.boi_token_id}  # pyright: ignore[reportAttributeAccessIssue]
+        return config
 
     @classmethod
     def code_name(cls, code: int) -> str:
@@ -297,51 +329,56 @@ class JanusCodes(OwnCodes):
         first = int(self.described.text_config.vocab_size)
         return list(range(first, first + self.codebook_size))
 
-    def _place(self, tokenizer: Any, size: Sequence[int] | None) -> None:
-        edge, patches = self.described.vision_config.image_size, self.described.vq_config.num_patches
+    def _set_layout(self, tokenizer: PreTrainedTokenizerBase, size: Sequence[int] | None) -> None:
+        edge = self.described.vision_config.image_size
+        patches = self.described.vq_config.num_patches
         factor = 2 ** (len(self.described.vq_config.channel_multiplier) - 1)
         if size is not None and tuple(size) != (edge, edge):
             raise ConfigError(f"size {list(size)}: this Janus draws images of {edge} x {edge} pixels alone: remove it")
-        known = self.described.vision_config.num_image_tokens
-        if edge != patches * factor or patches**2 != known:
+        num_codes = self.described.vision_config.num_image_tokens
+        if edge != patches * factor or patches**2 != num_codes:
             raise ConfigError(
-                f"this Janus has images of {edge} pixels (image_size), {known} codes (num_image_tokens) and a code for "
-                f"{factor} pixels (channel_multiplier), which do not fit together"
+                f"this Janus has images of {edge} pixels (image_size), {num_codes} codes (num_image_tokens) and a code "
+                f"for {factor} pixels (channel_multiplier), which do not fit together"
             )
         self.height = self.width = edge
         self.shape = patches, patches
-        self.text = ImageText(tokenizer.boi_token, tokenizer.eoi_token)
+        self.text = ImageText(tokenizer.boi_token, tokenizer.eoi_token)  # pyright: ignore[reportArgumentType]
 
-    def _codes(self, pixels: Tensor) -> Tensor:
-        """The nearest of the normalised codes, which ``decode`` reads.
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        """The nearest codes by cosine similarity, since ``decode`` normalises codes.
 
-        transformers' ``encode`` compares with codes that are not normalised, and gives others than those that the
-        model was trained with (``codebook_l2_norm`` in Janus' own ``vq_model.py``); its modules are used without it.
+        transformers' ``encode`` compares with codes that are not normalised, which gives other codes than the model was
+        trained with (``codebook_l2_norm`` in Janus' own ``vq_model.py``). So its modules are called here instead.
         """
         hidden = functional.normalize(self.vq.quant_conv(self.vq.encoder(pixels)), dim=1)[0]
-        known = functional.normalize(self.vq.quantize.embedding.weight, dim=-1)
-        return torch.einsum("nd,dhw->nhw", known, hidden).argmax(0)
+        codebook = functional.normalize(self.vq.quantize.embedding.weight, dim=-1)
+        return torch.einsum("nd,dhw->nhw", codebook, hidden).argmax(0)
 
-    def _pixels(self, codes: Tensor) -> Tensor:
-        return self.vq.decode(codes)[0]
+    def _decode_codes(self, codes: Tensor) -> Tensor:
+        return self.vq.decode(codes)[0]  # pyright: ignore[reportArgumentType]
 
 
 class ChameleonCodes(OwnCodes):
-    """Images that are seen are tokens. It is not trained to draw: transformers' forward pass gives these tokens the
-    smallest logit that there is, and its VQ model has no decoder."""
+    """Chameleon: images that are read are tokens.
+
+    It cannot be trained to draw, since transformers' forward pass gives codes the smallest possible logit, and its VQ
+    model has no decoder.
+    """
 
     kind = "chameleon"
+    vq: ChameleonVQVAE
     draws = False
     has_plain_output = False
 
     @classmethod
-    def vq_class(cls) -> Any:
+    def vq_class(cls) -> type[PreTrainedModel]:
         from transformers import ChameleonVQVAE
 
         return ChameleonVQVAE
 
     @classmethod
-    def published_class(cls) -> Any:
+    def published_class(cls) -> type[PreTrainedModel]:
         from transformers import ChameleonForConditionalGeneration
 
         return ChameleonForConditionalGeneration
@@ -350,7 +387,7 @@ class ChameleonCodes(OwnCodes):
     def code_name(cls, code: int) -> str:
         return "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(code)) + "Z"
 
-    def _place(self, tokenizer: Any, size: Sequence[int] | None) -> None:
+    def _set_layout(self, tokenizer: PreTrainedTokenizerBase, size: Sequence[int] | None) -> None:
         edge = self.described.vq_config.resolution
         factor = 2 ** (len(self.described.vq_config.channel_multiplier) - 1)
         self.height = self.width = edge
@@ -359,38 +396,46 @@ class ChameleonCodes(OwnCodes):
             getattr(tokenizer, name, default)
             for name, default in (("boi_token", "<racm3:break>"), ("eoi_token", "<eoss>"))
         ]
-        self.text = ImageText(*names)
+        self.text = ImageText(*names)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        given = np.asarray(self.images(image.convert("RGB"), return_tensors="np")["pixel_values"])
-        codes = self._codes(torch.from_numpy(given).float())
+        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np")["pixel_values"])
+        codes = self._encode_pixels(torch.from_numpy(pixels).float())
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 
-    def _codes(self, pixels: Tensor) -> Tensor:
-        found = self.vq.encode(pixels, return_dict=True).image_tokens
-        return found.view(1, -1)
+    def _encode_pixels(self, pixels: Tensor) -> Tensor:
+        codes = self.vq.encode(pixels, return_dict=True).image_tokens  # pyright: ignore[reportCallIssue]  (added by a decorator)
+        return codes.view(1, -1)
 
-    def _pixels(self, codes: Tensor) -> Tensor:
+    def _decode_codes(self, codes: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-FAMILIES: dict[str, type[OwnCodes]] = {each.kind: each for each in (Emu3Codes, JanusCodes, ChameleonCodes)}
-"""By ``model_type``."""
+FAMILIES: dict[str, type[OwnCodes]] = {family.kind: family for family in (Emu3Codes, JanusCodes, ChameleonCodes)}
+"""Image tokenizers by the ``model_type`` of the model."""
 
 
 def family_of(folder: Path) -> type[OwnCodes] | None:
-    """The family of the model in a folder; None of any other."""
+    """The class of the image tokenizer of the model in a folder; None for other models."""
     file = folder / "config.json"
     try:
         kind = read_json_object(file).get("model_type")
     except (OSError, ValueError):
         return None
-    return FAMILIES.get(kind)
+    return FAMILIES.get(kind)  # pyright: ignore[reportArgumentType]
 
 
-def read_vq(folder: Path, described: Any) -> nn.Module:
-    """The VQ model of a whole model's folder, or of one that holds it alone, float32 on the CPU. Raises ConfigError."""
+def read_vq(folder: Path, described: PreTrainedConfig) -> PreTrainedModel:
+    """Loads a VQ model from the folder of a whole model, or of the VQ model alone, in float32 on the CPU.
+
+    Args:
+        folder: the folder.
+        described: transformers' configuration of the whole model.
+
+    Raises:
+        ConfigError: when the folder holds other weights, or weights that are not finite.
+    """
     check_weights(folder)
     vq = FAMILIES[described.model_type].vq_class()(described.vq_config)
     stored: dict[str, Tensor] = {}
@@ -399,19 +444,21 @@ def read_vq(folder: Path, described: Any) -> nn.Module:
             names = list(opened.keys())
             inside = [name for name in names if PART in name]  # none in the folder of a VQ model alone
             stored |= {name: opened.get_tensor(name) for name in inside or ([] if family_of(folder) else names)}
-    found = {name.rpartition(PART)[2]: each.float() for name, each in stored.items()}
-    known = vq.state_dict()
-    wrong = sorted(name for name in known if name not in found or found[name].shape != known[name].shape)
-    if wrong or found.keys() - known.keys():
-        first = wrong[0] if wrong else sorted(found.keys() - known.keys())[0]
+    weights = {name.rpartition(PART)[2]: tensor.float() for name, tensor in stored.items()}
+    expected = vq.state_dict()
+    wrong_names = sorted(
+        name for name in expected if name not in weights or weights[name].shape != expected[name].shape
+    )
+    if wrong_names or weights.keys() - expected.keys():
+        first = wrong_names[0] if wrong_names else sorted(weights.keys() - expected.keys())[0]
         raise ConfigError(f"{folder}: its weights are not those of a {type(vq).__name__} of this model: {first}")
-    vq.load_state_dict(found)
+    vq.load_state_dict(weights)
     refuse_not_finite(vq, folder)
     return vq
 
 
 def read_own_codes(folder: Path, size: Sequence[int] | None = None) -> OwnCodes:
-    """The image tokenizer of the model in a folder. Raises ConfigError when it is broken, or cannot draw."""
+    """Loads the image tokenizer of the model in a folder. Raises ConfigError when it is broken, or cannot draw."""
     from transformers import AutoConfig, AutoTokenizer
 
     family = family_of(folder)

@@ -1,8 +1,8 @@
-"""Training of the image tokenizers that are parts of Emu3 and Janus: small ones, for models that are made in code."""
+"""Training of VQ models of the kinds that Emu3 and Janus contain, for small models built from a description."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,32 +14,39 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.parts import check_keys
 from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model
 
+if TYPE_CHECKING:
+    from transformers import Emu3VQVAE, JanusVQVAE, PreTrainedConfig, PreTrainedModel
+
 BETA = 0.25
-"""Weight of the latents' own part of the distance, as these modules have it."""
+"""Weight of the commitment loss, which pulls latents towards their codes, as in the VQ models of transformers."""
 
 
 class OwnVqModel(VqModel):
-    """A VQ model of transformers in training."""
+    """A VQ model of transformers in training, with the straight-through estimator of gradients."""
 
     is_normalised: ClassVar[bool] = False
-    """Whether codes are compared, and decoded, with length 1."""
+    """Whether latents and codes are normalised to length 1."""
 
     def quantise(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As ``VqModel.quantise``."""
-        vectors, codebook = latents.permute(0, 2, 3, 1), self.codebook.weight
+        vectors = latents.permute(0, 2, 3, 1)
+        codebook = self.codebook.weight
         if self.is_normalised:
-            vectors, codebook = functional.normalize(vectors, dim=-1), functional.normalize(codebook, dim=-1)
+            vectors = functional.normalize(vectors, dim=-1)
+            codebook = functional.normalize(codebook, dim=-1)
         codes = torch.cdist(vectors.detach().flatten(0, 2), codebook.detach()).argmin(-1)
         nearest = functional.embedding(codes, codebook).view(vectors.shape)
         distance = functional.mse_loss(nearest, vectors.detach()) + BETA * functional.mse_loss(
             vectors, nearest.detach()
         )
-        straight = vectors + (nearest - vectors).detach()
+        straight = vectors + (nearest - vectors).detach()  # value of the code, gradient of the latent
         return straight.permute(0, 3, 1, 2), distance, codes.view(len(latents), -1)
 
 
 class Emu3Vq(OwnVqModel):
-    """``Emu3VQVAE``, whose images are videos of ``temporal_downsample_factor`` equal frames."""
+    """``Emu3VQVAE``, which takes an image as a video of ``temporal_downsample_factor`` equal frames."""
+
+    trained: Emu3VQVAE
 
     def latents(self, pixels: Tensor) -> Tensor:
         frames = pixels[:, None].repeat(1, self.trained.config.temporal_downsample_factor, 1, 1, 1)
@@ -47,13 +54,14 @@ class Emu3Vq(OwnVqModel):
 
     def decode(self, quantised: Tensor) -> Tensor:
         vectors = quantised[:, :, None]
-        found = self.trained.decoder(self.trained.post_quant_conv(vectors).transpose(1, 2), vectors.transpose(1, 2))
-        return found.unflatten(0, (len(quantised), -1))[:, 0]
+        frames = self.trained.decoder(self.trained.post_quant_conv(vectors).transpose(1, 2), vectors.transpose(1, 2))
+        return frames.unflatten(0, (len(quantised), -1))[:, 0]  # of equal frames the first
 
 
 class JanusVq(OwnVqModel):
     """``JanusVQVAE``."""
 
+    trained: JanusVQVAE
     is_normalised = True
 
     def latents(self, pixels: Tensor) -> Tensor:
@@ -64,14 +72,14 @@ class JanusVq(OwnVqModel):
 
 
 def build_vq(config: PartConfig, seed: int) -> VqModel:
-    """A VQ model to train: of diffusers, or of a description with ``model_type`` emu3_vqgan or janus_vqgan.
+    """Makes the VQ model to train: diffusers' VQModel, or by a description's ``model_type`` that of Emu3 or Janus.
 
     Raises:
         ConfigError: as ``build_vq_model``.
     """
     from transformers import Emu3VQVAE, Emu3VQVAEConfig, JanusVQVAE, JanusVQVAEConfig
 
-    kinds: dict[str, tuple[type[OwnVqModel], Any, Any]] = {
+    kinds: dict[str, tuple[type[OwnVqModel], type[PreTrainedModel], type[PreTrainedConfig]]] = {
         "emu3_vqgan": (Emu3Vq, Emu3VQVAE, Emu3VQVAEConfig),
         "janus_vqgan": (JanusVq, JanusVQVAE, JanusVQVAEConfig),
     }
@@ -81,11 +89,11 @@ def build_vq(config: PartConfig, seed: int) -> VqModel:
         return VqModel(build_vq_model(config, seed))
     if kind not in kinds:
         raise ConfigError(f"{config.config_path}: model_type {kind!r} is neither of {', '.join(kinds)}")
-    model, module, described = kinds[kind]
-    check_keys(described, fields, str(config.config_path))
+    model_class, module_class, config_class = kinds[kind]
+    check_keys(config_class, fields, str(config.config_path))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return model(module(described(**fields)))
+            return model_class(module_class(config_class(**fields)))
         except Exception as error:  # transformers raises kinds of its own for values that it refuses
             raise ConfigError(f"{config.config_path}: transformers refuses it: {error}") from error

@@ -1,4 +1,7 @@
-"""Images as codes of a codebook, and codes as images: diffusers' VQModel, used as it is."""
+"""Image tokenizers that turn images into codes and back: diffusers' VQModel, in training and frozen."""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -21,12 +24,17 @@ from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 
+if TYPE_CHECKING:
+    from sfumato.models.diffusion.base import DiffusersModule
 
-def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
-    """diffusers' VQModel of a folder, or with random weights of a description, in float32 on the CPU.
+
+def build_vq_model(config: PartConfig, seed: int = 0) -> DiffusersModule:
+    """Loads diffusers' VQModel from a folder, or makes one with random weights from a description.
+
+    It is in float32 on the CPU.
 
     Raises:
-        ConfigError: when the folder holds none, or the description is none of it.
+        ConfigError: when the folder holds no VQModel, or the description is not valid.
     """
     from diffusers import VQModel
 
@@ -41,83 +49,99 @@ def build_vq_model(config: PartConfig, seed: int = 0) -> nn.Module:
         return model.float()
     assert config.config_path is not None
     fields = read_yaml(config.config_path)
-    known = [name for name in inspect.signature(VQModel.__init__).parameters if name != "self"]
+    allowed = [name for name in inspect.signature(VQModel.__init__).parameters if name != "self"]
     for name in fields:
-        if name not in known:
-            raise ConfigError(f"{config.config_path}: {name}: unknown key{suggest(name, known)}")
+        if name not in allowed:
+            raise ConfigError(f"{config.config_path}: {name}: unknown key{suggest(name, allowed)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return VQModel(**fields)
+            return cast("DiffusersModule", VQModel(**fields))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{config.config_path}: diffusers' VQModel refuses it: {error}") from error
 
 
 class VqModel:
-    """A VQ model in training, as ``export_model`` takes it: diffusers' VQModel. B images of H W pixels, h w codes."""
+    """diffusers' VQModel in training, with what ``export_model`` needs. Shapes: B images of H W pixels, h w codes."""
 
-    def __init__(self, model: Any) -> None:
-        """``model`` is the module."""
-        self.trained = model
+    trained: DiffusersModule
+    """The module; subclasses state another class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model`` is the module that is trained."""
+        self.trained = cast("DiffusersModule", model)
 
     @property
     def codebook(self) -> nn.Embedding:
-        """The codes' vectors."""
+        """The vectors of the codes."""
         return self.trained.quantize.embedding
 
     def latents(self, pixels: Tensor) -> Tensor:
-        """What codes are the nearest of, float32 ``[B, C, h, w]`` of images from -1 to 1 ``[B, 3, H, W]``."""
+        """Encodes images ``[B, 3, H, W]`` in [-1, 1] to latents before quantisation, float32 ``[B, C, h, w]``."""
         return self.trained.encode(pixels).latents
 
     def quantise(self, latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The nearest codes' vectors, through which gradients pass straight; the distances' part of the loss; and the
-        codes, int64 ``[B, h w]``."""
+        """Replaces latents ``[B, C, h, w]`` by the vectors of the nearest codes.
+
+        Returns:
+            The vectors ``[B, C, h, w]``, whose gradients pass straight through to the latents; the loss of the
+            distances between latents and codes; and the codes, int64 ``[B, h w]``.
+        """
         quantised, commitment, (_, _, codes) = self.trained.quantize(latents)
         return quantised, commitment, codes.view(len(latents), -1)
 
     def decode(self, quantised: Tensor) -> Tensor:
-        """Images ``[B, 3, H, W]`` of codes' vectors ``[B, C, h, w]``."""
+        """Decodes vectors of codes ``[B, C, h, w]`` to images ``[B, 3, H, W]``."""
         return self.trained.decode(quantised, force_not_quantize=True).sample
 
     @torch.no_grad()
     def reconstruct(self, examples: Tensor) -> tuple[np.ndarray, int]:
-        """Images, uint8 ``[B, 3, H, W]``, beside what their codes keep: uint8 ``[B, H, 2W, 3]``; how many codes they
-        use."""
+        """Encodes and decodes images, uint8 ``[B, 3, H, W]``.
+
+        Returns:
+            Each image beside its reconstruction, uint8 ``[B, H, 2W, 3]``, and the number of different codes in use.
+        """
         device = next(self.trained.parameters()).device
         quantised, _, codes = self.quantise(self.latents(examples.to(device) / 127.5 - 1))
-        found = as_bytes(self.decode(quantised)).cpu()
-        pairs = torch.cat([examples, found], dim=3).permute(0, 2, 3, 1)
+        reconstructed = as_bytes(self.decode(quantised)).cpu()
+        pairs = torch.cat([examples, reconstructed], dim=3).permute(0, 2, 3, 1)
         return pairs.numpy(), len(codes.unique())
 
     @torch.no_grad()
     def start_codebook(self, pixels: Tensor, seed: int) -> None:
-        """Puts the codebook of a new model among the latents of some images, drawn without replacement.
+        """Initialises the codebook of a new model with latents of some images, drawn without replacement.
 
-        A codebook far away from all latents is one of which a single code is used.
+        With a codebook far away from all latents a single code would be the nearest of all of them.
         """
         latents = self.latents(pixels).permute(0, 2, 3, 1).flatten(0, 2)
         codebook = self.codebook.weight
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(latents), generator=generator)
-        distinct = torch.unique(latents[order].round(decimals=4), dim=0)
-        order = torch.randperm(len(distinct), generator=generator)[: len(codebook)]
+        distinct_latents = torch.unique(latents[order].round(decimals=4), dim=0)
+        order = torch.randperm(len(distinct_latents), generator=generator)[: len(codebook)]
+        # Where there are fewer latents than codes, latents are repeated; the noise makes their codes differ.
         spread = 1e-3 * latents.std() * torch.randn(codebook.shape, generator=generator)
-        codebook.copy_(distinct[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)
+        codebook.copy_(distinct_latents[order].repeat(-(-len(codebook) // len(order)), 1)[: len(codebook)] + spread)
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the model as its library loads it by itself."""
+        """Writes the model in the format of its library."""
         del merge
         self.trained.save_pretrained(folder, state_dict=weights)
 
 
 class ImageTokenizer:
-    """A frozen VQ model with the size of its images. It can be pickled."""
+    """A frozen VQModel with a fixed size of images. It can be pickled."""
 
     text = ImageText()
 
-    def __init__(self, model: Any, source: Path) -> None:
-        """Args are diffusers' VQModel, and its folder."""
-        self.model, self.source = model.requires_grad_(False).eval(), source
+    def __init__(self, model: DiffusersModule, source: Path) -> None:
+        """
+        Args:
+            model: diffusers' VQModel.
+            source: its folder.
+        """
+        self.model = model.requires_grad_(False).eval()
+        self.source = source
         size = model.config.sample_size
         self.height, self.width = (size, size) if isinstance(size, int) else size
         factor = 2 ** (len(model.config.block_out_channels) - 1)
@@ -128,7 +152,7 @@ class ImageTokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageTokenizer:
-        """Reads it. Raises ConfigError as ``build_vq_model``."""
+        """Loads the VQ model of a folder. Raises ConfigError as ``build_vq_model``."""
         return cls(build_vq_model(PartConfig(model_path=str(folder))), folder)
 
     @property
@@ -141,7 +165,7 @@ class ImageTokenizer:
 
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
-        """The codes of an image, row by row; one of another size is scaled."""
+        """The codes of an image, row by row; an image of another size is resized."""
         if image.size != (self.width, self.height):
             image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None] / 127.5 - 1
@@ -149,24 +173,24 @@ class ImageTokenizer:
 
     @torch.no_grad()
     def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
-        """Images of B lists of ``num_codes`` codes: uint8 ``[B, H, W, 3]``."""
+        """Decodes B lists of ``num_codes`` codes: uint8 ``[B, H, W, 3]``."""
         pixels = decode_codes(self.model, torch.tensor(codes), (self.height, self.width))
         return pixels.permute(0, 2, 3, 1).numpy()
 
     def save(self, folder: Path) -> None:
-        """Writes the VQ model as diffusers loads it by itself."""
+        """Writes the VQ model in the format of diffusers."""
         self.model.save_pretrained(folder)
 
 
-def codes_of(model: Any, pixels: Tensor) -> Tensor:
-    """The codes of images float32 ``[B, 3, H, W]`` from -1 to 1: int64 ``[B, N]``, row by row."""
+def codes_of(model: DiffusersModule, pixels: Tensor) -> Tensor:
+    """Encodes images float32 ``[B, 3, H, W]`` in [-1, 1] to codes int64 ``[B, N]``, row by row."""
     latents = model.encode(pixels).latents
     _, _, (_, _, codes) = model.quantize(latents)
     return codes.view(len(pixels), -1)
 
 
-def decode_codes(model: Any, codes: Tensor, size: Sequence[int]) -> Tensor:
-    """Images of ``size`` (rows and columns of pixels) of codes int64 ``[B, N]``: uint8 ``[B, 3, H, W]``."""
+def decode_codes(model: DiffusersModule, codes: Tensor, size: Sequence[int]) -> Tensor:
+    """Decodes codes int64 ``[B, N]`` to images uint8 ``[B, 3, H, W]``; ``size`` is their height and width in pixels."""
     factor = 2 ** (len(model.config.block_out_channels) - 1)
     shape = (size[0] // factor, size[1] // factor)
     latents = model.quantize.embedding(codes).unflatten(1, shape).permute(0, 3, 1, 2).contiguous()
@@ -174,5 +198,5 @@ def decode_codes(model: Any, codes: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def as_bytes(pixels: Tensor) -> Tensor:
-    """Pixels from -1 to 1 as uint8."""
+    """Rounds pixels in [-1, 1] to uint8."""
     return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -1,7 +1,7 @@
-"""A vision encoder, a language model and an image tokenizer, put together: a model that understands and draws images.
+"""Composes a model that reads and draws images from a vision encoder, a language model and an image tokenizer.
 
-transformers' ``LlavaForConditionalGeneration`` is what joins encoder and language model: any encoder with patches, a
-projector of two layers, any language model whose output layer is linear. What is drawn are tokens of that model.
+transformers' ``LlavaForConditionalGeneration`` joins encoder and language model: any encoder with patches, a projector
+of two layers, and any language model with a linear output layer. Images are drawn as tokens of the language model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
@@ -34,49 +34,60 @@ from sfumato.models.omni.model import OmniModel, foundation_names
 from sfumato.models.omni.unified import build_unified_omni_model
 from sfumato.parallel.weights import refuse_not_finite
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.models.diffusion.base import DiffusersModule
+
 PROJECTOR = "multi_modal_projector."
-"""What names of the projector's weights hold."""
+"""Part of the names of the projector's weights in the whole model."""
 
 
 def build_omni_model(config: TrainOmniConfig) -> OmniModel:
-    """Loads or makes the parts, puts them together, and makes what is trained trainable. Weights are float32.
+    """Loads or builds the parts of a model, composes them, and freezes what is not trained. Weights are float32.
 
     Raises:
         ConfigError: when a part is missing or broken, or the parts do not fit together.
     """
     if config.model.unified is not None:
         return build_unified_omni_model(config)
+    assert config.model.foundation is not None and config.model.encoder is not None  # OmniModelConfig checks it
     tokenizer = build_tokenizer(_tokenizer_config(config.model))
-    image_tokenizer, head = _read_drawing(config.model), config.model.head
-    first = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)
+    image_tokenizer = _load_image_tokenizer(config.model)
+    head = config.model.head
+    first_code = add_drawing_tokens(tokenizer, image_tokenizer.codebook_size)
     text = files("sfumato.data.text").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
     tokenizer.chat_template = text.replace("IMAGE", IMAGE_TOKEN)
     seed = config.train.seed
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         foundation = load_part(config.model.foundation, "model.foundation", causal=True)
-        if foundation.get_input_embeddings().num_embeddings < len(tokenizer):
+        if cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings < len(tokenizer):
             foundation.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         encoder = load_part(config.model.encoder, "model.encoder", causal=False)
         image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         module, make = compose(encoder, foundation, image_token_id, config.model.attention)
         if head is not None:
-            width = foundation.get_output_embeddings().in_features
-            module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))
+            width = cast("nn.Linear", foundation.get_output_embeddings()).in_features
+            module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
-    reader = _reader(module, tokenizer, image_tokenizer)
+    reader = _build_reader(module, tokenizer, image_tokenizer)
     vision = Vision(config.data.data_type.limited(reader), None)
-    chunked = config.train.chunked_loss or head is not None  # a head is told hidden states
+    # With chunks the model returns hidden states instead of logits, and a flow head is conditioned on these.
+    chunked = config.train.chunked_loss or head is not None
     settings = (DTYPES[config.train.mixed_precision], make, None, chunked, vision)
     model = OmniModel(module, tokenizer, *settings)
-    model.image_tokenizer, model.codes = image_tokenizer, range(first, first + image_tokenizer.codebook_size)
+    model.image_tokenizer = image_tokenizer
+    model.codes = range(first_code, first_code + image_tokenizer.codebook_size)
     model.head_class = type(getattr(module, NAME)) if head is not None else None
     model.frozen_names = freeze(module, config.model.freeze)
     return model
 
 
-def _read_drawing(model: OmniModelConfig) -> ImageTokenizer | LatentTokenizer:
+def _load_image_tokenizer(model: OmniModelConfig) -> ImageTokenizer | LatentTokenizer:
+    """The image tokenizer of a configuration: an autoencoder if there is a flow head, else a VQ model."""
+    assert model.image_tokenizer is not None
     folder = Path(model.image_tokenizer)
     return (
         ImageTokenizer.from_folder(folder)
@@ -86,27 +97,36 @@ def _read_drawing(model: OmniModelConfig) -> ImageTokenizer | LatentTokenizer:
 
 
 def with_head(
-    module: nn.Module, make: Callable[[], nn.Module], head: nn.Module
-) -> tuple[nn.Module, Callable[[], nn.Module]]:
-    """A model with a flow head beside it, which its ``forward`` does not know, and what makes one like it."""
+    module: PreTrainedModel, make: Callable[[], PreTrainedModel], head: DiffusersModule
+) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
+    """Adds a flow head to a model as a submodule, which the model's ``forward`` does not call.
+
+    Args:
+        module: the model.
+        make: makes another model of the same kind.
+        head: the flow head.
+
+    Returns:
+        The model, and a function that makes another one with a head.
+    """
     module.add_module(NAME, head.train())
 
-    def make_both() -> nn.Module:
-        both = make()
-        both.add_module(NAME, type(head).from_config(head.config))
-        return both
+    def make_both() -> PreTrainedModel:
+        whole = make()
+        whole.add_module(NAME, type(head).from_config(head.config))
+        return whole
 
-    make_both.without_head = make
+    make_both.without_head = make  # pyright: ignore[reportFunctionMemberAccess]  (for OmniModel._without_head)
     return module, make_both
 
 
-def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:
-    """transformers' module of a folder or a description, float32.
+def load_part(config: PartConfig, where: str, causal: bool) -> PreTrainedModel:
+    """Loads a module of transformers from a folder, or makes one with random weights from a description; in float32.
 
     Args:
-        config: where it comes from.
-        where: its option, for messages.
-        causal: a language model with its output layer; else an encoder.
+        config: the folder or description.
+        where: name of the option, for messages.
+        causal: load a language model with its output layer; otherwise an encoder.
 
     Raises:
         ConfigError: when the folder or description is missing, broken, or lacks weights.
@@ -139,11 +159,22 @@ def load_part(config: PartConfig, where: str, causal: bool) -> nn.Module:
     return module
 
 
-def compose(encoder: nn.Module, foundation: nn.Module, image_token_id: int, attention: str) -> tuple[nn.Module, Any]:
-    """The model of both, with a projector of random weights, and what makes one like it.
+def compose(
+    encoder: PreTrainedModel, foundation: PreTrainedModel, image_token_id: int, attention: str
+) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
+    """Joins an encoder and a language model to one model, with a projector of random weights.
+
+    Args:
+        encoder: the vision encoder.
+        foundation: the language model.
+        image_token_id: the placeholder of an image in the text.
+        attention: ``model.attention``.
+
+    Returns:
+        The model, and a function that makes another one of its kind with random weights.
 
     Raises:
-        ConfigError: when they do not fit together, or the language model computes something else within.
+        ConfigError: when they do not fit together, or the language model gives other logits within the whole.
     """
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -159,49 +190,51 @@ def compose(encoder: nn.Module, foundation: nn.Module, image_token_id: int, atte
     )
     name = register_packed_attention() if attention == "packed" else attention
 
-    def make() -> nn.Module:
-        own = copy.deepcopy(described)
+    def make() -> PreTrainedModel:
+        own_config = copy.deepcopy(described)
         return LlavaForConditionalGeneration._from_config(
-            own, attn_implementation=attention_by_part(own, name), dtype=torch.float32
+            own_config, attn_implementation=attention_by_part(own_config, name), dtype=torch.float32
         )
 
     module = make()
-    names = {name: each for each, name in foundation_names(foundation).items()}
-    given = {names[name]: each for name, each in foundation.state_dict().items() if name in names}
-    given |= {f"model.vision_tower.{name}": each for name, each in encoder.state_dict().items()}
-    lacking = module.load_state_dict(given, strict=False).missing_keys
+    whole_names = {part_name: whole_name for whole_name, part_name in foundation_names(foundation).items()}
+    weights = {whole_names[name]: tensor for name, tensor in foundation.state_dict().items() if name in whole_names}
+    weights |= {f"model.vision_tower.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    lacking = module.load_state_dict(weights, strict=False).missing_keys
     if any("projector" not in name for name in lacking):
         raise ConfigError(
             f"model.foundation: {type(foundation).__name__} cannot be joined with an encoder: {lacking[0]}"
         )
-    tokens = torch.arange(8)[None] % foundation.get_input_embeddings().num_embeddings
+    # LLaVA builds the language model without its own class around it, which may scale or cap logits: compare them.
+    tokens = torch.arange(8)[None] % cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings
     with torch.no_grad():
-        alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
-        within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
-    if not torch.allclose(alone, within, rtol=1e-4, atol=1e-5):
+        logits_alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
+        logits_within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
+    if not torch.allclose(logits_alone, logits_within, rtol=1e-4, atol=1e-5):
         raise ConfigError(
             f"model.foundation: {type(foundation).__name__} computes other logits without its own class around it (by "
-            f"up to {float((alone - within).abs().max()):.1e}): take another language model"
+            f"up to {float((logits_alone - logits_within).abs().max()):.1e}): take another language model"
         )
     return module.train(), make
 
 
-def load_projector(module: nn.Module, folder: Path) -> None:
-    """Gives the model the projector of a folder that ``OmniModel.save_export`` wrote. Raises ConfigError."""
+def load_projector(module: PreTrainedModel, folder: Path) -> None:
+    """Loads the projector from a folder that ``OmniModel.save_export`` wrote into a model. Raises ConfigError."""
     projector = module.model.multi_modal_projector
     check_weights(folder)
-    found = {}
+    weights = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             names = [name for name in opened.keys() if PROJECTOR in name]  # noqa: SIM118  (it is no mapping)
-            found |= {name.rpartition(PROJECTOR)[2]: opened.get_tensor(name).float() for name in names}
-    shapes = {name: each.shape for name, each in projector.state_dict().items()}
-    if {name: each.shape for name, each in found.items()} != shapes:
+            weights |= {name.rpartition(PROJECTOR)[2]: opened.get_tensor(name).float() for name in names}
+    shapes = {name: tensor.shape for name, tensor in projector.state_dict().items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != shapes:
         raise ConfigError(f"model.projector {folder}: the weights {PROJECTOR}* are not there, or of other shapes")
-    projector.load_state_dict(found)
+    projector.load_state_dict(weights)
 
 
-def _check_encoder(encoder: nn.Module) -> None:
+def _check_encoder(encoder: PreTrainedModel) -> None:
+    """Raises ConfigError for an encoder that does not give a token for each patch, and at most one more."""
     for name in ("image_size", "patch_size", "hidden_size"):
         if not isinstance(getattr(encoder.config, name, None), int):
             raise ConfigError(f"model.encoder: {type(encoder).__name__} has no {name}, so its patches are not known")
@@ -212,33 +245,41 @@ def _check_encoder(encoder: nn.Module) -> None:
         )
 
 
-def _num_patches(encoder: nn.Module) -> int:
+def _num_patches(encoder: PreTrainedModel) -> int:
+    """Patches of an image."""
     return (encoder.config.image_size // encoder.config.patch_size) ** 2
 
 
 @torch.no_grad()
-def _num_features(encoder: nn.Module) -> int:
+def _num_features(encoder: PreTrainedModel) -> int:
+    """Tokens that an encoder makes of an image, found by running it on a black one."""
     size = encoder.config.image_size
     blank = torch.zeros(1, getattr(encoder.config, "num_channels", 3), size, size)
-    found = encoder.eval()(blank, output_hidden_states=True)
-    return found.hidden_states[-1].shape[1]
+    output = encoder.eval()(blank, output_hidden_states=True)
+    return output.hidden_states[-1].shape[1]
 
 
-def _reader(module: nn.Module, tokenizer: Any, image_tokenizer: ImageTokenizer) -> DrawingReader:
-    """What reads images for this model. Each is scaled to the encoder's size by Pillow."""
+def _build_reader(
+    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_tokenizer: ImageTokenizer | LatentTokenizer
+) -> DrawingReader:
+    """Makes the reader of images for a composed model, in which Pillow resizes each to the size of the encoder."""
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     vision = module.config.vision_config
     images = SiglipImageProcessorPil(size={"height": vision.image_size, "width": vision.image_size})
     strategy = module.config.vision_feature_select_strategy
-    more = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
-    processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **more)
+    settings = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
+    processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **settings)
     arguments = list(inspect.signature(module.forward).parameters)
     return DrawingReader(processor, arguments, (vision.patch_size, 1.0), image_tokenizer)
 
 
 def _tokenizer_config(model: OmniModelConfig) -> LanguageModelConfig:
+    """The model section of a language model with the same tokenizer."""
+    assert model.foundation is not None
     folder = model.foundation.model_path
-    made = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
-    return LanguageModelConfig(**made, tokenizer_path=model.tokenizer_path)
+    source: dict[str, Any] = (
+        {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
+    )
+    return LanguageModelConfig(**source, tokenizer_path=model.tokenizer_path)

@@ -1,4 +1,4 @@
-"""A language model that sees and draws images: what it adds to one that sees, and its export."""
+"""A language model that reads and draws images: what it adds to one that reads images, and its export."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,15 +30,20 @@ from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.models.omni.pipeline import save_drawing
 from sfumato.parallel.weights import build_on_meta
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from sfumato.models.diffusion.base import DiffusersModule
+
 PARTS = ("foundation", "encoder", "image_tokenizer")
-"""Folders of an export, beside the whole model: what each part's own library loads."""
+"""Folders within an export that hold a part of the model in the format of its own library."""
 
 MAX_DRAWN = 1024
-"""More than the images that a conversation draws: distance of the keys of samples."""
+"""More images than a conversation draws: keys of the noise of two samples are at least this far apart."""
 
 
 class OmniModel(LanguageModel):
-    """A language model that sees and draws images."""
+    """A language model that reads and draws images."""
 
     image_tokenizer: ImageTokenizer | LatentTokenizer
     codes: range
@@ -46,32 +51,37 @@ class OmniModel(LanguageModel):
     line_end: int | None = None
     """The token that ends a line of codes, of models that have one."""
     kept_token: int | None = None
-    """The token that begins a text, where it stays when a prompt is hidden."""
-    head_class: type[nn.Module] | None = None
-    """The class of the flow head, which fsdp2 gives another name."""
+    """The token that begins a text, of models in which it stays when the prompt is hidden for guidance."""
+    head_class: type[DiffusersModule] | None = None
+    """The class of the flow head before ``parallelize``: fsdp2 replaces it by a subclass."""
 
     @property
     def has_head(self) -> bool:
-        """Whether images are latents, which a flow head draws."""
+        """Whether images are drawn as latents, by a flow head."""
         return hasattr(self.plain, NAME)
 
     @contextmanager
     def head(self) -> Iterator[nn.Module]:
-        """Inside, the flow head with whole weights; where gradients are wanted, right after the forward pass."""
-        head, sharded = getattr(self.plain, NAME), isinstance(self.module, FSDPModule)
-        gathered = sharded and not torch.is_grad_enabled()
+        """Inside, the flow head has whole weights, and autocast is on.
+
+        With gradients, use it right after the forward pass of the model, when the weights are still gathered.
+        """
+        head = getattr(self.plain, NAME)
+        is_sharded = isinstance(self.module, FSDPModule)
+        gathered = is_sharded and not torch.is_grad_enabled()
         if gathered:
-            self.module.unshard()
+            self.module.unshard()  # pyright: ignore[reportCallIssue]
         try:
             with self.autocast():
                 yield head
         finally:
             if gathered:
-                self.module.reshard()
+                self.module.reshard()  # pyright: ignore[reportCallIssue]
 
     def drawn(self, scores: TokenScores, wanted: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, list[int]]:
-        """What the head learns from, of the N - 1 images that a micro-batch draws and a blank one in no loss, so that
-        ranks compute it equally often.
+        """Inputs of the flow head for the N - 1 images that a micro-batch draws, and for a blank one.
+
+        The blank image is not part of the loss; with it every rank runs the head, whether it has images or not.
 
         Args:
             scores: of the micro-batch.
@@ -79,55 +89,65 @@ class OmniModel(LanguageModel):
             batch: the micro-batch.
 
         Returns:
-            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers that key their noise: each belongs to
-            its sample.
+            Hidden states ``[N, K, H]``, latents ``[N, C, h, w]``, and N integers, made from sample ids, that key the
+            noise of the images.
         """
         hidden = scores.hidden(wanted).unflatten(0, (-1, self.image_tokenizer.num_codes))
-        found, keys = [], []
-        for sample_id, media in zip(batch.sample_ids, batch.media, strict=False):  # padding has none
+        drawn_latents = []
+        keys = []
+        for sample_id, media in zip(batch.sample_ids, batch.media, strict=False):  # rows of padding have no media
             for index, latents in enumerate(media.get(DRAWN, ())):
-                found.append(latents)
+                drawn_latents.append(latents)
                 keys.append(sample_id * MAX_DRAWN + index)
-        latents = torch.stack([*found, torch.zeros(self.image_tokenizer.latent_shape)])
+        latents = torch.stack([*drawn_latents, torch.zeros(self.image_tokenizer.latent_shape)])  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
         blank = hidden.new_zeros(1, *hidden.shape[1:])
         return torch.cat([hidden, blank]), to_device(latents, self.mesh.device), [*keys, 0]
 
     def num_drawn(self, batch: TokenBatch) -> int:
-        """Images that a micro-batch draws as latents."""
+        """Number of images that a micro-batch draws as latents."""
         return sum(len(media[DRAWN]) for media in batch.media if DRAWN in media)
 
     def flops_of_image(self) -> int:
-        """Operations of the flow head for an image, forward and backward; 0 without one. Before ``parallelize``."""
+        """Operations of the flow head for an image, forward and backward; 0 without a head. Call it before
+        ``parallelize``."""
         if not self.has_head:
             return 0
         tokenizer = self.image_tokenizer
-        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)
+        return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
 
     def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
-        """As ``PackedModel.single_document_inputs``; transformers' module takes no latents."""
+        """As ``PackedModel.single_document_inputs``, without latents, which transformers' module does not take."""
         inputs = super().single_document_inputs(input_ids, images)
         return {name: tensor for name, tensor in inputs.items() if name != DRAWN}
 
     def __call__(self, batch: TokenBatch) -> TokenScores:
-        """As ``LanguageModel.__call__``; latents of images that are drawn go to the flow head alone."""
-        media = [{name: tensor for name, tensor in one.items() if name != DRAWN} for one in batch.media]
+        """As ``LanguageModel.__call__``, without latents of images that are drawn, which only the flow head takes."""
+        media = [
+            {name: tensor for name, tensor in sample_media.items() if name != DRAWN} for sample_media in batch.media
+        ]
         return super().__call__(replace(batch, media=media))
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``); one with a
-        flow head writes what draws as a pipeline, ``drawing``."""
+        """Writes the whole model as transformers' LLaVA, and each part into a folder of its own (``PARTS``).
+
+        With a flow head, it also writes a diffusers pipeline of the parts that draw, ``drawing``.
+        """
         heads = {name: weights.pop(name) for name in [*weights] if name.startswith(f"{NAME}.")}
         whole = dict(weights)
         with self._without_head():
             super().save_export(folder, weights, merge)
-        config, dtype = self.plain.config, self.autocast_dtype or torch.float32
-        encoder, foundation = _empty(config.vision_config, False), _empty(config.text_config, True)
+        config = cast("PreTrainedConfig", self.plain.config)
+        dtype = self.autocast_dtype or torch.float32
+        encoder = _build_empty(config.vision_config, False)
+        foundation = _build_empty(config.text_config, True)
         names = foundation_names(foundation)
         prefix = "model.vision_tower."
-        own = {name.removeprefix(prefix): each for name, each in whole.items() if name.startswith(prefix)}
-        give_weights(encoder, {name: each.to(dtype) for name, each in own.items()})
-        given = {names[name]: each.to(dtype) for name, each in whole.items() if name in names}
-        give_weights(foundation, given)
+        encoder_weights = {
+            name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)
+        }
+        give_weights(encoder, {name: tensor.to(dtype) for name, tensor in encoder_weights.items()})
+        foundation_weights = {names[name]: tensor.to(dtype) for name, tensor in whole.items() if name in names}
+        give_weights(foundation, foundation_weights)
         for module, part in ((foundation, "foundation"), (encoder, "encoder")):
             module.config.dtype = dtype
             if part == "foundation":
@@ -137,14 +157,15 @@ class OmniModel(LanguageModel):
         save_generation_config(folder / "foundation", None, self.tokenizer)
         self.image_tokenizer.save(folder / "image_tokenizer")
         if heads:
+            assert self.head_class is not None
             with torch.device("meta"):
                 head = self.head_class.from_config(getattr(self.plain, NAME).config)
-            head.load_state_dict({name.removeprefix(f"{NAME}."): each for name, each in heads.items()}, assign=True)
-            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)
+            head.load_state_dict({name.removeprefix(f"{NAME}."): tensor for name, tensor in heads.items()}, assign=True)
+            save_drawing(folder / "drawing", head, self.image_tokenizer.vae, foundation, self.tokenizer)  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
 
     @contextmanager
     def _without_head(self) -> Iterator[None]:
-        """Inside, a module that is built has no head."""
+        """Inside, ``_build`` makes modules without a head, which transformers' format has no place for."""
         build = self._build
         self._build = getattr(build, "without_head", build)
         try:
@@ -153,8 +174,8 @@ class OmniModel(LanguageModel):
             self._build = build
 
 
-def foundation_names(foundation: nn.Module) -> dict[str, str]:
-    """Names of weights in the whole model, each with that of the language model alone."""
+def foundation_names(foundation: PreTrainedModel) -> dict[str, str]:
+    """The name of each weight in the language model alone, by its name in the whole model. Raises ConfigError."""
     prefix = f"{foundation.base_model_prefix}."
     output = foundation.get_output_embeddings()
     if not isinstance(output, nn.Linear) or output.bias is not None:
@@ -162,13 +183,16 @@ def foundation_names(foundation: nn.Module) -> dict[str, str]:
     head = next(name for name, module in foundation.named_modules() if module is output)
     names = [name for name, _ in foundation.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in foundation.named_buffers() if name in foundation.state_dict()]
-    found = {f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)}
-    return found | {"lm_head.weight": f"{head}.weight"}
+    name_in_foundation = {
+        f"model.language_model.{name.removeprefix(prefix)}": name for name in names if name.startswith(prefix)
+    }
+    return name_in_foundation | {"lm_head.weight": f"{head}.weight"}
 
 
-def _empty(config: Any, causal: bool) -> nn.Module:
-    """A module without weights."""
+def _build_empty(config: PreTrainedConfig, causal: bool) -> PreTrainedModel:
+    """A module of a configuration on meta, which weights are then given to."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     auto_class = AutoModelForCausalLM if causal else AutoModel
-    return build_on_meta(partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager"))
+    build = partial(auto_class.from_config, copy.deepcopy(config), attn_implementation="eager")
+    return cast("PreTrainedModel", build_on_meta(build))

@@ -1,7 +1,7 @@
-"""Published models that understand and draw images, as transformers has them: Emu3, Janus; Chameleon, which sees.
+"""Published models of transformers that read and draw images: Emu3 and Janus; and Chameleon, which only reads them.
 
-Nothing is put together: the model is transformers' own, trained as a language model over text and codes of images. Its
-image tokenizer is frozen, and makes codes when data is made.
+The model is that of transformers, trained as a language model over text and codes of images. Its image tokenizer is
+frozen, and makes codes when data is read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -40,9 +40,15 @@ from sfumato.models.omni.model import OmniModel
 from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
 from sfumato.parallel.mesh import Mesh
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+    from sfumato.config.sections import TrainConfig
+    from sfumato.data.text.format import TextFormat
+
 
 class CodeReader(DrawingReader):
-    """Images that are seen are codes in the text, as those that are drawn: nothing stands beside the tokens."""
+    """Reads images as codes in the text, like those that are drawn, so that batches hold no tensors of images."""
 
     image_tokenizer: OwnCodes
 
@@ -52,7 +58,7 @@ class CodeReader(DrawingReader):
         self.is_likely = self.image_tokenizer.draws
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
-        """As ``ImageReader.limited``, of Emu3."""
+        """As ``ImageReader.limited``, for the image processor of Emu3."""
         limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         limits = {name: value for name, value in limits.items() if value is not None}
         if not limits:
@@ -69,58 +75,67 @@ class CodeReader(DrawingReader):
             )
         images.size = {"min_pixels": images.min_pixels, "max_pixels": images.max_pixels}
         reader = copy.copy(self)
-        reader.processor, reader.image_tokenizer = copy.copy(self.processor), copy.copy(self.image_tokenizer)
+        reader.processor = copy.copy(self.processor)
+        reader.image_tokenizer = copy.copy(self.image_tokenizer)
         reader.processor.image_processor = reader.image_tokenizer.images = images
         return reader
 
     def place(self, images: Sequence[Any]) -> tuple[list[str], np.ndarray]:
-        """The text of each image, codes included; no shapes, since no encoder sees it."""
+        """The text of each image, with its codes, and shapes of zeros, since there is no encoder."""
         return [self.image_tokenizer.shown(image) for image in images], np.zeros((len(images), 3), np.int32)
 
     def tensors(self, images: Images) -> Tensors:
-        """None."""
+        """No tensors."""
         return {}
 
     def of_opened(self, media: Sequence[Any]) -> Tensors:
-        """None."""
+        """No tensors."""
         return {}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """1 of codes and ends of their lines, 0 of all other tokens, those around an image among them."""
+        """1 for codes and ends of their lines, 0 for all other tokens, including those around an image."""
         line_end = self.image_tokenizer.text.line_end
         ends = [self.tokenizer.convert_tokens_to_ids(line_end)] if line_end else []
         return np.isin(input_ids, [*self.image_tokenizer.ids, *ends]).astype(np.int64)
 
 
 class UnifiedModel(OmniModel):
-    """transformers' own model that sees and draws, over text and codes."""
+    """A model of transformers that reads and draws images, over text and codes."""
 
     image_tokenizer: OwnCodes
     can_be_served: ClassVar[bool] = False
-    own_tokenizer: Any
-    """The tokenizer as it came, which is exported: the other one has the codes as tokens that text is cut into."""
-    own_build: Callable[[], nn.Module]
-    """Makes the plain model of transformers' own class."""
+    hf_tokenizer: PreTrainedTokenizerBase
+    """The model's tokenizer as it was loaded, which is exported; ``tokenizer`` also splits text into codes."""
+    hf_build: Callable[[], nn.Module]
+    """Makes a model of transformers' own class, for the export."""
     has_plain_output: bool
-    """Whether logits are what one output layer gives."""
-    processor: Any
-    """transformers' processor with the tokenizer as it came."""
+    """Whether logits are the output of a single linear layer."""
+    processor: ProcessorMixin
+    """transformers' processor, with ``hf_tokenizer``."""
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes the model, its processor and tokenizer as transformers loads them by themselves."""
-        build, tokenizer, vision = self._build, self.tokenizer, self.vision
-        self._build, self.tokenizer, self.vision = self.own_build, self.own_tokenizer, None
-        facts_of(self.own_tokenizer).answer_end = facts_of(tokenizer).answer_end
+        """Writes model, processor and tokenizer in the format of transformers."""
+        # The export of LanguageModel uses these attributes: put those of transformers in their place meanwhile.
+        build = self._build
+        tokenizer = self.tokenizer
+        vision = self.vision
+        self._build = self.hf_build
+        self.tokenizer = self.hf_tokenizer
+        self.vision = None
+        facts_of(self.hf_tokenizer).answer_end = facts_of(tokenizer).answer_end
         try:
+            # not that of OmniModel, which writes the parts of a composed model
             super(OmniModel, self).save_export(folder, weights, merge)
         finally:
-            self._build, self.tokenizer, self.vision = build, tokenizer, vision
+            self._build = build
+            self.tokenizer = tokenizer
+            self.vision = vision
         ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
-        if self.source is None:
+        if self.source is None:  # built from a description: there are no files to copy
             self.processor.save_pretrained(folder)
-            self.image_tokenizer.generation_config(self.own_tokenizer).save_pretrained(folder)
+            self.image_tokenizer.generation_config(self.hf_tokenizer).save_pretrained(folder)
 
-    def _check(self, mesh: Mesh, config: Any) -> None:
+    def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         super()._check(mesh, config)
         if mesh.size != mesh.data_size or config.data_parallel_mode == "fsdp1":
             raise ConfigError(
@@ -134,13 +149,14 @@ class UnifiedModel(OmniModel):
             )
 
 
-class _OneClass:
-    """One class of modules, where one of transformers' auto classes is expected."""
+class _SingleAutoClass:
+    """Stands in for an auto class of transformers, but always makes models of one class."""
 
-    def __init__(self, cls: Any) -> None:
-        self._cls, self._model_mapping = cls, {cls.config_class: cls}
+    def __init__(self, cls: type[PreTrainedModel]) -> None:
+        self._cls = cls
+        self._model_mapping = {cls.config_class: cls}  # read where auto classes are expected
 
-    def from_config(self, described: Any, trust_remote_code: bool, **settings: Any) -> nn.Module:
+    def from_config(self, described: PreTrainedConfig, trust_remote_code: bool, **settings: Any) -> nn.Module:
         return self._cls._from_config(described, **settings)
 
     def from_pretrained(self, folder: Path, local_files_only: bool, **settings: Any) -> nn.Module:
@@ -148,15 +164,16 @@ class _OneClass:
 
 
 def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
-    """The model of ``model.unified``, which is trained to see and to draw. Raises ConfigError as ``build_unified``."""
-    own = config.model
+    """Builds the model of ``model.unified`` for training to read and draw images. Raises as ``build_unified``."""
+    model = config.model
+    assert model.unified is not None
     section = LanguageModelConfig(
-        model_path=own.unified.model_path,
-        config_path=own.unified.config_path,
-        tokenizer_path=own.tokenizer_path,
-        freeze=own.freeze,
-        attention=own.attention,
-        rows=own.rows,
+        model_path=model.unified.model_path,
+        config_path=model.unified.config_path,
+        tokenizer_path=model.tokenizer_path,
+        freeze=model.freeze,
+        attention=model.attention,
+        rows=model.rows,
     )
     described = read_model_config(section, sees=True)
     if described.model_type not in FAMILIES or not FAMILIES[described.model_type].draws:
@@ -169,72 +186,79 @@ def build_unified_omni_model(config: TrainOmniConfig) -> UnifiedModel:
                 else ""
             )
         )
-    codes = None if own.image_tokenizer is None else Path(own.image_tokenizer)
+    codes = None if model.image_tokenizer is None else Path(model.image_tokenizer)
     return build_unified(section, config.train, described, config.data.data_type, config.draw.size, codes)
 
 
 def build_unified(
     config: LanguageModelConfig,
     train: TextTrainConfig,
-    described: Any,
-    data_type: Any = None,
+    described: PreTrainedConfig,
+    data_type: TextFormat | None = None,
     size: Sequence[int] | None = None,
     codes: Path | None = None,
     trains: bool = True,
 ) -> UnifiedModel:
-    """Loads or makes a model, and makes all of it but its image tokenizer trainable.
+    """Loads or builds a model, and makes all of it but its image tokenizer trainable.
 
     Args:
         config, train: as for ``build_language_model``.
-        described: transformers' configuration.
-        data_type: the format of the data; one with images gets what reads them.
-        size: height and width of images that are drawn; None: the model's own.
-        codes: folder of the VQ model alone, of a model that is described.
-        trains: whether it is trained; a reference is not.
+        described: transformers' configuration of the model.
+        data_type: the format of the data; with images, the model gets a reader for them.
+        size: height and width of images that are drawn; None is the default of the model.
+        codes: folder of the VQ model, for a model that is built from a description.
+        trains: whether the model is trained; a reference is not.
 
     Raises:
         ConfigError: as ``build_language_model``, and when its parts do not fit together.
     """
     if config.lora is not None:
         raise ConfigError(f"model.lora: adapters of {described.model_type} models are not trained: remove it")
-    family, source = FAMILIES[described.model_type], source_of(config)
-    own_tokenizer = build_tokenizer(config)
+    family = FAMILIES[described.model_type]
+    source = source_of(config)
+    hf_tokenizer = build_tokenizer(config)
     if config.tokenizer_path == BYTES:
-        size_of_codebook = getattr(described.vq_config, "codebook_size", None) or described.vq_config.num_embeddings
-        add_own_tokens(own_tokenizer, described, family.names_in_vocabulary(size_of_codebook))
+        codebook_size = getattr(described.vq_config, "codebook_size", None) or described.vq_config.num_embeddings
+        add_own_tokens(hf_tokenizer, described, family.names_in_vocabulary(codebook_size))
     has_images = data_type is not None and data_type.has_images
-    cls, published = family.module_class(has_images), family.published_class()
+    cls = family.module_class(has_images)
+    published = family.published_class()
 
     def finish(module: nn.Module) -> None:
-        module.__class__ = cls  # transformers reads weights of its own classes alone by their published names
-        family.prepare(module, described, own_tokenizer)
+        # transformers maps published names of weights for its own classes only, so the class is changed after loading.
+        module.__class__ = cls
+        family.prepare(cast("PreTrainedModel", module), described, hf_tokenizer)
 
-    module, make = build_module(config, train, described, _OneClass(published), trains, finish)
-    check_vocabulary(module, own_tokenizer)
-    vq = _image_tokenizer(module, make, codes or source, described, train.seed)
+    module, make = build_module(config, train, described, _SingleAutoClass(published), trains, finish)
+    check_vocabulary(module, hf_tokenizer)
+    vq = _make_vq(module, make, codes or source, described, train.seed)
     if codes is not None:
-        module.model.vqmodel.load_state_dict(vq.state_dict())
-    own_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, own_tokenizer)
-    image_tokenizer = family(vq, described, own_processor.image_processor, own_tokenizer, size)
-    tokenizer = with_codes(own_tokenizer, image_tokenizer)
-    processor = copy.copy(own_processor)
+        module.model.vqmodel.load_state_dict(vq.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+    hf_processor = build_processor(described, None if config.tokenizer_path == BYTES else source, hf_tokenizer)
+    image_tokenizer = family(vq, described, hf_processor.image_processor, hf_tokenizer, size)
+    tokenizer = with_codes(hf_tokenizer, image_tokenizer)
+    processor = copy.copy(hf_processor)
     processor.tokenizer = tokenizer
     begin_as_processor(processor)
     vision = None
     if has_images:
-        vision = Vision(data_type.limited(_reader(processor, image_tokenizer)), None)
-        image_tokenizer = vision.reader.image_tokenizer
-        own_processor.image_processor = image_tokenizer.images  # with the limits of the data
+        assert data_type is not None
+        vision = Vision(data_type.limited(_build_reader(processor, image_tokenizer)), None)
+        image_tokenizer = vision.reader.image_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+        hf_processor.image_processor = image_tokenizer.images  # with the limits of the data
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)
     model = UnifiedModel(module, tokenizer, *settings)
-    model.own_tokenizer, model.processor, model.image_tokenizer = own_tokenizer, own_processor, image_tokenizer
+    model.hf_tokenizer = hf_tokenizer
+    model.processor = hf_processor
+    model.image_tokenizer = image_tokenizer
     model.has_plain_output = family.has_plain_output and cls is published
-    model.own_build = partial(published._from_config, copy.deepcopy(described))
+    model.hf_build = partial(published._from_config, copy.deepcopy(described))
     if family.draws:
         model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)
         line_end = image_tokenizer.text.line_end
-        model.kept_token = tokenizer.bos_token_id  # as transformers' generate of Janus leaves it
-        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None
+        # as transformers' generate of Janus leaves it
+        model.kept_token = tokenizer.bos_token_id  # pyright: ignore[reportAttributeAccessIssue]
+        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None  # pyright: ignore[reportAttributeAccessIssue]
     model.no_text = frozenset(tokenizer.all_special_ids)
     module.requires_grad_(trains)
     if trains:
@@ -242,20 +266,28 @@ def build_unified(
     return model
 
 
-def _image_tokenizer(
-    module: nn.Module, make: Callable[[], nn.Module], folder: Path | None, described: Any, seed: int
-) -> nn.Module:
-    """The VQ model of a folder, or a copy of that of a model with random weights, which may be on meta."""
+def _make_vq(
+    module: nn.Module, make: Callable[[], nn.Module], folder: Path | None, described: PreTrainedConfig, seed: int
+) -> PreTrainedModel:
+    """Loads the VQ model from a folder, or copies that of a model with random weights.
+
+    Args:
+        module: the whole model; if it is on meta, another one is made to copy from.
+        make: makes another model of the same kind.
+        folder: the folder; None for a model with random weights.
+        described: transformers' configuration of the whole model.
+        seed: seed of the random weights.
+    """
     if folder is not None:
         return read_vq(folder, described)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = make() if any(parameter.is_meta for parameter in module.parameters()) else module
-        return copy.deepcopy(made.model.vqmodel)
+        whole = make() if any(parameter.is_meta for parameter in module.parameters()) else module
+        return copy.deepcopy(whole.model.vqmodel)  # pyright: ignore[reportAttributeAccessIssue, reportReturnType]
 
 
-def _reader(processor: Any, image_tokenizer: OwnCodes) -> DrawingReader:
-    """What reads images, and those that are drawn."""
+def _build_reader(processor: ProcessorMixin, image_tokenizer: OwnCodes) -> DrawingReader:
+    """Makes the reader of images that are read and of images that are drawn."""
     if image_tokenizer.sees_codes:
         return CodeReader(processor, (), (1, 1.0), image_tokenizer)
     patch = image_tokenizer.described.vision_config.patch_size

@@ -1,12 +1,16 @@
 """FLUX.1 dev and schnell, and FLUX.1 Kontext for editing: FluxTransformer2DModel, a CLIP encoder and T5.
 
-The dev models were distilled from guidance (arXiv 2210.03142): the scale is an input of the transformer, and there is
-no unconditional branch. schnell takes no scale; guidance other than 1 then runs both branches.
+The dev models are guidance-distilled (arXiv 2210.03142): the guidance scale is an input of the transformer, and there
+is no unconditional branch. schnell has no such input; a guidance scale other than 1 then runs both branches.
 """
+
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -26,6 +30,9 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 
 class Flux(KLLatents, FlowTokens):
     """FLUX.1 dev and schnell."""
@@ -43,8 +50,10 @@ class Flux(KLLatents, FlowTokens):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
         (width, layers, ... of CLIP), ``t5``, and ``tokenizer`` (words, max_length). Channels and text widths of the
         transformer follow from the other sections.
         """
@@ -55,16 +64,17 @@ class Flux(KLLatents, FlowTokens):
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
-        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "silent"])
-        tokenizer, t5_tokenizer = build_clip_tokenizer(**tokens), build_t5_tokenizer(tokens.get("words", ()))
+        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
+        t5 = section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "silent"])
+        tokenizer = build_clip_tokenizer(**tokens)
+        t5_tokenizer = build_t5_tokenizer(tokens.get("words", ()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             clip = build_clip_encoder(tokenizer, projection=False, **text)
             t5_encoder = build_t5_encoder(t5_tokenizer, silent=False, **{"width": 32, **t5})
             vae = build_autoencoder(**vae_settings)
             inferred = {
-                "in_channels": vae.config.latent_channels * PATCH**2,
+                "in_channels": vae.config.latent_channels * PATCH**2,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
                 "joint_attention_dim": t5_encoder.config.d_model,
                 "pooled_projection_dim": clip.config.hidden_size,
             }
@@ -96,7 +106,8 @@ class Flux(KLLatents, FlowTokens):
 
     @property
     def gives_sigmas(self) -> bool:
-        """FluxPipeline, and not that of Kontext, leaves the levels to a scheduler with ``use_flow_sigmas``."""
+        """False where the pipeline leaves the levels to a scheduler with ``use_flow_sigmas``: FluxPipeline does, the
+        pipeline of Kontext does not."""
         return self.takes_image or not self.pipeline.scheduler.config.get("use_flow_sigmas")
 
     @property
@@ -105,11 +116,14 @@ class Flux(KLLatents, FlowTokens):
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
-        dtype, device = self.input_dtype, latents.device
-        tokens, ids = pack(latents), grid_ids(latents, 0)
+        dtype = self.input_dtype
+        device = latents.device
+        tokens = pack(latents)
+        ids = grid_ids(latents, 0)
         if "image_latents" in embeddings:
             image = embeddings["image_latents"].to(dtype)
-            tokens, ids = torch.cat([tokens, pack(image)], dim=1), torch.cat([ids, grid_ids(image, 1)])
+            tokens = torch.cat([tokens, pack(image)], dim=1)
+            ids = torch.cat([ids, grid_ids(image, 1)])
         sigma = sigma.to(device)
         guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(device) if self.embeds_guidance else None
         prompt_embeds = embeddings["prompt_embeds"].to(dtype)
@@ -123,28 +137,29 @@ class Flux(KLLatents, FlowTokens):
             img_ids=ids,
             return_dict=False,
         )[0]
+        # Behind the tokens of the image that is made come those of the image to be edited: they are dropped.
         return unpack(velocity[:, : num_tokens(latents.shape)], *latents.shape[-2:])
 
 
 class FluxKontext(Flux):
     """FLUX.1 Kontext: the tokens of the image to be edited follow those of the image that is made.
 
-    The image is taken in the size that it has. diffusers' own pipeline first resizes it to one of the sizes that the
-    model was trained with, about a megapixel.
+    The image keeps its size, whereas diffusers' pipeline first resizes it to one of the sizes that the model was
+    trained with, about a megapixel.
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
     takes_image: ClassVar[bool] = True
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, with ``image_latents`` ``[1, C, H, W]``."""
-        self.latent_shape(*image.shape[:2])
+        """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, H, W]``."""
+        self.latent_shape(*image.shape[:2])  # raises ValueError for a size that does not divide
         pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
         return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels)}
 
 
 def grid_ids(latents: Tensor, image: int) -> Tensor:
-    """Places of an image's tokens: float32 ``[T, 3]`` of the number of the image, row and column."""
+    """Positions of an image's tokens: number of the image, row and column, float32 ``[T, 3]``."""
     rows, columns = (
         torch.arange(latents.shape[dim] // PATCH, device=latents.device, dtype=torch.float32) for dim in (-2, -1)
     )

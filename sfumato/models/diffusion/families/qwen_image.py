@@ -1,13 +1,17 @@
 """Qwen-Image (arXiv 2508.02324), Qwen-Image-Edit and its 2509 and 2511: QwenImageTransformer2DModel and Qwen2.5-VL.
 
-Prompts have as many tokens as they need; here they are padded to one length, with a mask, so that a sample does not
-depend on the prompts beside it.
+The model takes prompts of any length. Here they are padded to one length, with a mask, so that a sample does not depend
+on the other prompts of its batch.
 """
+
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +31,12 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from PIL import Image
+
 SMALLEST_NORM = 1e-12
-"""The norm of a token may be zero in a model that is made from scratch."""
+"""Lower bound of the norm of a token, which is zero in a model with new weights."""
 
 
 class QwenImage(VideoLatents, FlowTokens):
@@ -47,8 +55,10 @@ class QwenImage(VideoLatents, FlowTokens):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
         (width, layers, ... of Qwen2.5-VL), ``tokenizer`` (words), and for editing ``processor``. Channels and text
         width of the transformer follow from the other sections.
 
@@ -62,23 +72,24 @@ class QwenImage(VideoLatents, FlowTokens):
             description,
             {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer"} | processor_section,
         )
-        make = getattr(diffusers, cls.pipeline_class)
+        make_pipeline = getattr(diffusers, cls.pipeline_class)
         denoiser = section_of(description, "transformer", diffusers.QwenImageTransformer2DModel)
         vae_settings = section_of(description, "vae", build_qwen_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
-        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
-        text = section_of(description, "text_encoder", build_qwen_vl_encoder, given=["tokenizer"])
-        sizes = section_of(description, "processor", build_qwen_vl_processor, given=["tokenizer"])
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, reserved=["template"])
+        text = section_of(description, "text_encoder", build_qwen_vl_encoder, reserved=["tokenizer"])
+        sizes = section_of(description, "processor", build_qwen_vl_processor, reserved=["tokenizer"])
         parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer", *processor_section])
-        tokenizer = build_qwen_tokenizer(template=make(**parts).prompt_template_encode, **words)
+        # A pipeline without components is made only to read its template.
+        tokenizer = build_qwen_tokenizer(template=make_pipeline(**parts).prompt_template_encode, **words)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             encoder = build_qwen_vl_encoder(tokenizer, **text)
             vae = build_qwen_autoencoder(**vae_settings)
             inferred = {
-                "in_channels": vae.config.z_dim * PATCH**2,
-                "out_channels": vae.config.z_dim,
-                "joint_attention_dim": encoder.config.text_config.hidden_size,
+                "in_channels": vae.config.z_dim * PATCH**2,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+                "out_channels": vae.config.z_dim,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+                "joint_attention_dim": encoder.config.text_config.hidden_size,  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
             }
             transformer = diffusers.QwenImageTransformer2DModel(**{**inferred, **denoiser})
             start_at_zero(transformer.proj_out)
@@ -86,30 +97,31 @@ class QwenImage(VideoLatents, FlowTokens):
         parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler(**scheduler)
         if cls.takes_image:
             parts["processor"] = build_qwen_vl_processor(tokenizer, **sizes)
-        return make(**parts)
+        return make_pipeline(**parts)
 
     def prompt_as_read(self, prompt: str) -> str:
-        """With what follows a prompt in the template; what comes before it is dropped."""
+        """The prompt with the end of the template; the pipeline drops the beginning of it from the embeddings."""
         return prompt + self.pipeline.prompt_template_encode.partition("{}")[2]
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.
 
-        Prompts are encoded one by one: in a batch they would be padded to the longest, which changes the bits.
+        Prompts are encoded one by one: in a batch they would be padded to the longest one, which changes the bits.
         """
-        found = {}
+        embeddings = {}
         for prompt in dict.fromkeys(prompts):
             embeds, _ = self.pipeline.encode_prompt(
-                prompt=[prompt or " "],  # what the model's authors take for the empty prompt
+                prompt=[prompt or " "],  # the authors of the model use a space as the empty prompt
                 device=self.device,
                 max_sequence_length=self.max_sequence_length,
             )
-            found[prompt] = padded(embeds, self.max_sequence_length)
-        names = found[prompts[0]]
-        return {name: torch.cat([found[prompt][name] for prompt in prompts]) for name in names}
+            embeddings[prompt] = padded(embeds, self.max_sequence_length)
+        names = embeddings[prompts[0]]
+        return {name: torch.cat([embeddings[prompt][name] for prompt in prompts]) for name in names}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder, length = self.pipeline.text_encoder, self.max_sequence_length
+        encoder = self.pipeline.text_encoder
+        length = self.max_sequence_length
         return {
             "prompt_embeds": ((length, encoder.config.get_text_config().hidden_size), encoder.dtype),
             "prompt_mask": ((length,), torch.bool),
@@ -127,11 +139,15 @@ class QwenImage(VideoLatents, FlowTokens):
         return super().latents_to_pixels(latents[:, :, None])
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
-        """Guidance with every token rescaled to its norm in the conditional branch, as the pipeline does."""
+        """Classifier-free guidance, after which every token is rescaled to its norm in the conditional branch.
+
+        The pipeline does the same.
+        """
         height, width = conditional.shape[-2:]
         guided = pack(super().guide(unconditional, conditional, scale))
-        norms = [tokens.norm(dim=-1, keepdim=True) for tokens in (pack(conditional), guided)]
-        return unpack(guided * (norms[0] / norms[1].clamp_min(SMALLEST_NORM)), height, width)
+        conditional_norm = pack(conditional).norm(dim=-1, keepdim=True)
+        guided_norm = guided.norm(dim=-1, keepdim=True)
+        return unpack(guided * (conditional_norm / guided_norm.clamp_min(SMALLEST_NORM)), height, width)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
@@ -151,29 +167,29 @@ class QwenImage(VideoLatents, FlowTokens):
 
 
 class QwenImageEdit(QwenImage):
-    """Qwen-Image-Edit: Qwen2.5-VL reads the image beside the prompt, and its tokens follow those of the image made.
+    """Qwen-Image-Edit: Qwen2.5-VL reads the image with the prompt, and the image's tokens follow those of the one made.
 
-    The image is taken in the size that it has; diffusers' own pipeline first resizes it to about a megapixel.
+    The image keeps its size, whereas diffusers' pipeline first resizes it to about a megapixel.
     """
 
     pipeline_class: ClassVar[str] = "QwenImageEditPipeline"
     takes_image: ClassVar[bool] = True
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, of prompt and image, with ``image_latents`` ``[1, C, H, W]``.
+        """What ``embed_prompts`` returns, for prompt and image, and ``image_latents`` ``[1, C, H, W]``.
 
-        ``max_sequence_length`` is that of the prompt and its frame; the tokens of the image are added to it.
+        ``max_sequence_length`` limits the prompt and its template; the tokens of the image come on top.
 
         Raises:
-            ConfigError: for a longer prompt, which cannot be cut behind the image.
+            ConfigError: for a longer prompt, which cannot be truncated, since it follows the image.
         """
         from PIL import Image
 
         self.latent_shape(*image.shape[:2])
         pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
-        seen = self._as_read(Image.fromarray(image))
-        embeds, _ = self.pipeline.encode_prompt(prompt=[prompt or " "], image=[seen], device=self.device)
-        image_tokens = self._image_tokens(seen)
+        vlm_image = self._resize_for_encoder(Image.fromarray(image))
+        embeds, _ = self.pipeline.encode_prompt(prompt=[prompt or " "], image=[vlm_image], device=self.device)
+        image_tokens = self._count_image_tokens(vlm_image)
         length = self.max_sequence_length + image_tokens
         if embeds.shape[1] > length:
             raise ConfigError(
@@ -185,27 +201,29 @@ class QwenImageEdit(QwenImage):
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         from PIL import Image
 
-        length = self.max_sequence_length + self._image_tokens(self._as_read(Image.new("RGB", (width, height))))
-        found = super().embedding_shapes(height, width)
-        found = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in found.items()}
-        return found | {"image_latents": (self.latent_shape(height, width), torch.float32)}
+        length = self.max_sequence_length + self._count_image_tokens(
+            self._resize_for_encoder(Image.new("RGB", (width, height)))
+        )
+        shapes: dict[str, tuple[Sequence[int], torch.dtype]] = super().embedding_shapes(height, width)
+        shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
+        return shapes | {"image_latents": (self.latent_shape(height, width), torch.float32)}
 
-    def _as_read(self, image: Any) -> Any:
-        """The image as Qwen2.5-VL gets it."""
+    def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
+        """The image in the size in which Qwen2.5-VL reads it."""
         return image
 
-    def _image_tokens(self, image: Any) -> int:
-        """Tokens that Qwen2.5-VL makes of it."""
+    def _count_image_tokens(self, image: Image.Image) -> int:
+        """Number of tokens that Qwen2.5-VL makes of an image."""
         processor = self.pipeline.processor.image_processor
         return processor.get_number_of_image_patches(image.height, image.width, {}) // processor.merge_size**2
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-2509 and 2511, with one image: Qwen2.5-VL gets it in a size of its own, as in the pipeline."""
+    """Qwen-Image-Edit-2509 and 2511, with one image, which is resized for Qwen2.5-VL alone, as in the pipeline."""
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
 
-    def _as_read(self, image: Any) -> Any:
+    def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
         width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)
@@ -213,7 +231,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
-    """Embeddings ``[1, T, D]`` as ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
+    """Pads embeddings ``[1, T, D]``: ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
     return {
         "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),
         "prompt_mask": (torch.arange(length, device=embeds.device) < embeds.shape[1])[None],

@@ -1,9 +1,13 @@
 """Stable Diffusion 3 and 3.5 (arXiv 2403.03206): SD3Transformer2DModel, two CLIP encoders, optionally T5."""
 
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +26,10 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from transformers import CLIPTextModelWithProjection
+
 
 class StableDiffusion3(KLLatents, FlowSchedule):
     """The SD3 family."""
@@ -36,29 +44,35 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),
         ``text_encoder`` (width, layers, ... of both CLIP encoders), ``tokenizer`` (words, max_length), and optionally
-        ``t5``. Without T5, diffusers loads the saved folder only if told text_encoder_3=None.
+        ``t5``. Without T5, diffusers loads the saved folder only when it is passed text_encoder_3=None.
         """
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-        known = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
-        unknown_keys(description, known, needed="transformer")
+        sections = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
+        unknown_keys(description, sections, needed="transformer")
         denoiser_settings = section_of(description, "transformer", SD3Transformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, given=["tokenizer", "projection"])
+        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
         has_t5 = description.get("t5") is not None
-        t5 = section_of(description, "t5", build_t5_encoder, given=["tokenizer", "width", "silent"]) if has_t5 else None
+        t5 = (
+            section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "width", "silent"])
+            if has_t5
+            else None
+        )
         words = tokens.get("words", ())
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            encoders = [build_clip_encoder(tokenizer, **text) for _ in range(2)]
+            encoders = [cast("CLIPTextModelWithProjection", build_clip_encoder(tokenizer, **text)) for _ in range(2)]
             width = sum(encoder.config.hidden_size for encoder in encoders)
-            pooled = sum(encoder.config.projection_dim for encoder in encoders)
+            pooled = sum(encoder.config.projection_dim for encoder in encoders)  # pyright: ignore[reportArgumentType, reportCallIssue]
             settings = {"joint_attention_dim": width, "pooled_projection_dim": pooled, **denoiser_settings}
             transformer = SD3Transformer2DModel(**settings)
             modulations = [
@@ -69,7 +83,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             start_at_zero(transformer.proj_out, *modulations)  # adaLN-Zero, as DiT does (arXiv 2212.09748)
             vae = build_autoencoder(**vae_settings)
             t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
-            t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)
+            t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)  # pyright: ignore[reportArgumentType]
         return StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
@@ -78,27 +92,27 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             tokenizer=tokenizer,
             text_encoder_2=encoders[1],
             tokenizer_2=copy.deepcopy(tokenizer),
-            text_encoder_3=t5_encoder,
+            text_encoder_3=t5_encoder,  # pyright: ignore[reportArgumentType]
             tokenizer_3=t5_tokenizer,
         )
 
     @property
     def prompt_tokenizer(self) -> str:  # type: ignore[override]
-        """That of T5, where there is one and it is read."""
+        """The tokenizer of T5, if the pipeline has T5 and ``max_sequence_length`` is not 0."""
         return "tokenizer_3" if self.max_sequence_length and self.pipeline.text_encoder_3 is not None else "tokenizer"
 
     @property
     def prompt_limit(self) -> int:
-        """What T5 reads, or CLIP without it."""
-        clip = self.prompt_tokenizer == "tokenizer"
-        return self.pipeline.tokenizer.model_max_length if clip else self.max_sequence_length
+        """Most tokens of a prompt that T5 reads, or CLIP where T5 is not used."""
+        is_clip = self.prompt_tokenizer == "tokenizer"
+        return self.pipeline.tokenizer.model_max_length if is_clip else self.max_sequence_length
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``pooled`` ``[B, P]``, as the pipeline itself computes them."""
         pipeline = self.pipeline
         if self.max_sequence_length == 0 and pipeline.text_encoder_3 is not None:
             pipeline = copy.copy(pipeline)
-            pipeline.text_encoder_3 = None  # without T5 there are no tokens in its place
+            pipeline.text_encoder_3 = None  # no tokens of T5: the pipeline pads to max_sequence_length, which is 0
         prompt_embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
@@ -110,7 +124,8 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        factor = self.pipeline.vae_scale_factor
+        unit = self.probe_size
         check_size(height, width, unit, frames, longest=unit * self.denoiser.config.pos_embed_max_size)
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 

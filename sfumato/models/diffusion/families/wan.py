@@ -1,14 +1,19 @@
 """Wan 2.1 and 2.2 (arXiv 2503.20314): videos from text, or from text and a first frame.
 
-Latents are ``[B, C, F, H, W]``: the first frame makes one latent frame, four further ones each another. One frame is an
-image. Wan 2.2 A14B has two transformers, one for high noise levels and one for low ones, which are trained as one
-module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``): a first frame is then at noise level 0.
+Latents are ``[B, C, F, H, W]``: the first frame becomes a latent frame of its own, and so do each four frames after it.
+A video of one frame is an image. Wan 2.2 A14B has two transformers, one for high noise levels and one for low ones,
+which are trained as one module. Wan 2.2 5B gives each token its own timestep (``expand_timesteps``); the tokens of a
+given first frame then have noise level 0.
 """
+
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -32,14 +37,19 @@ from sfumato.models.diffusion.scratch import (
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from sfumato.models.diffusion.base import DiffusersModule
+
 SETTINGS = ("boundary_ratio", "expand_timesteps")
-"""What a description may hold besides sections, as the pipelines have it."""
+"""Arguments of the pipeline that a description may set besides its sections."""
 
 PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-"""UniPCMultistepScheduler as Wan 2.1 is published with; 3 is for 480p, 5 for 720p."""
+"""Settings of the UniPCMultistepScheduler of the published Wan 2.1; the flow_shift is 3 for 480p and 5 for 720p."""
 
 TEXT_TOKENS = 512
-"""Where image embeddings stand in front of the text, diffusers takes the last so many tokens for the text."""
+"""Number of text tokens: behind image embeddings, diffusers takes this many tokens from the end for the text."""
 
 COMFYUI_NAMES = {
     ".attn1.": ".self_attn.",
@@ -61,10 +71,10 @@ COMFYUI_NAMES = {
     "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
     "proj_out": "head.head",
 }
-"""Parts of layers' names in diffusers, and those that the model was published with, which ComfyUI has."""
+"""Parts of the names of layers in diffusers, with those of the published model, which ComfyUI uses."""
 
 ALMOST_ONE = 2e-6
-"""UniPC's schedule begins this much below 1, for a logarithm that is not needed here."""
+"""A noise level closer to 1 than this becomes 1: UniPC's schedule avoids 1 for a logarithm that is not needed here."""
 
 
 class Wan(VideoLatents, FlowSchedule):
@@ -85,28 +95,32 @@ class Wan(VideoLatents, FlowSchedule):
         "text_encoder",
         "tokenizer",
     )
-    """The sections of a description."""
+    """Names of the sections of a description."""
 
-    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a pipeline with less than it needs."""
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""
         self.guidance_scale_2: float | None = None
-        """Guidance at the low noise levels of two transformers; None is that of the high ones, as in the pipeline."""
-        first, second = pipeline.transformer, pipeline.transformer_2
+        """Guidance scale of the second of two transformers, for low noise levels; None is that of the first one."""
+        first = pipeline.transformer
+        second = pipeline.transformer_2
         if second is not None:
-            ratio = pipeline.config.boundary_ratio
+            ratio = pipeline.config.boundary_ratio  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             if first is None or ratio is None:
                 raise ConfigError(
                     f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
                 )
             boundary = ratio * pipeline.scheduler.config.num_train_timesteps
-            pipeline.transformer, pipeline.transformer_2 = WanPair(first, second, boundary), None
+            pipeline.transformer = WanPair(first, second, boundary)
+            pipeline.transformer_2 = None
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
             self.caches_steps = False  # type: ignore[misc]
         super().__init__(pipeline, *args, **kwargs)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer`` (of WanTransformer3DModel), which is needed, optionally ``transformer_2``
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer`` (of WanTransformer3DModel), which is needed, optionally ``transformer_2``
         (settings that differ; then ``boundary_ratio``), ``vae`` (of ``build_wan_autoencoder``), ``scheduler`` (of
         UniPCMultistepScheduler), ``text_encoder``, ``tokenizer`` (words), optionally ``image_encoder``, and
         ``expand_timesteps``. Channels and text widths of the transformer follow from the other sections.
@@ -118,7 +132,7 @@ class Wan(VideoLatents, FlowSchedule):
         second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
         vae_settings = section_of(description, "vae", build_wan_autoencoder)
         scheduler = section_of(description, "scheduler", diffusers.UniPCMultistepScheduler)
-        text = section_of(description, "text_encoder", build_umt5_encoder, given=["tokenizer"])
+        text = section_of(description, "text_encoder", build_umt5_encoder, reserved=["tokenizer"])
         vision = section_of(description, "image_encoder", build_clip_vision_encoder)
         tokenizer = build_t5_tokenizer(**section_of(description, "tokenizer", build_t5_tokenizer))
         settings = {name: description[name] for name in SETTINGS if name in description}
@@ -131,7 +145,7 @@ class Wan(VideoLatents, FlowSchedule):
             }
             if "image_encoder" in description:
                 parts["image_encoder"], parts["image_processor"] = build_clip_vision_encoder(**vision)
-            widths = cls._inferred(parts, bool(settings.get("expand_timesteps")), first)
+            widths = cls._infer_settings(parts, bool(settings.get("expand_timesteps")), first)
             parts["transformer"] = _build_transformer({**widths, **first})
             if "transformer_2" in description:
                 parts["transformer_2"] = _build_transformer({**widths, **first, **second})
@@ -139,8 +153,14 @@ class Wan(VideoLatents, FlowSchedule):
         return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
 
     @classmethod
-    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the transformers that follow from the other parts."""
+    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the transformers that follow from the other components.
+
+        Args:
+            parts: components of the pipeline, by name.
+            expands: ``expand_timesteps`` of the pipeline.
+            settings: arguments of the transformer in the description.
+        """
         channels = parts["vae"].config.z_dim
         return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
 
@@ -153,22 +173,25 @@ class Wan(VideoLatents, FlowSchedule):
         return f"diffusion_model.{layer}"
 
     @property
-    def _network(self) -> nn.Module:
-        """A transformer, for its configuration."""
+    def _network(self) -> DiffusersModule:
+        """The transformer, or the first of two, whose configuration holds for both."""
         return getattr(self.denoiser, "transformer", self.denoiser)
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Not that of the first parameter: diffusers keeps some in float32."""
+        """dtype of the patch embedding: diffusers keeps other parameters in float32, the first one among them."""
         return self._network.patch_embedding.weight.dtype
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]``, zero behind the prompt's end, as the pipeline itself computes them."""
         from diffusers import WanPipeline
 
-        # that of text to video for both, since the copy in WanImageToVideoPipeline fails without ftfy
+        # The copy of this method in WanImageToVideoPipeline fails without ftfy, so that of text to video serves both.
         embeds = WanPipeline._get_t5_prompt_embeds(
-            self.pipeline, prompts, max_sequence_length=self.max_sequence_length, device=self.device
+            cast("WanPipeline", self.pipeline),
+            prompts,
+            max_sequence_length=self.max_sequence_length,
+            device=self.device,
         )
         return {"prompt_embeds": embeds}
 
@@ -181,18 +204,19 @@ class Wan(VideoLatents, FlowSchedule):
         return self.pipeline.vae_scale_factor_spatial * self._network.config.patch_size[1]
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor, unit = self.pipeline.vae_scale_factor_spatial, self.probe_size
+        factor = self.pipeline.vae_scale_factor_spatial
+        unit = self.probe_size
         check_size(height, width, unit, longest=unit * self._network.config.rope_max_seq_len)
         step = self.pipeline.vae_scale_factor_temporal
         if frames < 1 or (frames - 1) % step:
-            near = max(frames - 1, 0) // step * step + 1
+            nearest = max(frames - 1, 0) // step * step + 1
             raise ValueError(
-                f"frames {frames} must be 1 more than a multiple of {step}, such as {near} or {near + step}"
+                f"frames {frames} must be 1 more than a multiple of {step}, such as {nearest} or {nearest + step}"
             )
         return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """The grid of the pipeline's scheduler; where it begins at 1 - 1e-6, at 1."""
+        """Noise levels of the pipeline's scheduler; a first one of 1 - 1e-6 becomes 1 (see ``ALMOST_ONE``)."""
         sigmas = super().sigmas(num_steps, latent_shape)
         return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
 
@@ -228,7 +252,7 @@ class Wan(VideoLatents, FlowSchedule):
                 raise ConfigError(
                     "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
                 )
-            self.denoiser.mesh = mesh
+            self.denoiser.mesh = mesh  # pyright: ignore[reportArgumentType]
         super().parallelize(mesh, config)
         if is_pair and self._dropout is not None:
             raise ConfigError(
@@ -246,8 +270,8 @@ class WanImageToVideo(Wan):
     optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
     sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
 
-    def __init__(self, pipeline: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``Wan``. Raises ConfigError also when the transformer needs an image encoder and there is none."""
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``Wan``. Raises ConfigError also when the pipeline lacks an image encoder that the transformer needs."""
         super().__init__(pipeline, *args, **kwargs)
         if self._network.config.image_dim is not None and pipeline.image_encoder is None:
             raise ConfigError(
@@ -256,45 +280,48 @@ class WanImageToVideo(Wan):
             )
 
     @classmethod
-    def _inferred(cls, parts: dict[str, Any], expands: bool, given: dict[str, Any]) -> dict[str, Any]:
-        inferred = super()._inferred(parts, expands, given)
-        vae, vision = parts["vae"].config, parts.get("image_encoder")
-        if not expands:
+    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
+        inferred = super()._infer_settings(parts, expands, settings)
+        vae = parts["vae"].config
+        vision = parts.get("image_encoder")
+        if not expands:  # the mask of the given frame and its latents are further channels
             inferred["in_channels"] = 2 * vae.z_dim + vae.scale_factor_temporal
         if vision is not None:
             inferred["image_dim"] = vision.config.hidden_size
-            heads, width = given.get("num_attention_heads"), given.get("attention_head_dim")
-            if heads and width:
-                inferred["added_kv_proj_dim"] = heads * width
+            num_heads = settings.get("num_attention_heads")
+            head_width = settings.get("attention_head_dim")
+            if num_heads and head_width:
+                inferred["added_kv_proj_dim"] = num_heads * head_width
         return inferred
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and what CLIP sees in it.
+        """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and ``image_embeds`` of CLIP.
 
-        The frame is followed by ``frames - 1`` grey ones before it is encoded, except with ``expand_timesteps``.
+        The frame is encoded as a video that goes on with ``frames - 1`` grey frames, except with ``expand_timesteps``.
         """
-        pipeline, network = self.pipeline, self._network
-        self.latent_shape(*image.shape[:2], self.frames)
-        found = self.embed_prompts([prompt])
+        pipeline = self.pipeline
+        network = self._network
+        self.latent_shape(*image.shape[:2], self.frames)  # pyright: ignore[reportCallIssue]
+        embeddings = self.embed_prompts([prompt])
         video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
-        if not pipeline.config.expand_timesteps:
+        if not pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
-        found["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
+        embeddings["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
         if network.config.image_dim is None:
-            return found
+            return embeddings
         if self.max_sequence_length != TEXT_TOKENS:
             raise ConfigError(
                 f"model.max_sequence_length {self.max_sequence_length}: this model reads image and text by their place "
                 f"in {TEXT_TOKENS} tokens of text; set it to {TEXT_TOKENS}"
             )
-        found["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
-        return found
+        embeddings["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
+        return embeddings
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
-        """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
+        """The velocity. With ``expand_timesteps`` that of the first latent frame points to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
         timestep = self.timestep(sigma.to(latents.device))
-        expands = self.pipeline.config.expand_timesteps
+        expands = self.pipeline.config.expand_timesteps  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
         if not expands and condition.shape[2:] != latents.shape[2:]:
             raise ValueError(
                 f"latents have frames and sizes {tuple(latents.shape[2:])}, the images were embedded for "
@@ -307,41 +334,44 @@ class WanImageToVideo(Wan):
             mask = torch.zeros_like(latents[:, :1]).repeat(1, self.pipeline.vae_scale_factor_temporal, 1, 1, 1)
             mask[:, :, 0] = 1
             inputs = torch.cat([latents, mask, condition], dim=1)
-        more = {}
+        image_arguments = {}
         if "image_embeds" in embeddings:
-            more["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
+            image_arguments["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
         velocity = self.denoiser(
             hidden_states=inputs,
             timestep=timestep,
             encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
-            **more,
+            **image_arguments,
             return_dict=False,
         )[0]
         if not expands:
             return velocity
-        away = (latents[:, :, :1] - condition) / sigma.to(latents.device, latents.dtype).reshape(-1, 1, 1, 1, 1)
-        return torch.cat([away.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+        # velocity = eps - x0 = (x - x0) / sigma, with x0 the latents of the given frame.
+        first_velocity = (latents[:, :, :1] - condition) / sigma.to(latents.device, latents.dtype).reshape(
+            -1, 1, 1, 1, 1
+        )
+        return torch.cat([first_velocity.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        found = super().embedding_shapes(height, width)
-        frames = 1 if self.pipeline.config.expand_timesteps else self.frames
-        found["image_latents"] = self.latent_shape(height, width, frames), torch.float32
+        shapes = super().embedding_shapes(height, width)
+        frames = 1 if self.pipeline.config.expand_timesteps else self.frames  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+        shapes["image_latents"] = self.latent_shape(height, width, frames), torch.float32
         if self._network.config.image_dim is not None:
             encoder = self.pipeline.image_encoder
             num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2 + 1
-            found["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
-        return found
+            shapes["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
+        return shapes
 
     def _token_timesteps(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """The timestep of each token ``[B, S]``: 0 in the first frame."""
+        """The timestep of each token ``[B, S]``: 0 in the first latent frame, which is given."""
         _, patch_height, patch_width = self._network.config.patch_size
-        in_frame = (latents.shape[3] // patch_height) * (latents.shape[4] // patch_width)
+        tokens_per_frame = (latents.shape[3] // patch_height) * (latents.shape[4] // patch_width)
         noisy = torch.ones(latents.shape[2], device=latents.device)
         noisy[0] = 0
-        return timestep[:, None] * noisy.repeat_interleave(in_frame)
+        return timestep[:, None] * noisy.repeat_interleave(tokens_per_frame)
 
     def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
-        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:
+        if mesh.layout.cp > 1 and self.pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             raise ConfigError(
                 "train.context_parallel_size and train.ulysses_parallel_size: timesteps of each token "
                 "(expand_timesteps) are not cut with the sequence: set both to 1"
@@ -350,7 +380,7 @@ class WanImageToVideo(Wan):
 
 
 def _build_transformer(settings: dict[str, Any]) -> nn.Module:
-    """A WanTransformer3DModel whose output starts at zero."""
+    """A WanTransformer3DModel with random weights, whose output is zero at first."""
     from diffusers import WanTransformer3DModel
 
     transformer = WanTransformer3DModel(**settings)

@@ -1,8 +1,12 @@
 """Wan 2.2's two transformers, one for high noise levels and one for low ones, as one module that is trained."""
 
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,29 +14,37 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.parallel.mesh import Mesh
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from sfumato.models.diffusion.base import DiffusersModule
+
 
 class WanPair(nn.Module):
-    """Both transformers of Wan 2.2 as one: each row goes to the one for its noise level.
+    """Both transformers of Wan 2.2 as one module, in which each row goes to the transformer for its noise level.
 
-    With several processes both run for every forward pass that is trained, and otherwise both wherever one process
-    needs them, if necessary on a row that does not count: processes must gather weights and sum gradients together.
-    Where those with different samples have whole weights (ddp), each samples by itself, perhaps more often than others.
+    Processes must gather weights and sum gradients together, even if their rows need different transformers. With
+    several processes both transformers therefore run in every forward pass with gradients. Without gradients, a
+    transformer runs in all processes if one of them needs it; with whole weights (ddp) each process decides for itself.
+    A transformer that has no rows in a process runs on a row whose output is not used.
     """
 
-    def __init__(self, transformer: nn.Module, transformer_2: nn.Module, boundary: float) -> None:
+    def __init__(self, transformer: DiffusersModule, transformer_2: DiffusersModule, boundary: float) -> None:
         """
         Args:
-            transformer: for high noise.
-            transformer_2: for low noise.
-            boundary: timestep from which on the former is used.
+            transformer: for high noise levels.
+            transformer_2: for low noise levels.
+            boundary: the lowest timestep of ``transformer``.
         """
         super().__init__()
-        self.transformer, self.transformer_2, self.boundary = transformer, transformer_2, boundary
+        self.transformer = transformer
+        self.transformer_2 = transformer_2
+        self.boundary = boundary
         self.mesh: Mesh | None = None
 
     @property
     def config(self) -> dict[str, Any]:
-        """What ``from_config`` takes."""
+        """The argument of ``from_config``."""
         return {name: transformer.config for name, transformer in self.named_children()} | {"boundary": self.boundary}
 
     @classmethod
@@ -41,51 +53,54 @@ class WanPair(nn.Module):
         from diffusers import WanTransformer3DModel
 
         names = ("transformer", "transformer_2")
-        return cls(*(WanTransformer3DModel.from_config(config[name]) for name in names), config["boundary"])
+        return cls(*(WanTransformer3DModel.from_config(config[name]) for name in names), config["boundary"])  # pyright: ignore[reportCallIssue]
 
     @property
-    def peft_config(self) -> dict[str, Any]:
-        """Adapters by name, the same in both."""
+    def peft_config(self) -> dict[str, LoraConfig]:
+        """peft's configurations of the adapters by name, which are the same in both transformers."""
         return self.transformer.peft_config
 
-    def add_adapter(self, config: Any, name: str = "default") -> None:
-        """Adds an adapter to both."""
+    def add_adapter(self, config: LoraConfig, name: str = "default") -> None:
+        """Adds an adapter to both transformers."""
         for transformer in self.children():
-            transformer.add_adapter(config, name)
+            transformer.add_adapter(config, name)  # pyright: ignore[reportCallIssue]
 
     def disable_adapters(self) -> None:
-        """Switches the adapters of both off."""
+        """Switches the adapters of both transformers off."""
         for transformer in self.children():
-            transformer.disable_adapters()
+            transformer.disable_adapters()  # pyright: ignore[reportCallIssue]
 
     def enable_adapters(self) -> None:
-        """Switches the adapters of both on."""
+        """Switches the adapters of both transformers on."""
         for transformer in self.children():
-            transformer.enable_adapters()
+            transformer.enable_adapters()  # pyright: ignore[reportCallIssue]
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
         """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""
         rows = {name: tensor for name, tensor in rows.items() if isinstance(tensor, Tensor)}
-        if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: nothing is known
+        if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: there are no values
             return self.transformer(hidden_states, timestep, **rows, return_dict=False)
         high = (timestep >= self.boundary).cpu()
-        outputs, unused = [], 0.0
-        for module, is_mine in ((self.transformer, high), (self.transformer_2, ~high)):
-            mine = is_mine.nonzero().flatten()
-            if not self._runs(len(mine) > 0):
+        outputs = []
+        unused = 0.0
+        for module, is_selected in ((self.transformer, high), (self.transformer_2, ~high)):
+            row_indices = is_selected.nonzero().flatten()
+            if not self._must_run(len(row_indices) > 0):
                 continue
-            index = mine if len(mine) else torch.zeros(1, dtype=torch.long)
-            index = slice(None) if len(mine) == len(high) else index.to(hidden_states.device)
-            own = {name: tensor[index] for name, tensor in rows.items()}
-            output = module(hidden_states[index], timestep[index], **own, return_dict=False)[0]
-            if len(mine):
-                outputs.append((mine, output))
-            else:
+            index = row_indices if len(row_indices) else torch.zeros(1, dtype=torch.long)
+            index = slice(None) if len(row_indices) == len(high) else index.to(hidden_states.device)
+            module_rows = {name: tensor[index] for name, tensor in rows.items()}
+            output = module(hidden_states[index], timestep[index], **module_rows, return_dict=False)[0]
+            if len(row_indices):
+                outputs.append((row_indices, output))
+            else:  # adds nothing to the result, but keeps the module in the backward pass
                 unused = output.sum() * 0
-        order = torch.cat([mine for mine, _ in outputs]).argsort().to(hidden_states.device)
+        # Outputs are ordered by transformer: bring them back into the order of the rows.
+        order = torch.cat([row_indices for row_indices, _ in outputs]).argsort().to(hidden_states.device)
         return (torch.cat([output for _, output in outputs])[order] + unused,)
 
-    def _runs(self, needed: bool) -> bool:
+    def _must_run(self, needed: bool) -> bool:
+        """Whether a transformer runs in this process, which has rows for it if ``needed``."""
         if self.mesh is None or self.mesh.size == 1:
             return needed
         if torch.is_grad_enabled():

@@ -1,13 +1,17 @@
 """Z-Image (arXiv 2511.22699): ZImageTransformer2DModel, in which text and image are one sequence, and a Qwen3 encoder.
 
-The velocity that the network predicts points the other way, x0 - eps, over a time that runs from 0 (noise) to 1. Its
-pipeline counts guidance from 0: its guidance_scale is ours minus 1, so that ours means the same for every family.
+The network predicts the negative velocity, x0 - eps, at a time that runs from 0 (noise) to 1. A guidance_scale g of its
+pipeline is g + 1 here, so that the scale means the same for every family.
 """
+
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +29,9 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.parallel.plan import ParallelPlan
 
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
 
 class ZImage(KLLatents, FlowTokens):
     """Z-Image and Z-Image-Turbo."""
@@ -36,8 +43,10 @@ class ZImage(KLLatents, FlowTokens):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> Any:
-        """Of sections ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
+    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
         (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the transformer follow from
         the other sections.
         """
@@ -47,26 +56,26 @@ class ZImage(KLLatents, FlowTokens):
         denoiser = section_of(description, "transformer", ZImageTransformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
-        words = section_of(description, "tokenizer", build_qwen_tokenizer, given=["template"])
-        text = section_of(description, "text_encoder", build_qwen3_encoder, given=["tokenizer"])
+        words = section_of(description, "tokenizer", build_qwen_tokenizer, reserved=["template"])
+        text = section_of(description, "text_encoder", build_qwen3_encoder, reserved=["tokenizer"])
         tokenizer = build_qwen_tokenizer(**words)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             encoder = build_qwen3_encoder(tokenizer, **text)
             vae = build_autoencoder(**vae_settings)
-            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}
+            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             transformer = ZImageTransformer2DModel(**{**inferred, **denoiser})
-            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))
+            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))  # pyright: ignore[reportArgumentType]
         return ZImagePipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
             vae=vae,
             text_encoder=encoder,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
         )
 
     def prompt_as_read(self, prompt: str) -> str:
-        """As a message of a chat."""
+        """The prompt as a message of a chat, with the chat template."""
         messages = [{"role": "user", "content": prompt}]
         return self.pipeline.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, enable_thinking=True
@@ -83,14 +92,16 @@ class ZImage(KLLatents, FlowTokens):
         return {"prompt_embeds": torch.stack(embeds), "prompt_mask": torch.stack(masks)}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder, length = self.pipeline.text_encoder, self.max_sequence_length
+        encoder = self.pipeline.text_encoder
+        length = self.max_sequence_length
         return {
             "prompt_embeds": ((length, encoder.config.hidden_size), encoder.dtype),
             "prompt_mask": ((length,), torch.bool),
         }
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor, unit = self.pipeline.vae_scale_factor, self.probe_size
+        factor = self.pipeline.vae_scale_factor
+        unit = self.probe_size
         check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
         return (self.denoiser.config.in_channels, height // factor, width // factor)
 
@@ -98,7 +109,7 @@ class ZImage(KLLatents, FlowTokens):
         lengths = token_counts(embeddings["prompt_mask"])
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
         outputs = self.denoiser(
-            list(latents[:, :, None].unbind()),  # videos of one frame
+            list(latents[:, :, None].unbind()),  # the network takes a list of videos, here of one frame
             1 - self.time(sigma.to(latents.device)),
             [row[:length] for row, length in zip(prompts, lengths, strict=True)],
             patch_size=PATCH,
@@ -108,7 +119,7 @@ class ZImage(KLLatents, FlowTokens):
 
 
 def token_counts(mask: Tensor) -> list[int]:
-    """Tokens of each prompt, of a mask ``[B, T]``; all T where tensors have no values (memory and FLOP counts)."""
+    """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return [mask.shape[1]] * len(mask)
     return mask.sum(dim=1).tolist()
