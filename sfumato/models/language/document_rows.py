@@ -103,7 +103,7 @@ def forward_per_document(
 
 
 def _gather_inputs(batch: TokenBatch, indices: Tensor, is_token: Tensor, media: Tensors) -> MultimodalInputs:
-    """The multimodal inputs of tokens ``[N, L]``, whose ``indices`` are those among the ``B * T`` tokens of the batch."""
+    """The multimodal inputs of tokens ``[N, L]``, whose ``indices`` count the ``B * T`` tokens of the batch."""
     assert batch.modality_ids is not None
     modality_ids = batch.modality_ids.flatten()[indices].masked_fill(~is_token, 0)
     rope_positions = None if batch.rope_positions is None else batch.rope_positions.flatten(0, 1)[indices]
