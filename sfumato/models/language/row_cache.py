@@ -2,14 +2,14 @@
 
 Rows hold different numbers of tokens, begin and end between two forward passes, and hold a token's keys and values in
 the column of its position. The cache plugs in at three interfaces of transformers: a ``Cache``, an attention function
-and a function that makes masks. Which keys a layer sees (a window, chunks) follows from the mask function that the model
-passes. In shapes, R is the number of rows, and n rows take part in a forward pass with q tokens each.
+and a function that makes masks. Which keys a layer sees (a window, chunks) follows from the mask function that the
+model passes. In shapes, R is the number of rows, and n rows take part in a forward pass with q tokens each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import CHANGES_SCORES
-
-if TYPE_CHECKING:
-    pass
 
 ATTENTION = "sfumato_rows"
 """Name in transformers' registries."""
@@ -95,7 +92,7 @@ class RowCache(Cache):
         self.num_rows = self.num_columns = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
-        """Stores keys ``[n, H, q, D]`` and values of a layer. Returns the keys and values that the queries attend to."""
+        """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries attend to."""
         while len(self.layers) <= layer_idx:
             self.layers.append(_RowLayer(self))
         return self._row_layers[layer_idx].update(key_states, value_states)

@@ -75,7 +75,7 @@ class ScalarModel(PackedModel[Tensor]):
         self._head = cast("nn.Linear", getattr(module, HEAD))
         self._head.forward = self._compute_head
         self._values: Tensor | None = None
-        """The head's output in the current forward pass, of all tokens: transformers' module returns one of each row."""
+        """The head's output for all tokens in a forward pass; transformers' module returns that of one for each row."""
 
     @property
     def pad_token_id(self) -> int:
@@ -117,7 +117,6 @@ class ScalarModel(PackedModel[Tensor]):
         try:
             yield
         finally:
-            # asked for again: forward passes may have replaced the parameter that was written above
             local(all_parameters(self.trained)[name].detach()).copy_(trained_weight)
 
     def plain_with(self, weights: dict[str, Tensor]) -> PreTrainedModel:
