@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
@@ -97,7 +97,7 @@ class Critic:
         schedule = self.state.schedule
         losses = self.model.forward_backward(batches, loss_fn, step)
         grad_norm = reduce_and_clip(self.model.trained, self._max_grad_norm, self.mesh, where, losses)
-        lr = schedule.get_last_lr()[0]
+        lr = cast("float", schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -74,7 +74,7 @@ def build_language_model(
         # it brings the modules that make pictures, which other models need not load
         from sfumato.models.omni.unified import build_unified
 
-        return build_unified(config, train, described, data_type, trains=not frozen)
+        return build_unified(config, cast("TextTrainConfig", train), described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     if not frozen and not with_router_loss:

@@ -97,13 +97,13 @@ class LanguageModel(PackedModel[TokenScores]):
             input_ids: Tensor,
             inputs: MultimodalInputs | None = None,
             position_ids: Tensor | None = None,
-            **more: Any,
+            **arguments: Any,
         ) -> Tensor:
             """Logits, or the last hidden states, of tokens ``[B, T]``."""
             if self.router_loss is not None:
-                more["output_router_logits"] = torch.is_grad_enabled()
-            output = self._run_module(input_ids, position_ids, inputs, **more)
-            if more.get("output_router_logits"):
+                arguments["output_router_logits"] = torch.is_grad_enabled()
+            output = self._run_module(input_ids, position_ids, inputs, **arguments)
+            if arguments.get("output_router_logits"):
                 router_calls.append(tuple(output.router_logits or ()))
             # without its output layer the module returns hidden states, or what its tail makes of them, as logits
             return self._output_layer.hidden(output.logits) if self._chunked else output.logits
@@ -122,12 +122,12 @@ class LanguageModel(PackedModel[TokenScores]):
                 # a model that sees splits the sequence over ranks itself, once image features are in their places
                 rows = batch.whole_rows or batch
                 inputs = None
-                more: dict[str, Tensor] = {}
+                arguments: dict[str, Tensor] = {}
                 if rows.modality_ids is not None:
                     inputs = MultimodalInputs(join_media(batch.media), rows.rope_positions, rows.modality_ids)
                 if batch.output_columns is not None:
-                    more["logits_to_keep"] = batch.output_columns
-                output = compute_output(rows.input_ids, inputs, rows.position_ids, **more)
+                    arguments["logits_to_keep"] = batch.output_columns
+                output = compute_output(rows.input_ids, inputs, rows.position_ids, **arguments)
         router_logits = RouterLogits.of_calls(router_calls, places)
         return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits, router_logits)
 

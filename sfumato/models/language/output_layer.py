@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ class OutputLayer:
         Raises:
             ConfigError: when the tail cannot be found.
         """
-        head = self._module.get_output_embeddings()
-        head.forward = self._pass_through
+        head = cast("nn.Linear", self._module.get_output_embeddings())
+        head.forward = self._pass_through  # pyright: ignore[reportAttributeAccessIssue]
         if not self._has_probed_tail:
             # a wide range of logits: scaling shows in any of them, a cap in those far from 0
             logits = torch.linspace(-100.0, 100.0, head.out_features, device=head.weight.device)[None]
@@ -73,7 +73,7 @@ class OutputLayer:
             ConfigError: when the model's ``forward`` fails without its decoder.
         """
         module = self._module
-        head = module.get_output_embeddings()
+        head = cast("nn.Linear", module.get_output_embeddings())
         embeddings = module.get_input_embeddings()
         decoder = next(child for child in module.children() if embeddings in child.modules())
         flat = logits.view(1, -1, logits.shape[-1])

@@ -159,7 +159,7 @@ def _device_of(sees: Callable[..., Tensor], device: torch.device | str) -> torch
     if any(isinstance(value, Tensor) for value in captured):
         return device
     # transformers combines mask functions (and, or) into one, whose closure holds the single ones
-    devices = {str(_device_of(value, device)) for value in captured if callable(value)}
+    devices = {str(_device_of(cast("Callable[..., Tensor]", value), device)) for value in captured if callable(value)}
     return device if devices - {"cpu"} else "cpu"
 
 
@@ -240,7 +240,9 @@ class _Rows:
         self.has_branches = any(firsts)
         counts = [(key, len([*same])) for key, same in groupby(zip(lengths, firsts, strict=True))]
         ends = [*accumulate(count for _, count in counts)]
-        stems = _find_stems(places, lengths, firsts, ends) if self.has_branches else [()] * len(places)
+        # without branches nothing reads the stems
+        no_stems = cast("list[tuple[int, int]]", [()] * len(places))
+        stems = _find_stems(places, lengths, firsts, ends) if self.has_branches else no_stems
         self.runs = [
             _Run(length, tuple(places[end - count : end]), position_ids.device, first, tuple(stems[end - count : end]))
             for ((length, first), count), end in zip(counts, ends, strict=True)

@@ -251,7 +251,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
     kind = fields.get("model_type")
     if kind not in names:
         raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(names))}"[:600])
-    cls = CONFIG_MAPPING[kind]
+    cls = CONFIG_MAPPING[cast("str", kind)]
     check_keys(cls, fields, str(where))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
@@ -282,7 +282,8 @@ def check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
             kind = part_fields.get("model_type")
             if part is AutoConfig and kind not in CONFIG_MAPPING:
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
-            check_keys(CONFIG_MAPPING[kind] if part is AutoConfig else part, part_fields, f"{where}: {name}")
+            part_cls = CONFIG_MAPPING[cast("str", kind)] if part is AutoConfig else part
+            check_keys(part_cls, part_fields, f"{where}: {name}")
 
 
 def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:
@@ -369,7 +370,7 @@ def _load(
         is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
         remedy = f" with model.attention {name}, set it to eager" if is_attention else ""
         raise ConfigError(f"model.model_path {folder}: transformers cannot load it{remedy}: {error}") from error
-    shapes = sorted(report.get("mismatched_keys") or ())
+    shapes = cast("list[tuple[str, torch.Size, torch.Size]]", sorted(report.get("mismatched_keys") or ()))
     if shapes:
         name, stored, configured = shapes[0]
         rest = f", and {len(shapes) - 1} more weights differ" if len(shapes) > 1 else ""
@@ -400,7 +401,7 @@ def _choose_attention(config: LanguageModelConfig, described: PreTrainedConfig, 
             return register_packed_attention()
         return "sdpa" if cls._supports_sdpa else "eager"
     if config.attention == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils import is_flash_attn_2_available  # pyright: ignore[reportPrivateImportUsage]
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(

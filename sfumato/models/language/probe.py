@@ -212,7 +212,7 @@ class Checks:
             return measured
         if mesh.layout.cp > 1 or mesh.layout.pp > 1:
             return None
-        with self._as(Way("eager", RowLayout("documents", same_length=True))), model.whole_output():
+        with self._temporarily(Way("eager", RowLayout("documents", same_length=True))), model.whole_output():
             return self.measure()
 
     def problem(self, way: Way, expected: Measured | None) -> str | None:
@@ -236,7 +236,7 @@ class Checks:
                 raise ConfigError(f"{problem}; {error}") from error
             return problem
         assert isinstance(measured, Measured)
-        for check in (self._difference, self._change, self._training_difference, self._leak):
+        for check in (self._find_difference, self._find_change, self._find_training_difference, self._find_leak):
             problem = self._agree_on(_or_error(lambda check=check: check(measured, expected)))
             if problem is not None:
                 return problem
@@ -282,7 +282,7 @@ class Checks:
         values = self.model.compute_probe_values([batch] * self.copies)[0]
         return values[batch.loss_mask.to(values.device)].cpu()
 
-    def _difference(self, measured: Measured, expected: Measured | None) -> str | None:
+    def _find_difference(self, measured: Measured, expected: Measured | None) -> str | None:
         """The problem when log-probabilities, computed without dropout, differ from the expected ones."""
         if expected is None:
             return None
@@ -295,7 +295,7 @@ class Checks:
             f"differs by {difference:.2g}; rounding explains {allowed:.1g})"
         )
 
-    def _change(self, measured: Measured, _expected: Measured | None) -> str | None:
+    def _find_change(self, measured: Measured, _expected: Measured | None) -> str | None:
         """The problem when a second training pass gives another loss or gradient norm than the first."""
         loss, grad_norm = self._train()
         if measured.random and loss != measured.loss:
@@ -312,7 +312,7 @@ class Checks:
             )
         return None
 
-    def _training_difference(self, measured: Measured, expected: Measured | None) -> str | None:
+    def _find_training_difference(self, measured: Measured, expected: Measured | None) -> str | None:
         """The problem when loss or gradient norm of the training pass differ from the expected ones."""
         # the reference drops nothing out: with dropout the two cannot be compared
         if expected is None or self.model.drops_out or not self.trains:
@@ -330,7 +330,7 @@ class Checks:
         # "not <=" rather than ">": NaN counts as different
         return not abs(value - expected_value) <= strictness * self.tolerance.relative * max(abs(expected_value), 1e-6)
 
-    def _leak(self, measured: Measured, _expected: Measured | None) -> str | None:
+    def _find_leak(self, measured: Measured, _expected: Measured | None) -> str | None:
         """The problem when the output for a token depends on later tokens, or on other documents of its row.
 
         Every second document is replaced, and of each document between only the last token. The outputs for the tokens
@@ -355,7 +355,7 @@ class Checks:
         return None
 
     @contextmanager
-    def _as(self, way: Way) -> Iterator[None]:
+    def _temporarily(self, way: Way) -> Iterator[None]:
         """Inside, documents go through the model in another way."""
         way_before = Way(self.model.attention, self.model.row_layout)
         self.model.set_row_layout(way.attention, way.layout)
@@ -395,7 +395,8 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
         weights: its whole weights by the names of the module.
         documents: of each micro-batch, the short ones first; these alone give loss and gradient norm.
     """
-    plain = model.plain_with(weights).to(model.mesh.device)
+    # transformers wraps the method, of which its annotations lose the instance
+    plain = model.plain_with(weights).to(model.mesh.device)  # pyright: ignore[reportArgumentType]
     if can_set_attention(plain):
         set_attention(plain, "eager")
 
@@ -418,7 +419,9 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
             loss_part.backward()
         loss += float(loss_part.detach())
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+    # torch's own clipping of gradients calls the same function
+    foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+    norms = foreach_norm(gradients) if gradients else [torch.zeros(())]
     grad_norm = float(torch.linalg.vector_norm(torch.stack(norms).double()))
     with torch.no_grad():
         plain.eval()
@@ -450,7 +453,7 @@ def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int
     equal_documents = RowLayout("documents", same_length=True)
     current_attention = model.attention
     rows = "auto" if every else config.rows
-    obstacle = _obstacle(model)
+    obstacle = _find_obstacle(model)
     if rows == "documents" and obstacle is not None:
         raise ConfigError(f"model.rows documents is not possible on this mesh: set {obstacle}, or model.rows auto")
     attentions = [ATTENTION, "sdpa", "eager"] if every or config.attention == "packed" else [current_attention]
@@ -473,7 +476,7 @@ def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int
     return ways
 
 
-def _obstacle(model: PackedModel) -> str | None:
+def _find_obstacle(model: PackedModel) -> str | None:
     """The setting, with its remedy, that keeps documents from having rows of their own; None where none does."""
     if model.mesh.layout.pp > 1:
         return "train.pipeline_parallel_size to 1"
@@ -506,8 +509,8 @@ def _report_problems(
     text = f"{model.name} is not trained as transformers would: " + "; or, ".join(distinct_problems)
     if right_way is not None:
         text += f". Right is {right_way}"
-    elif _obstacle(model) is not None:
-        text += f". A row for each document may be right, for which set {_obstacle(model)}"
+    elif _find_obstacle(model) is not None:
+        text += f". A row for each document may be right, for which set {_find_obstacle(model)}"
     elif not checks.train.rmpad_with_pos_ids and "for each alone" in text:
         text += ". train.rmpad_with_pos_ids true, which sends documents without padding, may be right"
     if checks.train.probe == "stop":

@@ -91,7 +91,9 @@ class RowCache(Cache):
         self.layers.clear()
         self.num_rows = self.num_columns = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries attend to."""
         while len(self.layers) <= layer_idx:
             self.layers.append(_RowLayer(self))
@@ -146,7 +148,7 @@ class _RowLayer(CacheLayerMixin):
         for tensor in self._tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
@@ -180,14 +182,14 @@ def _mask(
     *,
     q_length: int,
     kv_length: int,
-    q_offset: Any,
+    q_offset: Tensor | int,
     mask_function: Callable[..., Tensor],
     local_size: int | None = None,
     use_vmap: bool = False,
     attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    **more: Any,
+    **kwargs: Any,
 ) -> Tensor | None:
     """Registered as transformers' function that makes a mask, see ``packed_attention._pattern`` for training.
 

@@ -73,7 +73,7 @@ class ScalarModel(PackedModel[Tensor]):
         """Use ``build_scalar_model``; arguments as for ``PackedModel``."""
         super().__init__(module, tokenizer, autocast_dtype, build, source)
         self._head = cast("nn.Linear", getattr(module, HEAD))
-        self._head.forward = self._compute_head
+        self._head.forward = self._compute_head  # pyright: ignore[reportAttributeAccessIssue]
         self._values: Tensor | None = None
         """The head's output for all tokens in a forward pass; transformers' module returns that of one for each row."""
 

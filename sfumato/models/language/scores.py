@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from sfumato.parallel.loss import (
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
+    from torch.distributed.tensor import DTensor
 
     from sfumato.models.language.router_loss import RouterLogits
 
@@ -125,7 +126,7 @@ class TokenScores:
         if self._head is None:
             return self._spread(logits.argmax(-1), IGNORED)
         weight = self._head.weight
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        weight = cast("DTensor", weight).full_tensor() if hasattr(weight, "full_tensor") else weight
         parts = self._output.flatten(0, 1).split(1024)  # so that few logits are in memory at a time
         best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
         return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)

@@ -97,9 +97,10 @@ def forget_what_is_not_exported(config: PreTrainedConfig) -> None:
     # of a model with several parts, whose text has a configuration of its own, both; the same one only once
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
+            del part.quantization_config  # pyright: ignore[reportAttributeAccessIssue]  (set by its __init__)
         if getattr(part, "auto_map", None):
-            del part.auto_map  # transformers writes it again beside the code, where a class is not its own
+            # transformers writes it again beside the code, where a class is not its own
+            del part.auto_map  # pyright: ignore[reportAttributeAccessIssue]
         for name in FURTHER_LAYERS:
             if getattr(part, name, None):
                 setattr(part, name, 0)

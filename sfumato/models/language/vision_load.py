@@ -219,7 +219,9 @@ def _omni_position_rule(base: Any) -> PositionRule:
 def _processor_class(described: PreTrainedConfig) -> Any:
     """transformers' class of the processor. Raises ConfigError when there is none."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     name = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
     cls = getattr(transformers, name, None) if name else None
@@ -272,7 +274,8 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     del processor.check_argument_for_proper_class
     if _sees(described):
         if not hasattr(processor, "image_token_id"):  # Janus
-            processor.image_token_id = tokenizer.convert_tokens_to_ids(getattr(processor, "image_token", None))
+            image_token = cast("str", getattr(processor, "image_token", None))
+            processor.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
         if not isinstance(getattr(processor, "image_token", None), str):
             raise ConfigError(f"model.model_path: images of {kind} are not known: {cls.__name__} names no image_token")
     _set_template(processor, described, folder is None)
@@ -393,7 +396,9 @@ def _make_image_processor(described: PreTrainedConfig) -> Any:
         ConfigError: when transformers has none that works without torchvision.
     """
     import transformers
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.image_processing_auto import (
+        IMAGE_PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     kind = described.model_type
     encoder = getattr(described, "vision_config", None)
@@ -404,7 +409,7 @@ def _make_image_processor(described: PreTrainedConfig) -> Any:
     )
     if "pil" not in names:
         raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")
-    cls = getattr(transformers, names["pil"])
+    cls = getattr(transformers, cast("str", names["pil"]))
     names_of_sizes = ("patch_size", "temporal_patch_size", "pooling_kernel_size")
     sizes = {name: getattr(encoder, name, None) for name in names_of_sizes}
     sizes["merge_size"] = getattr(encoder, "spatial_merge_size", None)
