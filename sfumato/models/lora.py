@@ -64,6 +64,7 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
         target_parameters=config.target_parameters or None,
         init_lora_weights="gaussian" if config.init_weights == "gaussian" else True,
     )
+    # adapters depend on the seed alone, on meta as elsewhere, and the run's generator does not move
     with torch.random.fork_rng(devices=[]), real_stand_ins(module):
         torch.manual_seed(seed)
         try:
@@ -79,6 +80,7 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
             "experts, not for dense layers: name only attention there, and experts in model.lora.target_parameters: "
             f"{', '.join(_experts_of(module))}"
         )
+    # trained in float32, whatever the dtype of the frozen weights
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
@@ -213,7 +215,7 @@ def save_adapter(module: nn.Module, weights: Mapping[str, Tensor], folder: Path,
     previous_base = config.base_model_name_or_path
     config.base_model_name_or_path = base or previous_base or None
     config.save_pretrained(folder)
-    config.base_model_name_or_path = previous_base
+    config.base_model_name_or_path = previous_base  # the configuration is the module's own
     save_file(adapter_weights(module, weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -301,8 +303,10 @@ def _merge_weight(layer: Any, weight: Tensor, down: Tensor, up: Tensor, magnitud
         magnitude: of DoRA ``[out]``, not of experts.
     """
     if weight.ndim == 2:
+        # DoRA: the merged weight's direction, with each row scaled to its magnitude
         weight = torch.addmm(weight, up, down, alpha=layer.scaling[ADAPTER])
         return weight if magnitude is None else weight * (magnitude / weight.norm(dim=1))[:, None]
+    # peft stacks the experts in the dimension of the rank, expert first in ``down`` and last in ``up``
     down = down.unflatten(0, (layer.num_experts, -1))
     up = up.unflatten(1, (-1, layer.num_experts)).permute(2, 0, 1)
     is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)

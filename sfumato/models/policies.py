@@ -117,6 +117,7 @@ class Policies(Generic[Model]):
             if self._copy is not None:
                 yield self._copy
                 return
+            # with adapters the base weights are the reference, and no copy is needed
             with self.model.without_adapter():
                 yield self.model
 
@@ -134,6 +135,7 @@ class Policies(Generic[Model]):
     def hold(self) -> None:
         """Call it before an update: keeps the weights that have drawn samples until now."""
         if self._previous is not None:
+            # inside, the model has the sampling policy's weights, of which the average with decay 0 becomes a copy
             with self.active(self.sample_with):
                 self._previous.update()
 
@@ -155,6 +157,7 @@ class Policies(Generic[Model]):
 
     def equals_trained(self, name: str) -> bool:
         """Whether a policy currently has exactly the weights of the trained one, so that its results are known."""
+        # after an optimiser step the trained policy is ahead of all others until they follow
         return not self._is_ahead and name in self.moving and self.moving[name].has_caught_up
 
     def policy_changed(self) -> None:

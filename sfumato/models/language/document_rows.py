@@ -87,6 +87,7 @@ def forward_per_document(
             media = [batch.media[document_at[start]] for start in starts if document_at[start] < len(batch.media)]
             inputs = _gather_inputs(batch, indices, is_token, join_media(media))
             output = forward(*_add_idle_image(ids, inputs, idle))[: len(starts), : max(sizes)]
+        # an index, not a mask: a boolean mask would let the host wait for its number of tokens
         outputs.append(output.flatten(0, 1)[to_device(is_token_cpu.flatten().nonzero()[:, 0], device)])
         token_indices.append(indices_cpu[is_token_cpu])
     # documents were sorted by length; here their tokens return to the order of the packed rows
@@ -162,6 +163,7 @@ def group_documents(lengths: list[int], same_length: bool) -> list[tuple[list[in
         For each call the index of the first token of each document, and the length of each; the longest come first.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    # ties by index: all ranks and runs group documents in the same way
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if same_length:
         groups = [list(same) for _, same in groupby(by_length, key=lambda index: lengths[index])]
@@ -169,6 +171,7 @@ def group_documents(lengths: list[int], same_length: bool) -> list[tuple[list[in
         groups = []
         for index in by_length:
             longest = lengths[groups[-1][0]] if groups else 0
+            # short documents cost more by another call than by padding
             if groups and (longest <= SHORT or lengths[index] >= WORTH_PADDING * longest):
                 groups[-1].append(index)
             else:

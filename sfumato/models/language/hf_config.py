@@ -45,6 +45,7 @@ def attention_by_part(config: PreTrainedConfig, attention: str, cls: type | None
         ``attention`` itself where the model is a decoder alone, else a name for each of the parts, "" being the whole.
     """
     decoder = config.get_text_config()
+    # transformers takes one name for all parts unless it is told of each
     parts = {name: getattr(config, name) for name in config.sub_configs}
     if decoder is config or not any(part is decoder for part in parts.values()):
         return attention
@@ -63,6 +64,7 @@ def rope_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
 def changing_positions(config: PreTrainedConfig) -> int | None:
     """The row length in tokens beyond which all rotary positions of a row depend on its length; None without one."""
     config = config.get_text_config()
+    # dynamic and longrope change the frequencies of all positions once a row is longer than the original maximum
     limits = [
         settings.get("original_max_position_embeddings") or config.max_position_embeddings
         for settings in rope_settings(config)
@@ -79,6 +81,7 @@ def known_positions(config: PreTrainedConfig) -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
+    # max_position_embeddings counts the positions before scaling in some folders, and after it in others
     for scaling in rope_settings(config):
         unscaled = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
         positions = max(positions, round(unscaled * float(scaling.get("factor") or 1)))

@@ -86,11 +86,12 @@ class LanguageModel(PackedModel[TokenScores]):
         With ``chunked_loss`` the module returns its last hidden states. The scores then make logits of some tokens at a
         time, with the output layer that was taken out of the module.
         """
-        lm_head, make_logits = None, None
+        lm_head, make_logits = None, None  # of the scores where the module ends with hidden states
         router_calls: list[tuple[Tensor, ...]] = []
         places: list[Tensor] = []
         if self._chunked:
             lm_head, make_logits = self._output_layer.detach()
+            # the loss reads the output layer's weight after the forward pass has ended
             keep_gathered(self.module, torch.is_grad_enabled())
 
         def compute_output(
@@ -146,7 +147,8 @@ class LanguageModel(PackedModel[TokenScores]):
     @contextmanager
     def whole_output(self) -> Iterator[None]:
         """Inside, the model's own output layer computes the logits of all tokens at once."""
-        chunked, self._chunked = self._chunked, False
+        chunked = self._chunked
+        self._chunked = False
         self._output_layer.put_back()
         try:
             yield
@@ -171,6 +173,7 @@ class LanguageModel(PackedModel[TokenScores]):
             reference: compute them with the adapters switched off.
             temperature: divides the logits.
         """
+        # without its adapters a model is the reference that it was trained from
         with self.without_adapter() if reference else nullcontext():
             return self.compute_token_values(batches, lambda scores, batch: scores.log_probs(batch.labels, temperature))
 
@@ -221,7 +224,7 @@ class LanguageModel(PackedModel[TokenScores]):
         adapters = self._adapters()
         if self.vision is not None:
             self.vision.reader.save(folder, self.source)
-        save_tokenizer(self.tokenizer, folder)
+        save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters:
             # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
@@ -233,6 +236,7 @@ class LanguageModel(PackedModel[TokenScores]):
                 save_generation_config(folder, self.source, self.tokenizer)
                 return
             weights = merge_adapters(adapted, weights)
+        # what the plain module has no place for are the balancer's biases, which transformers would not load
         tensors_of_plain = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
         biases = {name: weights.pop(name) for name in [*weights] if name not in tensors_of_plain}
         if biases:

@@ -66,7 +66,7 @@ class MaskWatch:
         from transformers import AttentionMaskInterface
 
         if self._are_plain:
-            function = AttentionMaskInterface._global_mapping.pop(ATTENTION)
+            function = AttentionMaskInterface._global_mapping.pop(ATTENTION)  # transformers then makes no mask at all
             try:
                 yield
             finally:
@@ -378,6 +378,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
         mask = documents.seen
     elif pattern is not None and not pattern.is_causal_for(documents.length):
         mask = pattern.mask(documents)
+    # with these no causal kernel of torch's will do, so that even a plainly causal mask is made
     if scoring.softcap is not None or scoring.sinks is not None:
         length = documents.length
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask

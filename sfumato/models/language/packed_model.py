@@ -109,12 +109,12 @@ class PackedModel(ABC, Generic[Output]):
         self.source = source
         self.name = type(module).__name__
         """transformers' class, which fsdp2 gives another name."""
-        self._arguments = inspect.signature(module.forward).parameters
+        self._arguments = inspect.signature(module.forward).parameters  # by name: what ``forward`` accepts
         self._build = build
         self._pipeline: Pipeline | None = None
         self._dropout: DropoutKeys | None = None
         self._masks = MaskWatch()
-        self._multiple = 1
+        self._multiple = 1  # of row lengths, see ``row_multiple``
         self._mesh: Mesh | None = None
 
     @abstractmethod
@@ -177,6 +177,7 @@ class PackedModel(ABC, Generic[Output]):
         self._mesh = mesh
         self._check(mesh, config)
         self._multiple = row_multiple(config, mesh)
+        # before ``parallelize``, since masks are keyed by the names of the plain module's submodules
         self._dropout = keyed_dropout(self.module, config.seed)
         if self._dropout is not None and mesh.layout.pp > 1:
             raise ConfigError(
@@ -190,6 +191,7 @@ class PackedModel(ABC, Generic[Output]):
         else:
             self.module = parallelize(self.module, mesh, config, plan, dtype)
         check_dropout_is_whole(self.module)
+        # weights on meta are read after sharding, so that no rank holds the whole model
         device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
         if any(parameter.is_meta for parameter in self.module.parameters()):
             if self.source is not None:
@@ -197,7 +199,7 @@ class PackedModel(ABC, Generic[Output]):
                 load_weights(self.module, self.source, mesh, from_rank0, device=device)
             else:
                 initialise_on_meta(self.module, self._build, mesh, config.seed, device)
-            start_magnitudes(self.module)  # adapters of DoRA start from the norms of the weights just read
+            start_magnitudes(self.module)  # DoRA's are the norms of the weights that have just been read
         self.module.to(device)
         self.module.train()
         if config.expert_bias_rate > 0:
@@ -289,9 +291,11 @@ class PackedModel(ABC, Generic[Output]):
             every_token: whether the output is wanted for tokens without a label, too.
         """
         whole = self._pad_to_multiple(self._number_columns(batch))
+        # chosen in host memory, where labels can be looked at without waiting for the device
         output_columns = None if every_token else self._output_columns(whole)
         whole = whole.with_tensors(self._to_device(whole.tensors()))
         batch = whole.with_tensors(shard_sequence(whole.tensors(), self.mesh))
+        # sequence parallelism finds the documents of whole rows by the position ids of a rank's part
         if batch.position_ids is not whole.position_ids:
             remember_whole(batch.position_ids, whole.position_ids)
         # the module of a model that sees gets whole rows, and cuts them once image features are in their places
@@ -448,6 +452,7 @@ class PackedModel(ABC, Generic[Output]):
             return positions_alone
 
         def select_arguments(row: Batch, first: bool) -> Tensors:
+            # images are merged into the embeddings of the first stage; later stages get hidden states
             media = join_media(batches[int(row["batch"])].media) if first else {}
             inputs = MultimodalInputs(media, row.get("rope_positions"), row["modality_ids"])
             return self._multimodal_arguments(row["position_ids"], inputs)

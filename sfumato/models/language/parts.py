@@ -137,6 +137,7 @@ def build_module(
     if train.init_device == "meta":
         return cast("PreTrainedModel", build_on_meta(make)), make
     if source is None:
+        # random weights depend on the run's seed alone, not on what has been drawn before
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(train.seed)
             return make(), make
@@ -216,6 +217,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
+            # both have a better message for a folder of another kind
             refuse_adapter(folder)
             refuse_other_layout(str(config.model_path))
             raise ConfigError(
@@ -252,6 +254,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
     if kind not in names:
         raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(names))}"[:600])
     cls = CONFIG_MAPPING[cast("str", kind)]
+    # transformers keeps unknown keys as attributes: a misspelt one would go unnoticed
     check_keys(cls, fields, str(where))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
@@ -305,6 +308,7 @@ def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
+    # its JSON may hold anything there, which transformers first compares with the length of some text of the run
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, int | float):
         raise ConfigError(f"{option} {folder}: model_max_length {tokenizer.model_max_length!r:.100} is no number")
     if tokenizer.eos_token_id is None:
@@ -378,6 +382,7 @@ def _load(
             f"model.model_path {folder}: {name} is {list(stored)} in the safetensors files, but {list(configured)} by "
             f"config.json{rest}: the two are not of one model; copy both from the same place"
         )
+    # transformers only warns of weights that it draws because the folder lacks them, or does not use
     for kind in ("missing_keys", "unexpected_keys"):
         wrong = sorted(key for key in map(str, report.get(kind) or ()) if not key.startswith(other_keys.get(kind, ())))
         if wrong:

@@ -146,6 +146,7 @@ def probe(
     with _generators_restored(), model.probed():
         expected = checks.reference()
         problems: dict[Way, str] = {}
+        # the first way that is right is taken: ways are ordered by cost
         for way in _list_ways(model, config, max_seq_len):
             problem = checks.problem(way, expected)
             if problem is None:
@@ -205,6 +206,7 @@ class Checks:
         model, mesh = self.model, self.model.mesh
         if model.whole_bytes() <= LARGEST_COPY:
             weights = whole_weights(model.trained, mesh, share=True)
+            # rank 0 alone computes the reference, and sends its results, or its error, to the others
             measured = _or_error(lambda: one_by_one(model, weights, self.documents)) if mesh.is_first else None
             measured = mesh.first(measured, among="world")
             if isinstance(measured, str):
@@ -273,6 +275,7 @@ class Checks:
         finally:
             for parameter in trainable_parameters(model.trained).values():
                 parameter.grad = None
+            # the probe's tokens must not move the routing biases
             if model.balancer is not None:
                 model.balancer.forget()
         return mesh.sum(loss, over="loss"), grad_norm
@@ -340,7 +343,7 @@ class Checks:
             other_than(document.documents[0], 0 if index % 2 else -1, self.model)
             for index, document in enumerate(self.documents[0])
         ]
-        # labels stay, so that the log-probabilities of the same labels are compared
+        # labels stay, since the log-probabilities of the same labels are compared
         other_batch = replace(self._make_batch(changed), labels=self.batches[0].labels)
         log_probs = self._log_probs(other_batch)
         differences = (log_probs - measured.log_probs[: len(log_probs)]).abs()
@@ -459,6 +462,7 @@ def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int
     attentions = [ATTENTION, "sdpa", "eager"] if every or config.attention == "packed" else [current_attention]
     if not can_set_attention(model.plain):
         attentions = [current_attention]
+    # in rows beyond the limit rotary positions depend on the row's length, which padding would change
     limit = changing_positions(model.plain.config)
     if limit is not None and max_seq_len > limit:
         if obstacle is not None or rows == "packed":
@@ -469,6 +473,7 @@ def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int
         return [Way(attention, equal_documents) for attention in attentions]
     if obstacle is not None:
         return [Way(current_attention, packed)]
+    # packed rows with sdpa or eager in the place of the packed attention are tried for the report alone
     ways = [Way(attention, packed) for attention in (attentions if every else attentions[:1])]
     ways = [] if rows == "documents" else ways
     if rows in ("auto", "documents"):
@@ -503,6 +508,7 @@ def _report_problems(
     model = checks.model
     other_ways = [way for way in _list_ways(model, config, max_seq_len, every=True) if way not in problems]
     right_way = next((way for way in other_ways if checks.problem(way, expected) is None), None)
+    # trying other ways has changed the model: the first configured one is set again
     first = next(iter(problems))
     model.set_row_layout(first.attention, first.layout)
     distinct_problems = dict.fromkeys(problems.values())

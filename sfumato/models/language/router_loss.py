@@ -73,6 +73,7 @@ class RouterLogits:
 def asked_coefficient(config: PreTrainedConfig) -> float:
     """The weight of the auxiliary loss in transformers' configuration; 0 where it does not ask for the loss."""
     parts = (config, config.get_text_config())
+    # of a model that sees, either the whole configuration or that of its text holds the fields
     if not any(getattr(part, "output_router_logits", False) for part in parts):
         return 0.0
     values = [getattr(part, name, None) for part in parts for name in COEFFICIENTS]
@@ -151,6 +152,7 @@ class RouterLoss:
         is_counted = is_token.flatten()
         if logits.places is not None:
             is_counted = (logits.places >= 0) & is_counted[logits.places.clamp(min=0)]
+        # transformers' function takes a shorter way where there is no padding
         mask = None if bool(is_counted.all()) else to_device(is_counted.long(), logits.layers[0].device)
         return self._function(logits.layers, self._num_experts, self._top_k, mask)
 
@@ -219,7 +221,7 @@ class StepRouterLoss:
         self._mesh = mesh
         self.numbers = Numbers()
         """This rank's parts of the loss, without the coefficient, which stay on the device until they are read."""
-        if loss is not None:
+        if loss is not None:  # a collective sum, for which no rank may be missing
             self._num_tokens = mesh.sum(sum(sum(batch.document_lengths) for batch in batches))
 
     def part(self, logits: RouterLogits | None, batch: TokenBatch) -> Tensor | float:
@@ -248,6 +250,7 @@ def _is_token(batch: TokenBatch) -> Tensor:
     """Whether each place of a micro-batch holds a token of a document, not padding: bool ``[B, T]`` on the CPU."""
     num_rows, length = batch.shape
     columns = torch.arange(length)
+    # a packed row has its padding at the end, other rows each at their own
     if num_rows == 1:
         return (columns < sum(batch.document_lengths))[None]
     lengths = torch.tensor(batch.document_lengths + [0] * (num_rows - len(batch.document_lengths)))

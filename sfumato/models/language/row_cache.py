@@ -95,6 +95,7 @@ class RowCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries attend to."""
+        # layers are made in the first forward pass, which shows how many there are
         while len(self.layers) <= layer_idx:
             self.layers.append(_RowLayer(self))
         return self._row_layers[layer_idx].update(key_states, value_states)
@@ -153,6 +154,7 @@ class _RowLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
         for tensor, states in zip(self._tensors(), (key_states, value_states), strict=True):
+            # with one token a row, rows and columns are index tensors, which take the dimension of tokens away
             tensor[cache.place] = states[:, :, 0] if states.shape[2] == 1 else states
         if cache.seen is None:
             return key_states, value_states
@@ -202,8 +204,10 @@ def _mask(
     if attention_mask is not None or not isinstance(q_offset, Tensor):
         raise ConfigError("the attention of rows needs its cache of keys and values, and no mask of padding")
     positions = q_offset  # [n, q]
+    # the first tokens of their rows, which see each other alone: torch's attention needs no mask for that
     if q_length == kv_length and not use_vmap and (local_size is None or local_size >= q_length):
-        return None  # the first tokens of their rows
+        return None
+    # a key's position is its column, so that the mask function compares positions with columns
     first = torch.arange(positions.shape[0], device=device).view(-1, 1, 1, 1)
     keys = torch.arange(kv_length, device=device).view(1, 1, 1, -1)
     sees = mask_function(first, torch.zeros_like(first), positions[:, None, :, None], keys)

@@ -201,10 +201,11 @@ def build_scalar_model(
     refuse_router_loss(causal_class, described, where_described(config))
     check_classifier(described, config.trust_remote_code)
     tokenizer = build_tokenizer(config)
-    facts_of(tokenizer).appends_end = False
+    facts_of(tokenizer).appends_end = False  # a scalar head reads answers, and teaches no end of them
     is_new = not any(str(name).endswith("ForSequenceClassification") for name in described.architectures or ())
     described = copy.deepcopy(described)
     described.num_labels = 1
+    # transformers' classifiers need a padding token, before which they read the output
     if is_new or described.get_text_config().pad_token_id is None:
         described.get_text_config().pad_token_id = tokenizer.pad_token_id
 
@@ -223,6 +224,7 @@ def build_scalar_model(
     if config.lora is not None:
         module.requires_grad_(False)
         add_lora(module, config.lora, language_targets(module), train.seed)
+        # the head is trained in full beside the adapters, in float32 like these
         getattr(module, HEAD).float().requires_grad_(True)
     return ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
 

@@ -126,6 +126,7 @@ class TokenScores:
         if self._head is None:
             return self._spread(logits.argmax(-1), IGNORED)
         weight = self._head.weight
+        # under fsdp2 or tensor parallelism a rank has a shard of the weight
         weight = cast("DTensor", weight).full_tensor() if hasattr(weight, "full_tensor") else weight
         parts = self._output.flatten(0, 1).split(1024)  # so that few logits are in memory at a time
         best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]

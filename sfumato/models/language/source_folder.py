@@ -49,15 +49,17 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
-    for part in (getattr(config, "quantization", None), settings):  # MLX writes one of these, or both
+    # MLX writes one of these, or both, in settings that name no method
+    for part in (getattr(config, "quantization", None), settings):
         if isinstance(part, dict) and {"bits", "group_size"} <= part.keys() and "quant_method" not in part:
             return "MLX"
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    # older files of bitsandbytes name no method, either
     if method is None and isinstance(settings, dict) and ("load_in_4bit" in settings or "load_in_8bit" in settings):
         return "bitsandbytes"
-    return str(getattr(method, "value", method))
+    return str(getattr(method, "value", method))  # a member of an enumeration, or its name
 
 
 def dequantizing(config: PreTrainedConfig, folder: Path, init_device: str) -> dict[str, Any]:
@@ -206,6 +208,7 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         folder: the folder that was trained, which may be gone by now; None where weights were drawn.
     """
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    # transformers matches these names of modules against whole components of a weight's name
     kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     patterns = {re.compile(rf"(^|\.){part}($|\.)") for kind in kinds for part in getattr(module, kind, None) or ()}
     by_class = {name for name in tensors if any(pattern.search(name) for pattern in patterns)}
@@ -213,6 +216,7 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         return by_class
     with open_weights(folder) as stored:
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        # a folder that is float32 throughout says nothing of what must stay so
         if not {torch.bfloat16, torch.float16} & {*dtypes.values()}:
             return by_class
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -248,7 +248,8 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     cls = _processor_class(described)
     hears = kind.endswith("_thinker") or not _sees(described)
     is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
-    if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):  # the tokenizer of bytes, read from a folder
+    # such as the tokenizer of bytes read from a folder, which has these tokens, but no names for them
+    if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):
         _name_tokens(tokenizer, described)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
