@@ -96,10 +96,12 @@ class Critic:
         optimizer = self.state.optimizer
         schedule = self.state.schedule
         losses = self.model.forward_backward(batches, loss_fn, step)
+        # it reads the losses, too, and raises before anything is updated when one is not finite
         grad_norm = reduce_and_clip(self.model.trained, self._max_grad_norm, self.mesh, where, losses)
         lr = cast("float", schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        # losses are divided by the number of terms over all ranks already: their sum is the mean
         total = self.mesh.sum(sum(losses), over="loss")
         return {"critic/loss": total, "critic/grad_norm": grad_norm, "critic/lr": lr}

@@ -119,6 +119,7 @@ def _add_idle_image(ids: Tensor, inputs: MultimodalInputs, idle: IdleImage) -> t
     width = max(ids.shape[1], length)
 
     def add_row(tokens: Tensor, last: Tensor) -> Tensor:
+        """``[N, L, ...]`` with one more row, padded to the longer of the two lengths with zeros."""
         rows = tokens.new_zeros(len(tokens) + 1, width, *tokens.shape[2:])
         rows[:-1, : tokens.shape[1]] = tokens
         rows[-1, :length] = last.to(tokens.device)
@@ -166,7 +167,7 @@ def group_documents(lengths: list[int], same_length: bool) -> list[tuple[list[in
     # ties by index: all ranks and runs group documents in the same way
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if same_length:
-        groups = [list(same) for _, same in groupby(by_length, key=lambda index: lengths[index])]
+        groups = [list(group) for _, group in groupby(by_length, key=lambda index: lengths[index])]
     else:
         groups = []
         for index in by_length:

@@ -85,6 +85,7 @@ def build_language_model(
     vision = None
     if sees:
         assert data_type is not None
+        # before ``build_vision``, whose processor looks its tokens up in the tokenizer
         if config.tokenizer_path == BYTES:
             add_image_tokens(tokenizer, described)
         vision = build_vision(
@@ -98,6 +99,7 @@ def build_language_model(
         model.router_loss = RouterLoss(module)
     if not train_base:
         module.requires_grad_(False)
+    # before adapters are added: patterns of ``model.freeze`` name weights of the plain module
     model.frozen_names = freeze(module, config.freeze)
     model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
@@ -114,6 +116,7 @@ def build_reader(
     """
     if not data_type.has_images and not _holds_unified(config):
         return build_tokenizer(config), None
+    # the reader needs the module's signature and configuration, not its weights
     without_adapters = config.model_copy(update={"lora": None})
     on_meta = train.model_copy(update={"init_device": "meta"})
     model = build_language_model(without_adapters, on_meta, data_type=data_type)

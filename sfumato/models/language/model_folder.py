@@ -26,7 +26,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
             out: the end of texts stands in for it, and a later run that leaves padding out of the loss would leave out
             the end of texts, too.
     """
-    pad = tokenizer.pad_token
+    pad = tokenizer.pad_token  # the run goes on with it after this export
     if facts_of(tokenizer).is_pad_added and not keeps_pad:
         tokenizer.pad_token = None
     try:
@@ -50,6 +50,7 @@ def completed_ends(eos_token_id: int | list[int] | None, end: AnswerEnd) -> int 
     Returns:
         One number, or a list of several; the argument itself where nothing is missing.
     """
+    # only tokens that training teaches are added: those that are declared stay in the order of the folder
     taught = [token.token_id for token in (end.taught, end.taught_after_call) if token is not None]
     declared = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
     if declared and {*taught} <= {*declared}:
@@ -73,7 +74,7 @@ def name_ends(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_
     text = config.get_text_config()
     for part in [text] if text is config else [text, config]:
         eos_token_id = getattr(part, "eos_token_id", None)
-        if part is not text and eos_token_id is None:
+        if part is not text and eos_token_id is None:  # the whole of a model with several parts need not name any
             continue
         value = completed_ends(eos_token_id if has_source else None, end)
         try:
@@ -91,6 +92,7 @@ def save_generation_config(folder: Path, source: Path | None, tokenizer: PreTrai
         tokenizer: with its facts.
     """
     generation = {} if source is None else read_json_file(source / GENERATION)
+    # transformers' own version, derived from the configuration, is better than none
     if not generation:
         generation = read_json_file(folder / GENERATION)
         generation.pop("_from_model_config", None)

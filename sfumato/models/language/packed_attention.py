@@ -33,6 +33,7 @@ ATTENTION = "sfumato_packed"
 """Name in transformers' registries."""
 
 OTHERS = "set model.attention to sdpa"
+"""The remedy in messages about what this attention does not compute."""
 
 
 def register_packed_attention() -> str:
@@ -56,12 +57,12 @@ class MaskWatch:
     """
 
     def __init__(self) -> None:
-        self._are_plain: bool | None = None
-        self._patterns: list[Pattern | None] = []
+        self._are_plain: bool | None = None  # not known before the first forward pass that asks for masks
+        self._patterns: list[Pattern | None] = []  # of the current forward pass
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward pass of packed rows."""
+        """Inside runs one forward pass of packed rows."""
         global _watching
         from transformers import AttentionMaskInterface
 
@@ -238,7 +239,8 @@ class _Rows:
         # rows that are whole documents may begin at any position, which makes them no branches
         firsts = [0 if chunk or self.whole else int(positions[place]) for place in places]
         self.has_branches = any(firsts)
-        counts = [(key, len([*same])) for key, same in groupby(zip(lengths, firsts, strict=True))]
+        # one entry for each run: (length, first position) of its documents, and their number
+        counts = [(key, len([*group])) for key, group in groupby(zip(lengths, firsts, strict=True))]
         ends = [*accumulate(count for _, count in counts)]
         # without branches nothing reads the stems
         no_stems = cast("list[tuple[int, int]]", [()] * len(places))
@@ -287,6 +289,7 @@ def _find_stems(
         if first == 0:
             stem = number
             stems.append((run, (number - first_of_run) * length))
+        # the stem so far is no document from 0 on, stands in an earlier row, or ends before the branch begins
         elif firsts[stem] or places[stem][0] != places[number][0] or lengths[stem] < first:
             raise ConfigError(f"a packed row has a document from position {first} on that goes on after no other")
         else:

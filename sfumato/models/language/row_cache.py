@@ -51,6 +51,7 @@ class RowCache(Cache):
 
     @property
     def _row_layers(self) -> list[_RowLayer]:
+        """``layers``, to which nothing but ``update`` adds any."""
         return cast("list[_RowLayer]", self.layers)
 
     @property
@@ -125,15 +126,18 @@ class _RowLayer(CacheLayerMixin):
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in this layer; 0 before the first forward pass."""
         return sum(tensor[0, :, 0].nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
+        """Keys and values, once they are allocated."""
         if self.keys is None:
             return []
         assert self.values is not None
         return [self.keys, self.values]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates keys and values for all rows, with the heads, width, dtype and device of these."""
         # zeros: columns without a token are masked, but must not hold NaN all the same, since 0 times NaN is NaN
         self.keys, self.values = (
             states.new_zeros(self._cache.num_rows, states.shape[1], self._cache.num_columns, states.shape[3])
@@ -142,14 +146,17 @@ class _RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``RowCache.resize``."""
         if self.keys is not None:
             self.keys, self.values = (_resized(tensor, num_rows, num_columns) for tensor in self._tensors())
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
+        """See ``RowCache.copy``."""
         for tensor in self._tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See ``RowCache.update``."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
@@ -163,12 +170,15 @@ class _RowLayer(CacheLayerMixin):
         return keys[rows, :, :width], values[rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See ``RowCache.get_mask_sizes``."""
         return self._cache.get_mask_sizes(query_length, 0)
 
     def get_seq_length(self) -> int:
+        """Refused with a ConfigError, see ``RowCache.get_seq_length``."""
         return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
+        """-1, which means to transformers that there is no limit."""
         return -1
 
 
@@ -235,6 +245,7 @@ def _attention(
     Raises:
         ConfigError: when the layer needs something that is not computed here.
     """
+    # softcap and s_aux are parameters of this function, so that ``settings`` holds neither
     wrong = [name for name in CHANGES_SCORES if settings.get(name) is not None] + ["dropout"] * (dropout > 0)
     wrong += ["is_causal=False"] * (is_causal is False or not getattr(module, "is_causal", True))
     if wrong:

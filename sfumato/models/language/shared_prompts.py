@@ -51,12 +51,14 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
     if model.vision is not None or model.mesh.device.type != "cpu":
         return False
     with model.probed():
+        # the same weights, tokens and labels in both layouts: differences beyond rounding are mistakes
         expected = _compute_label_values(model, _make_batch(model, shared=False))
         try:
             values = _compute_label_values(model, _make_batch(model, shared=True))
         except ConfigError:  # a pattern of the attention that the configuration does not name
             return False
     difference_over_tolerance = float((values - expected).abs().max()) / tolerance_of(model).allowed(expected)
+    # ranks must agree: they pack their micro-batches in the same way
     return model.mesh.max(difference_over_tolerance, over="world") <= 1
 
 
