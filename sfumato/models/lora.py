@@ -20,6 +20,7 @@ from sfumato.parallel.shards import local, plain_name, shard_of, whole
 from sfumato.parallel.weights import real_stand_ins
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
@@ -211,10 +212,10 @@ def save_adapter(module: nn.Module, weights: Mapping[str, Tensor], folder: Path,
         folder: where to write; it must exist.
         base: folder of the model without adapters. With it ``AutoModelForCausalLM.from_pretrained(folder)`` loads both.
     """
-    config: Any = cast("Any", _configured_submodule(module)).peft_config[ADAPTER]
+    config: PeftConfig = cast("Any", _configured_submodule(module)).peft_config[ADAPTER]
     previous_base = config.base_model_name_or_path
     config.base_model_name_or_path = base or previous_base or None
-    config.save_pretrained(folder)
+    config.save_pretrained(folder)  # pyright: ignore[reportArgumentType]  (any path will do)
     config.base_model_name_or_path = previous_base  # the configuration is the module's own
     save_file(adapter_weights(module, weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -40,6 +40,7 @@ from sfumato.parallel.stages import Batch, pad_together
 from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 COMPILED_MULTIPLE = 256
@@ -378,11 +379,11 @@ class PackedModel(ABC, Generic[Output]):
         """Inside, the model has weights for which mistakes show in its output."""
         yield
 
-    def _adapters(self) -> dict[str, Any]:
+    def _adapters(self) -> dict[str, PeftConfig]:
         """peft's configurations of the adapters, by name."""
         return next(
             (
-                cast("dict[str, Any]", submodule.peft_config)
+                cast("dict[str, PeftConfig]", submodule.peft_config)
                 for submodule in self.module.modules()
                 if hasattr(submodule, "peft_config")
             ),

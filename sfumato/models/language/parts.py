@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from sfumato.config.sections import TrainConfig
 
@@ -347,7 +348,7 @@ def _load(
     dtype: torch.dtype | None,
     trust: bool,
     other_keys: Mapping[str, tuple[str, ...]],
-    quantization: dict[str, Any],
+    quantization: Mapping[str, QuantizationConfigMixin],
 ) -> PreTrainedModel:
     """Loads transformers' module with the weights of a folder.
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ class RouterLoss:
         return self._function(logits.layers, self._num_experts, self._top_k, mask)
 
 
-def _read_setting(module: PreTrainedModel, *names: str) -> Any:
+def _read_setting(module: PreTrainedModel, *names: str) -> float | None:
     """The first of these attributes that transformers' causal model has, or else the configuration of its text; None
     where neither has any."""
     for holder in (module, module.config.get_text_config()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from sfumato.parallel.weight_files import converted, open_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Quantisation methods whose weights transformers can dequantise on every device, and its class for each."""
@@ -62,7 +63,7 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method))  # a member of an enumeration, or its name
 
 
-def dequantizing(config: PreTrainedConfig, folder: Path, init_device: str) -> dict[str, Any]:
+def dequantizing(config: PreTrainedConfig, folder: Path, init_device: str) -> dict[str, QuantizationConfigMixin]:
     """The arguments of ``from_pretrained`` that dequantise a folder's weights; none where these are not quantised.
 
     Args:
