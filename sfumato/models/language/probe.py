@@ -1,9 +1,10 @@
-"""Before the first step: does this very model, on this mesh, with this kernel and these rows, compute what transformers
-computes? The check knows no architectures.
+"""The probe before the first step: does this model, on this mesh, with this kernel and these rows, compute what
+transformers computes? The check works on outputs alone and knows no architectures.
 
 A few short documents go through the model as the run will send them, and one by one through transformers' own module
-with the same weights. Log-probabilities, loss and gradient norm must agree to the rounding of the dtype; a second pass
-must give the same; a document must not notice what stands beside it, nor a token what comes after it.
+with the same weights. Log-probabilities, loss and gradient norm must agree up to the rounding of the dtype; a second
+pass must give the same as the first; the output for a token must not change when other documents of its row or later
+tokens of its document do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,13 +38,16 @@ from sfumato.parallel.parallelize import forget_pass
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
 
+if TYPE_CHECKING:
+    from sfumato.config.text_rl import TextRLTrainConfig
+
 LARGEST_COPY = 4 * 2**30
-"""Bytes of weights up to which transformers' own module is made beside the run's."""
+"""Bytes of weights up to which transformers' own module is built beside the run's, as the reference."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How documents go through a model."""
+    """How documents go through a model: a layout of rows, and an attention."""
 
     attention: str
     """transformers' name of the attention."""
@@ -51,42 +55,45 @@ class Way:
 
     def __str__(self) -> str:
         attention = "packed" if self.attention == ATTENTION else self.attention
-        apart = ", each length by itself" if self.layout.same_length else ""
-        return f"model.attention {attention} with model.rows {self.layout.rows}{apart}"
+        suffix = ", each length by itself" if self.layout.same_length else ""
+        return f"model.attention {attention} with model.rows {self.layout.rows}{suffix}"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a model made of the documents."""
+    """Results of a model for the documents of the probe."""
 
     log_probs: Tensor
-    """float32, of the labels of all documents, one after the other; nothing is dropped out."""
+    """float32, log-probabilities of the labels of all documents, one document after the other, without dropout. Of a
+    model with another head, the numbers that ``PackedModel.probe_values`` makes."""
     loss: float
-    """Their mean, negative, in training, of the short documents alone."""
+    """The negative mean over the labels of the short documents, from a training pass."""
     grad_norm: float
+    """Of that loss."""
     random: tuple[str, ...] = ()
-    """Generators that the training pass drew from."""
+    """The generators of random numbers from which the training pass has drawn."""
     noise: float = 0.0
-    """What rounding alone does to a log-probability, at most: of float32 the difference that one more token at the end
-    of a document makes, of half precision that to the same weights in float32."""
+    """The largest change of a log-probability that rounding alone makes. In float32 it is measured by adding one token
+    to the end of each document, in half precision by computing with the same weights in float32."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Differences that rounding makes."""
+    """The largest differences that rounding explains."""
 
     log_probs: tuple[float, float]
-    """Nats, of one token: at least, and at most."""
+    """The tolerance of one token's log-probability, in nats, is at least the first and at most the second."""
     noise: float
-    """Of it, for each nat of ``Measured.noise``."""
+    """Between these bounds, the tolerance in nats for each nat of ``Measured.noise``."""
     size: float
-    """Of it, for each nat of the largest log-probability, since logits are rounded by their size: those of a Qwen3 in
-    float32, down to -141, were off by 2.5e-4 where one more token changed nothing."""
+    """Between these bounds, the tolerance in nats for each nat of the largest log-probability, since logits are rounded
+    in proportion to their size: those of a Qwen3 in float32, down to -141, were off by 2.5e-4 where one more token
+    changed nothing."""
     relative: float
-    """Of the loss and the gradient norm, as a fraction."""
+    """The tolerance of loss and gradient norm, as a fraction of their values."""
 
     def allowed(self, log_probs: Tensor, noise: float = 0.0) -> float:
-        """Nats by which one of these log-probabilities may differ."""
+        """Nats by which any of these log-probabilities may differ, with ``Measured.noise``."""
         least, most = self.log_probs
         return min(max(self.noise * noise, self.size * float(log_probs.abs().max()), least), most)
 
@@ -96,54 +103,57 @@ HALF = Tolerance((0.15, 5.0), noise=4, size=0.01, relative=0.05)
 
 
 def tolerance_of(model: PackedModel) -> Tolerance:
-    """That of the dtype in which a model computes."""
+    """The tolerance for the dtype in which a model computes."""
     dtypes = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
     return HALF if dtypes & {torch.bfloat16, torch.float16} else FLOAT32
 
 
 SAME_SHAPES = 2e-6
-"""Nats by which a log-probability moves when other tokens stand in rows of the same shape and there are no experts."""
+"""The most in nats by which a log-probability may move when other tokens of rows of the same shape change, in a model
+without experts."""
 
 
 def probe(
     model: PackedModel,
     config: LanguageModelConfig,
-    train: TextTrainConfig,
+    train: TextTrainConfig | TextRLTrainConfig,
     max_seq_len: int,
     say: Callable[..., None],
     trains: bool = True,
 ) -> None:
     """Compares a model with transformers' own module, and finds how packed rows have to reach it.
 
-    Call it after ``model.parallelize``, before anything is trained. Weights, random generators and gradients are as
-    before afterwards; ``model.rows``, and where ``model.rows`` is auto its attention, are what was found right.
+    Call it after ``model.parallelize``, before anything is trained. It leaves weights, random generators and gradients
+    as they were. The model's row layout, and where ``model.rows`` is auto its attention, are afterwards the first way
+    that has been found right.
 
     Args:
         model: on its mesh.
-        config: ``model.attention`` and ``model.rows``.
-        train: the precision, the layout of the data, ``train.probe``.
-        max_seq_len: longest document of the run.
+        config: the model section, with ``model.attention`` and ``model.rows``.
+        train: the train section: precision, packing, ``train.probe``.
+        max_seq_len: tokens of the longest document of the run.
         say: logs a line.
-        trains: whether the model is trained; of one that is frozen, log-probs alone are compared.
+        trains: whether the model is trained; of a frozen one only log-probabilities are compared.
 
     Raises:
-        ConfigError: when no way that the configuration allows gives what transformers gives; it says what differs and
-            which setting is right. With ``train.probe: warn`` that is logged instead.
+        ConfigError: when no way that the configuration allows gives what transformers gives; the message says what
+            differs and which setting is right. With ``train.probe: warn`` that is logged instead.
     """
     for line in model.notes:
         say(line)
     documents = make_documents(model, train, max_seq_len)
-    checks = Checks(model, documents, train, _copies(train), trains)
-    with _generators_kept(), model.probed():
+    checks = Checks(model, documents, train, _num_copies(train), trains)
+    with _generators_restored(), model.probed():
         expected = checks.reference()
         problems: dict[Way, str] = {}
-        for way in _ways(model, config, max_seq_len):
+        # the first way that is right is taken: ways are ordered by cost
+        for way in _list_ways(model, config, max_seq_len):
             problem = checks.problem(way, expected)
             if problem is None:
                 break
             problems[way] = problem
         else:
-            _complain(problems, checks, expected, config, max_seq_len, say)
+            _report_problems(problems, checks, expected, config, max_seq_len, say)
             return
     if problems:
         first = next(iter(problems.values()))
@@ -151,85 +161,113 @@ def probe(
 
 
 class Checks:
-    """The documents of a probe, and what must hold of them."""
+    """The documents of a probe, and the checks of a model's results for them."""
 
     def __init__(
         self,
         model: PackedModel,
         documents: list[list[TextSample]],
-        train: TextTrainConfig,
+        train: TextTrainConfig | TextRLTrainConfig,
         copies: int,
         trains: bool = True,
     ) -> None:
-        """``documents`` of each micro-batch; ``copies`` of one are computed at a time, as pipelines need."""
-        self.model, self.documents, self.train, self.copies, self.trains = model, documents, train, copies, trains
+        """
+        Args:
+            model: on its mesh.
+            documents: of each micro-batch, the short ones first.
+            train: the train section.
+            copies: how often each micro-batch is computed at a time, since a pipeline needs several.
+            trains: whether the model is trained.
+        """
+        self.model = model
+        self.documents = documents
+        self.train = train
+        self.copies = copies
+        self.trains = trains
         self.tolerance = tolerance_of(model)
-        self.batches = [self._batch(part) for part in documents]
+        self.batches = [self._make_batch(batch_documents) for batch_documents in documents]
 
-    def _batch(self, documents: list[TextSample]) -> TokenBatch:
+    def _make_batch(self, documents: list[TextSample]) -> TokenBatch:
+        """The documents as a micro-batch in host memory."""
         count, packed = len(documents), self.train.rmpad_with_pos_ids
-        least, vision = placeholder_tokens(self.model.mesh), self.model.vision
-        return make_batch(documents, list(range(count)), [0] * count, packed, 0, least, vision)
+        min_tokens, vision = placeholder_tokens(self.model.mesh), self.model.vision
+        return make_batch(documents, list(range(count)), [0] * count, packed, 0, min_tokens, vision)
 
     def reference(self) -> Measured | None:
-        """What transformers' own module computes of one document after the other, or where that is too large, this
-        model with transformers' attention; None where neither can be."""
+        """The expected results, on every rank.
+
+        They come from transformers' own module, one document after the other. Where a copy of the weights is too large,
+        they come from this model with transformers' attention, and under sequence or pipeline parallelism, where that
+        cannot be, there are none (None).
+
+        Raises:
+            ConfigError: when transformers' module fails.
+        """
         model, mesh = self.model, self.model.mesh
         if model.whole_bytes() <= LARGEST_COPY:
             weights = whole_weights(model.trained, mesh, share=True)
-            found = _or_error(lambda: one_by_one(model, weights, self.documents)) if mesh.is_first else None
-            found = mesh.first(found, among="world")
-            if isinstance(found, str):
-                raise ConfigError(f"{model.name} of transformers computes no document alone: {found}")
-            return found
+            # rank 0 alone computes the reference, and sends its results, or its error, to the others
+            measured = _or_error(lambda: one_by_one(model, weights, self.documents)) if mesh.is_first else None
+            measured = mesh.first(measured, among="world")
+            if isinstance(measured, str):
+                raise ConfigError(f"{model.name} of transformers computes no document alone: {measured}")
+            return measured
         if mesh.layout.cp > 1 or mesh.layout.pp > 1:
             return None
-        with self._as(Way("eager", RowLayout("documents", same_length=True))), model.whole_output():
+        with self._temporarily(Way("eager", RowLayout("documents", same_length=True))), model.whole_output():
             return self.measure()
 
     def problem(self, way: Way, expected: Measured | None) -> str | None:
-        """What is wrong with a way, in words, the same on every rank; None when nothing is. The model is left as the
-        way says."""
+        """Computes the documents in a way, and compares. The model keeps that way afterwards.
+
+        Returns:
+            What is wrong, in words, the same on every rank; None when nothing is.
+        """
 
         def measure() -> Measured:
             self.model.set_row_layout(way.attention, way.layout)
             return self.measure()
 
-        found = _or_error(measure)
-        problem = self._agreed(found if isinstance(found, str) else None)
+        measured = _or_error(measure)
+        problem = self._agree_on(measured if isinstance(measured, str) else None)
         if problem is not None:
+            # fsdp2 would take the next pass for a part of the one that broke off
             try:
                 forget_pass(self.model.trained)
             except ConfigError as error:
                 raise ConfigError(f"{problem}; {error}") from error
             return problem
-        for check in (self._difference, self._change, self._training_difference, self._leak):
-            problem = self._agreed(_or_error(lambda check=check: check(found, expected)))
+        assert isinstance(measured, Measured)
+        for check in (self._find_difference, self._find_change, self._find_training_difference, self._find_leak):
+            problem = self._agree_on(_or_error(lambda check=check: check(measured, expected)))
             if problem is not None:
                 return problem
         return None
 
-    def _agreed(self, problem: str | None) -> str | None:
-        """The first problem that a rank has: what comes next are collective operations, in which all take part."""
+    def _agree_on(self, problem: str | None) -> str | None:
+        """The problem of the first rank that has one: all ranks must go on alike, since checks are collective."""
         return self.model.mesh.first_problem(problem)
 
     def measure(self) -> Measured:
-        """Passes of the documents as the model takes them now."""
+        """The model's results for the documents, with its current row layout and attention."""
         log_probs = torch.cat([self._log_probs(batch) for batch in self.batches])
-        before = _generators()
+        states = _generator_states()
         loss, grad_norm = self._train()
-        random = tuple(name for name, state in _generators().items() if not _same(state, before[name]))
+        random = tuple(name for name, state in _generator_states().items() if not _is_same_state(state, states[name]))
         return Measured(log_probs, loss, grad_norm, random)
 
     def _train(self) -> tuple[float, float]:
-        """Loss and gradient norm of the mean over all ranks, which compute the same documents; 0 of a frozen model."""
+        """Loss and gradient norm of a training pass of the short documents; 0 and 0 of a frozen model.
+
+        All data-parallel ranks compute the same documents, and the loss is the mean over all. No gradient stays.
+        """
         if not self.trains:
             return 0.0, 0.0
         model, mesh = self.model, self.model.mesh
-        count = self.batches[0].num_labels * self.copies * mesh.data_size
+        num_labels = self.batches[0].num_labels * self.copies * mesh.data_size
 
         def loss_fn(output: Any, batch: TokenBatch) -> Tensor:
-            return -model.probe_values(output, batch).sum() / count
+            return -model.probe_values(output, batch).sum() / num_labels
 
         try:
             loss = sum(model.forward_backward([self.batches[0]] * self.copies, loss_fn))
@@ -237,157 +275,194 @@ class Checks:
         finally:
             for parameter in trainable_parameters(model.trained).values():
                 parameter.grad = None
+            # the probe's tokens must not move the routing biases
             if model.balancer is not None:
                 model.balancer.forget()
         return mesh.sum(loss, over="loss"), grad_norm
 
     def _log_probs(self, batch: TokenBatch) -> Tensor:
-        found = self.model.compute_probe_values([batch] * self.copies)[0]
-        return found[batch.loss_mask.to(found.device)].cpu()
+        """Log-probabilities of the labels of a micro-batch, ``[N]`` on the CPU, without dropout."""
+        values = self.model.compute_probe_values([batch] * self.copies)[0]
+        return values[batch.loss_mask.to(values.device)].cpu()
 
-    def _difference(self, found: Measured, expected: Measured | None) -> str | None:
-        """Of the log-probabilities, with nothing dropped out."""
+    def _find_difference(self, measured: Measured, expected: Measured | None) -> str | None:
+        """The problem when log-probabilities, computed without dropout, differ from the expected ones."""
         if expected is None:
             return None
         allowed = self.tolerance.allowed(expected.log_probs, expected.noise)
-        far = float((found.log_probs - expected.log_probs).abs().max())
-        if far <= allowed:
+        difference = float((measured.log_probs - expected.log_probs).abs().max())
+        if difference <= allowed:
             return None
         return (
             f"documents together give other {self.model.output_name[1]} than transformers gives for each alone (one "
-            f"differs by {far:.2g}; rounding explains {allowed:.1g})"
+            f"differs by {difference:.2g}; rounding explains {allowed:.1g})"
         )
 
-    def _change(self, found: Measured, _expected: Measured | None) -> str | None:
-        """Of a second pass in training against the first."""
+    def _find_change(self, measured: Measured, _expected: Measured | None) -> str | None:
+        """The problem when a second training pass gives another loss or gradient norm than the first."""
         loss, grad_norm = self._train()
-        if found.random and loss != found.loss:
+        if measured.random and loss != measured.loss:
             where = "config.json of model.model_path" if self.model.source else "model.config_path"
             return (
-                f"training draws random numbers from the generator of {' and '.join(found.random)} (dropout of "
+                f"training draws random numbers from the generator of {' and '.join(measured.random)} (dropout of "
                 "attention, jitter of a router, or the like), which depend on how documents are packed and shared: "
                 f"set it to 0 in {where}"
             )
-        if self._is_far(loss, found.loss, 0.1) or self._is_far(grad_norm, found.grad_norm, 0.1):
+        if self._differs(loss, measured.loss, 0.1) or self._differs(grad_norm, measured.grad_norm, 0.1):
             return (
                 f"a second pass of the same documents gives loss {loss:.7g} and gradient norm {grad_norm:.7g} after "
-                f"{found.loss:.7g} and {found.grad_norm:.7g}: the model keeps something from one pass to the next"
+                f"{measured.loss:.7g} and {measured.grad_norm:.7g}: the model keeps something from one pass to the next"
             )
         return None
 
-    def _training_difference(self, found: Measured, expected: Measured | None) -> str | None:
+    def _find_training_difference(self, measured: Measured, expected: Measured | None) -> str | None:
+        """The problem when loss or gradient norm of the training pass differ from the expected ones."""
+        # the reference drops nothing out: with dropout the two cannot be compared
         if expected is None or self.model.drops_out or not self.trains:
             return None
-        pairs = {"loss": (found.loss, expected.loss), "gradient norm": (found.grad_norm, expected.grad_norm)}
-        for name, (ours, theirs) in pairs.items():
-            if self._is_far(ours, theirs):
-                return f"the {name} of documents together is {ours:.6g}, in transformers one by one {theirs:.6g}"
+        pairs = {"loss": (measured.loss, expected.loss), "gradient norm": (measured.grad_norm, expected.grad_norm)}
+        for name, (value, expected_value) in pairs.items():
+            if self._differs(value, expected_value):
+                return (
+                    f"the {name} of documents together is {value:.6g}, in transformers one by one {expected_value:.6g}"
+                )
         return None
 
-    def _is_far(self, value: float, like: float, strict: float = 1.0) -> bool:
-        return not abs(value - like) <= strict * self.tolerance.relative * max(abs(like), 1e-6)
+    def _differs(self, value: float, expected_value: float, strictness: float = 1.0) -> bool:
+        """Whether a loss or gradient norm is further from the expected one than ``strictness`` of the tolerance."""
+        # "not <=" rather than ">": NaN counts as different
+        return not abs(value - expected_value) <= strictness * self.tolerance.relative * max(abs(expected_value), 1e-6)
 
-    def _leak(self, found: Measured, _expected: Measured | None) -> str | None:
-        """Every second document becomes another, of the rest the last token: what is said before it must not change."""
+    def _find_leak(self, measured: Measured, _expected: Measured | None) -> str | None:
+        """The problem when the output for a token depends on later tokens, or on other documents of its row.
+
+        Every second document is replaced, and of each document between only the last token. The outputs for the tokens
+        before that must not change.
+        """
         changed = [
             other_than(document.documents[0], 0 if index % 2 else -1, self.model)
             for index, document in enumerate(self.documents[0])
         ]
-        other = replace(self._batch(changed), labels=self.batches[0].labels)  # the same question of other tokens
-        difference = self._log_probs(other)
-        difference = (difference - found.log_probs[: len(difference)]).abs()
-        parts = difference.split([document.num_tokens - 1 for document in changed])
-        far = float(torch.cat(parts[::2]).max())
+        # labels stay, since the log-probabilities of the same labels are compared
+        other_batch = replace(self._make_batch(changed), labels=self.batches[0].labels)
+        log_probs = self._log_probs(other_batch)
+        differences = (log_probs - measured.log_probs[: len(log_probs)]).abs()
+        by_document = differences.split([document.num_tokens - 1 for document in changed])
+        largest = float(torch.cat(by_document[::2]).max())
         # rows of one shape are rounded alike, unless other documents change how many tokens an expert gets
-        if not far <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
+        if not largest <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
             return (
                 f"a token notices what comes after it, or what stands beside its document ({self.model.output_name[0]} "
-                f"moves by {far:.2g}): this is no causal model of separate documents"
+                f"moves by {largest:.2g}): this is no causal model of separate documents"
             )
         return None
 
     @contextmanager
-    def _as(self, way: Way) -> Iterator[None]:
-        before = Way(self.model.attention, self.model.row_layout)
+    def _temporarily(self, way: Way) -> Iterator[None]:
+        """Inside, documents go through the model in another way."""
+        way_before = Way(self.model.attention, self.model.row_layout)
         self.model.set_row_layout(way.attention, way.layout)
         try:
             yield
         finally:
-            self.model.set_row_layout(before.attention, before.layout)
+            self.model.set_row_layout(way_before.attention, way_before.layout)
 
 
 Result = TypeVar("Result")
 
 
 def _or_error(compute: Callable[[], Result]) -> Result | str:
-    """A result, or in a line whatever a module raised for rows that it does not understand."""
+    """A result, or one line about the error that a module raised, whatever its class: modules that do not support
+    packed rows raise errors of many kinds. Running out of memory is no such error."""
     try:
         return compute()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return _line_of(error)
+        return _first_line(error)
 
 
-def _line_of(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
+    """The first line of an error's message, with its class where that is not this library's."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ConfigError) else f"{type(error).__name__}: {line}"
 
 
 def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[list[TextSample]]) -> Measured:
-    """What transformers' own module makes of one document after the other, with simple attention of short ones."""
-    plain = model.plain_with(weights).to(model.mesh.device)
+    """Results of transformers' own module, one document after the other.
+
+    Attention is eager for short documents and sdpa for long ones, whose score matrices are large.
+
+    Args:
+        model: on its mesh.
+        weights: its whole weights by the names of the module.
+        documents: of each micro-batch, the short ones first; these alone give loss and gradient norm.
+    """
+    # transformers wraps the method, of which its annotations lose the instance
+    plain = model.plain_with(weights).to(model.mesh.device)  # pyright: ignore[reportArgumentType]
     if can_set_attention(plain):
         set_attention(plain, "eager")
 
-    def compute_values(document: Document, more: int = 0) -> Tensor:
-        """Of each token but the last, with ``more`` tokens after that."""
+    def compute_values(document: Document, num_appended: int = 0) -> Tensor:
+        """Values of all tokens but the last, with so many further tokens after the document."""
         forget_lengths(plain)
-        input_ids = np.concatenate([document.input_ids, document.input_ids[:more]])
+        input_ids = np.concatenate([document.input_ids, document.input_ids[:num_appended]])
         inputs = model.single_document_inputs(input_ids, document.images)
         tokens = torch.from_numpy(input_ids.astype(np.int64)).to(model.mesh.device)
         return model.reference_probe_values(plain, tokens, inputs)[: len(document.input_ids) - 1]
 
-    short, *long = [[document.documents[0] for document in part] for part in documents]
+    short, *long = [[sample.documents[0] for sample in samples] for samples in documents]
     plain.train()
-    loss, num_labels = 0.0, sum(len(document.input_ids) - 1 for document in short)
-    for tokens in short:
-        part = -compute_values(tokens).sum() / num_labels
-        if part.requires_grad:  # not without images where the encoder or the projector alone are trained
-            part.backward()
-        loss += float(part.detach())
+    num_labels = sum(len(document.input_ids) - 1 for document in short)
+    loss = 0.0
+    for document in short:
+        loss_part = -compute_values(document).sum() / num_labels
+        # where only the encoder or the projector is trained, a document without images has no gradient
+        if loss_part.requires_grad:
+            loss_part.backward()
+        loss += float(loss_part.detach())
     gradients = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-    norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+    # torch's own clipping of gradients calls the same function
+    foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+    norms = foreach_norm(gradients) if gradients else [torch.zeros(())]
     grad_norm = float(torch.linalg.vector_norm(torch.stack(norms).double()))
     with torch.no_grad():
         plain.eval()
-        alone = [compute_values(tokens) for tokens in short]
-        near = torch.cat(alone)
-        noise = (near - torch.cat([compute_values(tokens, more=1) for tokens in short])).abs().max()
+        log_probs = [compute_values(document) for document in short]
+        short_log_probs = torch.cat(log_probs)
+        longer = torch.cat([compute_values(document, num_appended=1) for document in short])
+        noise = (short_log_probs - longer).abs().max()
         with suppress(ConfigError, ValueError, ImportError):  # the score matrices of long ones are large
             set_attention(plain, "sdpa")
-        alone += [compute_values(tokens) for part in long for tokens in part]
+        log_probs += [compute_values(document) for batch_documents in long for document in batch_documents]
         if tolerance_of(model) is HALF:
-            # a module that insists on its own dtype goes by one more token and by the size of its logits
+            # for a module that insists on its own dtype, the noise measured above and the size of logits must do
             with model.in_full_precision(), suppress(RuntimeError):
                 plain.float()
-                noise = (near - torch.cat([compute_values(tokens) for tokens in short])).abs().max()
-    return Measured(torch.cat(alone).cpu(), loss, grad_norm, noise=float(noise))
+                in_float32 = torch.cat([compute_values(document) for document in short])
+                noise = (short_log_probs - in_float32).abs().max()
+    return Measured(torch.cat(log_probs).cpu(), loss, grad_norm, noise=float(noise))
 
 
-def _ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
-    """Ways that the configuration allows, the cheapest first; or every way that there is.
+def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
+    """Lists the ways that the configuration allows, the cheapest first; with ``every`` all that there are.
 
     Raises:
-        ConfigError: when documents side by side are asked for, but rotary positions depend on the longest of them.
+        ConfigError: when the configuration or the mesh needs documents to share rows, but the model's rotary positions
+            depend on the longest row.
     """
-    packed, apart, equal = RowLayout("packed"), RowLayout("documents"), RowLayout("documents", same_length=True)
-    now, rows, obstacle = model.attention, "auto" if every else config.rows, _obstacle(model)
+    packed = RowLayout("packed")
+    documents = RowLayout("documents")
+    equal_documents = RowLayout("documents", same_length=True)
+    current_attention = model.attention
+    rows = "auto" if every else config.rows
+    obstacle = _find_obstacle(model)
     if rows == "documents" and obstacle is not None:
         raise ConfigError(f"model.rows documents is not possible on this mesh: set {obstacle}, or model.rows auto")
-    attentions = [ATTENTION, "sdpa", "eager"] if every or config.attention == "packed" else [now]
+    attentions = [ATTENTION, "sdpa", "eager"] if every or config.attention == "packed" else [current_attention]
     if not can_set_attention(model.plain):
-        attentions = [now]
+        attentions = [current_attention]
+    # in rows beyond the limit rotary positions depend on the row's length, which padding would change
     limit = changing_positions(model.plain.config)
     if limit is not None and max_seq_len > limit:
         if obstacle is not None or rows == "packed":
@@ -395,18 +470,19 @@ def _ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int, eve
                 f"rotary positions of {model.name} depend on the longest row beyond {limit} tokens: set "
                 f"{'model.rows to documents' if obstacle is None else obstacle}, or data.max_seq_len to at most {limit}"
             )
-        return [Way(attention, equal) for attention in attentions]
+        return [Way(attention, equal_documents) for attention in attentions]
     if obstacle is not None:
-        return [Way(now, packed)]
-    found = [Way(attention, packed) for attention in (attentions if every else attentions[:1])]
-    found = [] if rows == "documents" else found
+        return [Way(current_attention, packed)]
+    # packed rows with sdpa or eager in the place of the packed attention are tried for the report alone
+    ways = [Way(attention, packed) for attention in (attentions if every else attentions[:1])]
+    ways = [] if rows == "documents" else ways
     if rows in ("auto", "documents"):
-        found += [Way(attention, layout) for layout in (apart, equal) for attention in attentions]
-    return found
+        ways += [Way(attention, layout) for layout in (documents, equal_documents) for attention in attentions]
+    return ways
 
 
-def _obstacle(model: PackedModel) -> str | None:
-    """What to set so that documents can have rows of their own; None where they can."""
+def _find_obstacle(model: PackedModel) -> str | None:
+    """The setting, with its remedy, that keeps documents from having rows of their own; None where none does."""
     if model.mesh.layout.pp > 1:
         return "train.pipeline_parallel_size to 1"
     if model.mesh.layout.cp > 1:
@@ -414,7 +490,7 @@ def _obstacle(model: PackedModel) -> str | None:
     return "dropout (model.lora.dropout, or that of the model) to 0" if model.drops_out else None
 
 
-def _complain(
+def _report_problems(
     problems: dict[Way, str],
     checks: Checks,
     expected: Measured | None,
@@ -422,18 +498,25 @@ def _complain(
     max_seq_len: int,
     say: Callable[..., None],
 ) -> None:
-    """Says what is wrong, and which way would be right; goes on with the first way if that is configured."""
+    """Reports that no configured way is right, and which other way would be.
+
+    With ``train.probe: warn`` the model keeps the first configured way.
+
+    Raises:
+        ConfigError: with ``train.probe: stop``.
+    """
     model = checks.model
-    others = [way for way in _ways(model, config, max_seq_len, every=True) if way not in problems]
-    right = next((way for way in others if checks.problem(way, expected) is None), None)
+    other_ways = [way for way in _list_ways(model, config, max_seq_len, every=True) if way not in problems]
+    right_way = next((way for way in other_ways if checks.problem(way, expected) is None), None)
+    # trying other ways has changed the model: the first configured one is set again
     first = next(iter(problems))
     model.set_row_layout(first.attention, first.layout)
-    known = dict.fromkeys(problems.values())
-    text = f"{model.name} is not trained as transformers would: " + "; or, ".join(known)
-    if right is not None:
-        text += f". Right is {right}"
-    elif _obstacle(model) is not None:
-        text += f". A row for each document may be right, for which set {_obstacle(model)}"
+    distinct_problems = dict.fromkeys(problems.values())
+    text = f"{model.name} is not trained as transformers would: " + "; or, ".join(distinct_problems)
+    if right_way is not None:
+        text += f". Right is {right_way}"
+    elif _find_obstacle(model) is not None:
+        text += f". A row for each document may be right, for which set {_find_obstacle(model)}"
     elif not checks.train.rmpad_with_pos_ids and "for each alone" in text:
         text += ". train.rmpad_with_pos_ids true, which sends documents without padding, may be right"
     if checks.train.probe == "stop":
@@ -441,34 +524,36 @@ def _complain(
     say(f"WARNING: {text}")
 
 
-def _copies(train: TextTrainConfig) -> int:
-    """Micro-batches that the pipeline's schedule needs."""
+def _num_copies(train: TextTrainConfig | TextRLTrainConfig) -> int:
+    """The smallest number of micro-batches that the pipeline's schedule takes."""
     multiple, minimum = micro_batch_rule(train)
     return -(-max(minimum, 1) // multiple) * multiple
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Afterwards the generators of random numbers are where they were."""
-    before = _generators()
+def _generators_restored() -> Iterator[None]:
+    """Restores the states of the generators of random numbers afterwards."""
+    states = _generator_states()
     try:
         yield
     finally:
-        random.setstate(before["python"])
-        np.random.set_state(before["numpy"])
-        torch.set_rng_state(before["torch"])
-        if "cuda" in before:
-            torch.cuda.set_rng_state(before["cuda"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
 
 
-def _generators() -> dict[str, Any]:
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+def _generator_states() -> dict[str, Any]:
+    """States of the generators of random numbers, by the name of the library or device."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple):
-        return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-    return one == other
+def _is_same_state(state: Any, other: Any) -> bool:
+    """Whether two states of one generator, tensors or tuples with arrays in them, are equal."""
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    if isinstance(state, tuple):
+        return all(np.array_equal(entry, other_entry) for entry, other_entry in zip(state, other, strict=True))
+    return state == other

@@ -1,9 +1,10 @@
-"""The documents of the probe: random tokens, and of models that see or hear random images and sounds among them."""
+"""The documents of the probe: random tokens, for models that see or hear with random images and sounds among them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -17,64 +18,85 @@ from sfumato.data.media.vision import Images, Vision
 from sfumato.data.text.format import Document, TextSample
 from sfumato.models.language.packed_model import PackedModel
 
+if TYPE_CHECKING:
+    from sfumato.config.text_rl import TextRLTrainConfig
+    from sfumato.data.media.kinds import Medium
+
 LENGTHS = (13, 5, 21, 21, 2)
-"""Tokens of the short documents: some equal, one as short as can be."""
+"""Lengths of the short documents in tokens: two are equal, and one is as short as can be."""
 
 SIGHTS = {0: ((56, 84),), 2: ((28, 28), (84, 56))}
-"""Of a model that sees, heights and widths in pixels of the images of some of these documents."""
+"""For a model that sees, by index of a short document the heights and widths of its images in pixels."""
 
 LONGEST = 8192
 """Tokens of the longest document that is made."""
 
 
-def make_documents(model: PackedModel, train: TextTrainConfig, max_seq_len: int) -> list[list[TextSample]]:
-    """Documents of random tokens for three micro-batches: short ones; two of about one length that fill a micro-batch
-    of the run; and one as long as the run has. What begins at some length (a window, a choice of keys) shows in these.
+def make_documents(
+    model: PackedModel, train: TextTrainConfig | TextRLTrainConfig, max_seq_len: int
+) -> list[list[TextSample]]:
+    """Makes documents of random tokens, up to three micro-batches of them, always the same ones.
+
+    The first micro-batch has the short documents. The second has two of similar length that fill a micro-batch of the
+    run, the third one as long as the run's longest, each where it would be longer than those before: they show what
+    begins at some length, such as a window or a choice of keys.
     """
     longest = min(max_seq_len, LONGEST)
-    first = min(longest, train.micro_batch_size * max_seq_len * 4 // 7)  # the other has three quarters of its length
+    # the second document has three quarters of the first one's length: 4/7 and 3/7 of the micro-batch
+    first = min(longest, train.micro_batch_size * max_seq_len * 4 // 7)
     lengths = [[min(length, max_seq_len) for length in LENGTHS]]
     if first > max(LENGTHS):
         lengths.append([first, max(first * 3 // 4, 2)])
     if longest > max(first, *LENGTHS):
         lengths.append([longest])
     generator = torch.Generator().manual_seed(0)
-    known = text_tokens(model)
-    found = [
-        [sample_of(known[torch.randint(len(known), (length,), generator=generator)]) for length in part]
-        for part in lengths
+    vocabulary = text_tokens(model)
+    samples = [
+        [
+            sample_of(vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)])
+            for length in batch_lengths
+        ]
+        for batch_lengths in lengths
     ]
     if model.vision is not None and model.vision.reader.is_likely:
         # documents with and without images, and images of several sizes
+        short = samples[0]
         for index, sizes in SIGHTS.items():
-            seen = with_images(found[0][index].documents[0].input_ids, sizes, model.vision)
-            found[0][index] = TextSample((seen,)) if len(seen.input_ids) <= max_seq_len else found[0][index]
-    return found
+            illustrated = with_images(short[index].documents[0].input_ids, sizes, model.vision)
+            short[index] = TextSample((illustrated,)) if len(illustrated.input_ids) <= max_seq_len else short[index]
+    return samples
 
 
 def text_tokens(model: PackedModel) -> Tensor:
-    """Tokens that stand for text, int64."""
-    size = min(model.plain.get_input_embeddings().num_embeddings, len(model.tokenizer))
-    known, special = torch.arange(size), set(model.no_text)
+    """Token ids that stand for text, without those of images and of ``model.no_text``: int64."""
+    size = min(cast("torch.nn.Embedding", model.plain.get_input_embeddings()).num_embeddings, len(model.tokenizer))
+    token_ids = torch.arange(size)
+    special = set(model.no_text)
     if model.vision is not None:
         special |= {*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}
-    return known[~torch.isin(known, torch.tensor(sorted(special), dtype=torch.int64))]
+    return token_ids[~torch.isin(token_ids, torch.tensor(sorted(special), dtype=torch.int64))]
 
 
 def sample_of(tokens: Tensor) -> TextSample:
-    """A document of these tokens, all of which are in the loss."""
+    """A sample of one document with these tokens, all in the loss but the first, which nothing predicts."""
     return TextSample((Document(tokens.numpy().astype(np.int32), np.arange(len(tokens)) > 0),))
 
 
 def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vision) -> Document:
-    """A document of these tokens with random images of these heights and widths between them, all in the loss.
+    """A document of these tokens with random images between them, all in the loss.
 
-    Where there may be audio, noise of a millisecond for each pixel of both edges follows each image, or stands for it;
-    where there may be videos, a short one follows all.
+    For a model that hears, noise follows each image, or takes its place where the model does not see; for a model that
+    takes videos, a short one comes last.
+
+    Args:
+        tokens: int32 ``[L]``.
+        sizes: height and width of each image in pixels. The noise is as many milliseconds long as their sum.
+        vision: of the model.
     """
     from PIL import Image
 
-    generator, reader = np.random.default_rng(0), vision.reader
+    generator = np.random.default_rng(0)
+    reader = vision.reader
     contents: list[bytes | Sound | Clip] = []
     for size in sizes:
         if reader.sees:
@@ -83,21 +105,25 @@ def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vi
             contents.append(reader.noise(sum(size) / 1000, generator))
     if "video" in reader.media:
         contents.append(reader.processor.video_processor.noise(generator))
-    texts, shapes = reader.place_files(contents, "a document of the probe")
-    parts = np.array_split(np.asarray(tokens, np.int32), len(contents) + 1)
-    found = [parts[0]]
-    for text, part in zip(texts, parts[1:], strict=True):
-        found += [np.array(reader.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32), part]
-    input_ids = np.concatenate(found)
+    texts, shapes = reader.place_files(cast("list[Medium]", contents), "a document of the probe")
+    text_parts = np.array_split(np.asarray(tokens, np.int32), len(contents) + 1)
+    pieces = [text_parts[0]]
+    for placeholder, text_part in zip(texts, text_parts[1:], strict=True):
+        pieces += [np.array(reader.tokenizer(placeholder, add_special_tokens=False)["input_ids"], np.int32), text_part]
+    input_ids = np.concatenate(pieces)
     images = Images(shapes, lambda: contents, "an image of the probe")
     return Document(input_ids, np.arange(len(input_ids)) > 0, images=images)
 
 
 def other_than(document: Document, start: int, model: PackedModel) -> TextSample:
-    """A document whose tokens of text from ``start`` on are others."""
-    known = text_tokens(model)
-    found = torch.from_numpy(document.input_ids.astype(np.int64))
-    is_text = torch.isin(found, known)
+    """A copy of a document in which each token of text from index ``start`` on is replaced by another.
+
+    Tokens of images stay: their number must fit the images.
+    """
+    vocabulary = text_tokens(model)
+    input_ids = torch.from_numpy(document.input_ids.astype(np.int64))
+    is_text = torch.isin(input_ids, vocabulary)
     is_text[:start] = False
-    found[is_text] = known[(torch.searchsorted(known, found[is_text]) + 1) % len(known)]
-    return TextSample((replace(document, input_ids=found.numpy().astype(np.int32)),))
+    # the next token of the vocabulary, which is sorted, and after the last one the first
+    input_ids[is_text] = vocabulary[(torch.searchsorted(vocabulary, input_ids[is_text]) + 1) % len(vocabulary)]
+    return TextSample((replace(document, input_ids=input_ids.numpy().astype(np.int32)),))

@@ -1,20 +1,20 @@
-"""The auxiliary loss of a mixture of experts' routers, where config.json asks for it (``output_router_logits``).
+"""The auxiliary loss that balances a mixture of experts' routers, where config.json has ``output_router_logits``.
 
-transformers' own functions are called: of one forward pass, with E experts of which k are chosen for each token,
+transformers' own functions compute it. For one forward pass, with E experts of which k are chosen for each token,
 
     aux_loss = E * sum over experts e of  f[e] * P[e]
 
-where f[e] is how often a token chose the expert and P[e] the mean of the probability that the router gave it, both over
-all tokens of the pass but padding, and over all layers (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
+where f[e] is how often tokens chose expert e and P[e] the mean probability that the router gave it, both over all
+tokens of the pass but padding and over all layers (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,34 +26,41 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 FUNCTION = "load_balancing_loss_func"
-"""transformers' name of the loss, in the file of each family."""
+"""The name of transformers' function for the loss, which the modelling file of each family defines."""
 
 PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+"""Parameters of that function in most families."""
+
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Attributes of transformers' causal models that hold the loss's weight."""
+"""Attributes of transformers' causal models, or their configurations, that hold the weight of the loss."""
 
 REMEDY = "set output_router_logits to false in its config.json, and balance experts by train.expert_bias_rate"
 
 
 @dataclass(frozen=True)
 class RouterLogits:
-    """What the routers said in the forward pass of a micro-batch."""
+    """The routers' logits from the forward pass of a micro-batch."""
 
     layers: tuple[Tensor, ...]
-    """Of each layer with experts ``[N, E]``, a row a token, with graph."""
+    """``[N, E]`` of each layer with experts, a row for each token, with graph."""
     places: Tensor | None = None
-    """int64 ``[N]``, on the CPU: where in the micro-batch's rows, one after the other, the token of a row stands; -1 of
-    padding. None: the rows are those of the micro-batch."""
+    """int64 ``[N]`` on the CPU: the index of each token among the ``B * T`` of the micro-batch, -1 for padding. None
+    where the N tokens are exactly these, in order."""
 
     @classmethod
     def of_calls(cls, calls: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor]) -> RouterLogits | None:
-        """Of the calls of the module for a micro-batch.
+        """Joins the logits of all calls of the module for a micro-batch.
 
         Args:
-            calls: what the routers of each layer said; none without gradients, or of a model without the loss.
-            places: int64 ``[N, L]`` of each call, see ``forward_per_document``; later calls have no tokens. Empty: one
-                call for all.
+            calls: of each call the logits of each layer. It is empty in passes without gradients, and for a model that
+                is trained without the loss.
+            places: of each call int64 ``[N, L]``, the indices of its tokens (``after_call`` of
+                ``forward_per_document``). Calls beyond these have no tokens of the micro-batch. It is empty where a
+                single call computes the whole micro-batch.
         """
         if not calls:
             return None
@@ -63,9 +70,10 @@ class RouterLogits:
         return cls(layers, torch.cat([place.flatten() for place in places]))
 
 
-def asked_coefficient(config: Any) -> float:
-    """The weight of the auxiliary loss that transformers' configuration asks for; 0 where it asks for none."""
+def asked_coefficient(config: PreTrainedConfig) -> float:
+    """The weight of the auxiliary loss in transformers' configuration; 0 where it does not ask for the loss."""
     parts = (config, config.get_text_config())
+    # of a model that sees, either the whole configuration or that of its text holds the fields
     if not any(getattr(part, "output_router_logits", False) for part in parts):
         return 0.0
     values = [getattr(part, name, None) for part in parts for name in COEFFICIENTS]
@@ -78,8 +86,8 @@ def adds_router_loss(cls: type[nn.Module]) -> bool:
     return any(hasattr(sys.modules.get(base.__module__), FUNCTION) for base in cls.__mro__)
 
 
-def describe_router_loss(cls: type[nn.Module], config: Any) -> tuple[str, ...]:
-    """A line about what is done where a configuration asks for the loss; none where it does not."""
+def describe_router_loss(cls: type[nn.Module], config: PreTrainedConfig) -> tuple[str, ...]:
+    """A line for the log about the loss, where a configuration asks for it; else none."""
     coefficient = asked_coefficient(config)
     if not coefficient:
         return ()
@@ -92,16 +100,16 @@ def describe_router_loss(cls: type[nn.Module], config: Any) -> tuple[str, ...]:
     )
 
 
-def refuse_router_loss(cls: type[nn.Module] | None, config: Any, where: str) -> None:
-    """Whether a task that adds no auxiliary loss would leave one out that the configuration asks for.
+def refuse_router_loss(cls: type[nn.Module] | None, config: PreTrainedConfig, where: str) -> None:
+    """Refuses a configuration that asks for the auxiliary loss, for tasks that do not add it.
 
     Args:
-        cls: transformers' class of the model; None where it is another's.
+        cls: transformers' class of the model; None where the class is not one of transformers'.
         config: transformers' configuration.
-        where: it stands, for messages.
+        where: the file of the configuration, for the message.
 
     Raises:
-        ConfigError: when it would.
+        ConfigError: when transformers would add the loss, or may.
     """
     coefficient = asked_coefficient(config)
     if coefficient and (cls is None or adds_router_loss(cls)):
@@ -114,41 +122,44 @@ def refuse_router_loss(cls: type[nn.Module] | None, config: Any, where: str) -> 
 class RouterLoss:
     """The auxiliary loss of one model's routers."""
 
-    def __init__(self, module: nn.Module) -> None:
-        """``module`` is transformers' plain model, on meta perhaps.
+    def __init__(self, module: PreTrainedModel) -> None:
+        """``module`` is transformers' plain model; its weights may be on meta.
 
         Raises:
-            ConfigError: when transformers computes the loss of this family in another way than it does of most.
+            ConfigError: when transformers computes the loss of this family in another way than that of most families.
         """
-        self._function = family_function(type(module))
-        coefficient = _setting(module, *COEFFICIENTS)
-        num_experts = _setting(module, "num_experts")
-        top_k = _setting(module, "num_experts_per_tok")
-        if self._function is None or coefficient is None or num_experts is None or top_k is None:
+        function = family_function(type(module))
+        coefficient = _read_setting(module, *COEFFICIENTS)
+        num_experts = _read_setting(module, "num_experts")
+        top_k = _read_setting(module, "num_experts_per_tok")
+        if function is None or coefficient is None or num_experts is None or top_k is None:
             raise ConfigError(
                 f"output_router_logits: the auxiliary loss of {type(module).__name__}'s routers is not computed here, "
                 f"since transformers computes it otherwise than that of most families: {REMEDY}"
             )
+        self._function = function
         self.coefficient = float(coefficient)
         self._num_experts = int(num_experts)
         self._top_k = int(top_k)
 
     def of(self, logits: RouterLogits, is_token: Tensor) -> Tensor:
-        """The loss of a forward pass, a scalar with graph.
+        """The loss of a forward pass without its coefficient, a scalar with graph.
 
         Args:
-            logits: what the routers said.
-            is_token: bool ``[B, T]``, on the CPU, false for padding.
+            logits: of the routers.
+            is_token: bool ``[B, T]`` on the CPU, false for padding.
         """
-        counted = is_token.flatten()
+        is_counted = is_token.flatten()
         if logits.places is not None:
-            counted = (logits.places >= 0) & counted[logits.places.clamp(min=0)]
-        mask = None if bool(counted.all()) else to_device(counted.long(), logits.layers[0].device)
+            is_counted = (logits.places >= 0) & is_counted[logits.places.clamp(min=0)]
+        # transformers' function takes a shorter way where there is no padding
+        mask = None if bool(is_counted.all()) else to_device(is_counted.long(), logits.layers[0].device)
         return self._function(logits.layers, self._num_experts, self._top_k, mask)
 
 
-def _setting(module: nn.Module, *names: str) -> Any:
-    """What transformers' causal model, or else the configuration of its text, has under the first of these names."""
+def _read_setting(module: PreTrainedModel, *names: str) -> float | None:
+    """The first of these attributes that transformers' causal model has, or else the configuration of its text; None
+    where neither has any."""
     for holder in (module, module.config.get_text_config()):
         for name in names:
             if getattr(holder, name, None) is not None:
@@ -156,8 +167,9 @@ def _setting(module: nn.Module, *names: str) -> Any:
     return None
 
 
-def family_function(cls: type[nn.Module]) -> Any:
-    """transformers' function for the family of a class; None where there is none, or one with other parameters."""
+def family_function(cls: type[nn.Module]) -> Callable[..., Tensor] | None:
+    """transformers' function of the loss for the family of a class; None without one, or with other parameters."""
+    # an inherited ``forward`` calls the function of the file that it stands in
     for base in cls.__mro__:
         function = getattr(sys.modules.get(base.__module__), FUNCTION, None)
         if function is not None:
@@ -166,12 +178,14 @@ def family_function(cls: type[nn.Module]) -> Any:
 
 
 def check_router_settings(layout: Layout, is_compiled: bool) -> None:
-    """Raises ConfigError for settings under which the routers' logits of a forward pass are not on one rank, or not
-    those that transformers' hooks see.
+    """Checks that the routers' logits of a forward pass are whole on one rank, and seen by transformers' hooks.
 
     Args:
-        layout: the mesh.
-        is_compiled: whether blocks are compiled, in which the hooks give the logits of other layers.
+        layout: of the mesh.
+        is_compiled: whether blocks are compiled, where the hooks give logits of the wrong layers.
+
+    Raises:
+        ConfigError: for settings under which they are not.
     """
     if is_compiled:
         raise ConfigError(
@@ -193,29 +207,33 @@ def check_router_settings(layout: Layout, is_compiled: bool) -> None:
 
 
 class StepRouterLoss:
-    """The auxiliary loss of an optimiser's step: of the micro-batches of all ranks, each by its share of the tokens."""
+    """The auxiliary loss of an optimiser step: the mean over all ranks' micro-batches, weighted by their tokens."""
 
     def __init__(self, loss: RouterLoss | None, batches: Sequence[TokenBatch], mesh: Mesh) -> None:
         """Call it on every rank.
 
         Args:
-            loss: None for a model without; then all parts are 0 and there is no metric.
+            loss: None for a model without the loss; then all parts are 0, and there is no metric.
             batches: this rank's micro-batches.
             mesh: the ranks.
         """
         self._loss = loss
         self._mesh = mesh
         self.numbers = Numbers()
-        """This rank's parts of the loss without its coefficient, as they are on the device."""
-        if loss is not None:
+        """This rank's parts of the loss, without the coefficient, which stay on the device until they are read."""
+        if loss is not None:  # a collective sum, for which no rank may be missing
             self._num_tokens = mesh.sum(sum(sum(batch.document_lengths) for batch in batches))
 
     def part(self, logits: RouterLogits | None, batch: TokenBatch) -> Tensor | float:
         """``coefficient * aux_loss * (tokens of this micro-batch / tokens of the step)``, a scalar with graph.
 
-        Tokens are those of documents, in the loss mask or not, as in transformers.
+        All tokens of documents count, in the loss mask or not, as in transformers.
+
+        Args:
+            logits: of the routers in this micro-batch's forward pass; None for a model without the loss.
+            batch: the micro-batch.
         """
-        if self._loss is None or not batch.document_lengths:
+        if self._loss is None or not batch.document_lengths:  # a placeholder has no documents
             return 0.0
         assert logits is not None
         share = sum(batch.document_lengths) / self._num_tokens
@@ -224,14 +242,15 @@ class StepRouterLoss:
         return self._loss.coefficient * aux_loss
 
     def metrics(self) -> dict[str, float]:
-        """``aux_loss`` over all ranks, without the coefficient."""
+        """``aux_loss`` of the step over all ranks, without the coefficient; nothing for a model without the loss."""
         return {} if self._loss is None else {"aux_loss": self._mesh.sum(sum(self.numbers))}
 
 
 def _is_token(batch: TokenBatch) -> Tensor:
-    """Which places of a micro-batch hold a document's token, bool ``[B, T]``."""
+    """Whether each place of a micro-batch holds a token of a document, not padding: bool ``[B, T]`` on the CPU."""
     num_rows, length = batch.shape
     columns = torch.arange(length)
+    # a packed row has its padding at the end, other rows each at their own
     if num_rows == 1:
         return (columns < sum(batch.document_lengths))[None]
     lengths = torch.tensor(batch.document_lengths + [0] * (num_rows - len(batch.document_lengths)))

@@ -1,15 +1,15 @@
-"""Keys and values of sequences that are under way, a row for each, for transformers' causal models as they are.
+"""A cache of keys and values with a row for each sequence that is being generated, for transformers' causal models.
 
-Rows hold different numbers of tokens, begin and end between two forward passes, and keep a token's keys and values in
-the column of its position. It plugs in at transformers' three interfaces: a ``Cache``, an attention function and a
-function that makes masks. What a layer sees (a window, chunks) comes from the mask function that the model gives. R
-rows are kept, n take part in a forward pass with q tokens each.
+Rows hold different numbers of tokens, begin and end between two forward passes, and hold a token's keys and values in
+the column of its position. The cache plugs in at three interfaces of transformers: a ``Cache``, an attention function
+and a function that makes masks. Which keys a layer sees (a window, chunks) follows from the mask function that the
+model passes. In shapes, R is the number of rows, and n rows take part in a forward pass with q tokens each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ ATTENTION = "sfumato_rows"
 """Name in transformers' registries."""
 
 COLUMNS = 32
-"""Columns that are computed, looked at, and kept are multiples of it, and some rows take part at least: most kernels of
-CPUs then round a row alike whichever rows stand beside it."""
+"""The numbers of columns that are computed, attended to and allocated are multiples of this, and a minimal number of
+rows takes part in each pass: most CPU kernels then round a row's results the same way whichever rows are beside it."""
 
 
 def register_row_attention() -> str:
@@ -40,71 +40,83 @@ class RowCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.num_rows, self.num_columns = 0, 0
+        self.num_rows = 0
+        self.num_columns = 0
         self.positions: Tensor | None = None
-        """int64 ``[n, q]``: of the tokens of the forward pass."""
+        """int64 ``[n, q]``: positions of the tokens of the forward pass."""
         self.place: tuple[Tensor, slice, Tensor | slice] | None = None
-        """Rows, heads (all) and columns that their keys and values go to."""
+        """Rows, heads (all) and columns at which the keys and values of these tokens are stored."""
         self.seen: tuple[slice, int] | None = None
-        """Rows and number of columns that the tokens look at; None when they look at each other alone."""
+        """Rows and number of columns that the tokens attend to; None when they attend to each other alone."""
+
+    @property
+    def _row_layers(self) -> list[_RowLayer]:
+        """``layers``, to which nothing but ``update`` adds any."""
+        return cast("list[_RowLayer]", self.layers)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of one row's column in all layers; 0 before the first forward pass."""
-        return sum(layer.bytes_per_token for layer in self.layers)
+        """Bytes of one token's keys and values in all layers; 0 before the first forward pass."""
+        return sum(layer.bytes_per_token for layer in self._row_layers)
 
     def resize(self, num_rows: int, num_columns: int) -> None:
-        """Makes room for exactly so much. What is there and fits stays."""
-        for layer in self.layers:
+        """Allocates exactly so many rows and columns. Keys and values that still fit are copied."""
+        for layer in self._row_layers:
             layer.resize(num_rows, num_columns)
-        self.num_rows, self.num_columns = num_rows, num_columns
+        self.num_rows = num_rows
+        self.num_columns = num_columns
 
     def take(self, rows: Tensor, positions: Tensor, first: int | None, seen: tuple[slice, int] | None) -> None:
-        """Says where the tokens of the next forward pass belong.
+        """Sets where the tokens of the next forward pass are stored, and what they attend to.
 
         Args:
             rows: int64 ``[n]``, the row of each sequence.
             positions: int64 ``[n, q]``.
-            first: position of all rows' first token, which the others follow; None where there is one token a row, each
-                at a position of its own.
-            seen: the rows as a slice, and how many columns to look at; None when the tokens are the first of their
-                rows, so that they see none but each other.
+            first: position of the first token of all rows, which the others follow without gaps; None where each row
+                has one token at a position of its own.
+            seen: the rows as a slice, and how many of their columns to attend to; None when the tokens are the first of
+                their rows, so that they attend to each other alone.
         """
-        self.positions, self.seen = positions, seen
+        self.positions = positions
+        self.seen = seen
         columns = positions[:, 0] if first is None else slice(first, first + positions.shape[1])
         self.place = (rows, slice(None), columns)
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
-        """Copies the first columns of rows into other rows; int64 ``[k]`` each."""
-        for layer in self.layers:
+        """Copies the first columns of rows ``sources`` into rows ``targets``, int64 ``[k]`` each."""
+        for layer in self._row_layers:
             layer.copy(sources, targets, num_columns)
 
     def clear(self) -> None:
-        """Gives all memory back."""
+        """Frees all memory."""
         self.layers.clear()
         self.num_rows = self.num_columns = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **more: Any) -> Any:
-        """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries look at."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries attend to."""
+        # layers are made in the first forward pass, which shows how many there are
         while len(self.layers) <= layer_idx:
             self.layers.append(_RowLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self._row_layers[layer_idx].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """The positions themselves, which reach the function that makes masks."""
+        """The positions ``[n, q]`` instead of transformers' number: they differ by row, and ``_mask`` gets what this
+        returns."""
         return self.positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Refused: rows differ in length."""
+        """Refused with a ConfigError, since rows differ in length."""
         raise ConfigError("the model asks for one length of all rows: it does not take position_ids")
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns that are looked at, and the first of them."""
+        """The number of columns that are attended to, and the first of them."""
         return (query_length if self.seen is None else self.seen[1]), 0
 
 
 class _RowLayer(CacheLayerMixin):
-    """One layer's keys and values."""
+    """One layer's keys and values, ``[R, H, columns, D]``, allocated in the first forward pass."""
 
     is_sliding = False
 
@@ -114,13 +126,19 @@ class _RowLayer(CacheLayerMixin):
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in this layer; 0 before the first forward pass."""
         return sum(tensor[0, :, 0].nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
-        return [] if self.keys is None else [self.keys, self.values]
+        """Keys and values, once they are allocated."""
+        if self.keys is None:
+            return []
+        assert self.values is not None
+        return [self.keys, self.values]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros: what no token wrote is masked, and must not be NaN all the same, since 0 times NaN is NaN
+        """Allocates keys and values for all rows, with the heads, width, dtype and device of these."""
+        # zeros: columns without a token are masked, but must not hold NaN all the same, since 0 times NaN is NaN
         self.keys, self.values = (
             states.new_zeros(self._cache.num_rows, states.shape[1], self._cache.num_columns, states.shape[3])
             for states in (key_states, value_states)
@@ -128,60 +146,78 @@ class _RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def resize(self, num_rows: int, num_columns: int) -> None:
+        """See ``RowCache.resize``."""
         if self.keys is not None:
             self.keys, self.values = (_resized(tensor, num_rows, num_columns) for tensor in self._tensors())
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
+        """See ``RowCache.copy``."""
         for tensor in self._tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See ``RowCache.update``."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
         for tensor, states in zip(self._tensors(), (key_states, value_states), strict=True):
+            # with one token a row, rows and columns are index tensors, which take the dimension of tokens away
             tensor[cache.place] = states[:, :, 0] if states.shape[2] == 1 else states
         if cache.seen is None:
             return key_states, value_states
         rows, width = cache.seen
-        return self.keys[rows, :, :width], self.values[rows, :, :width]
+        keys, values = self._tensors()
+        return keys[rows, :, :width], values[rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See ``RowCache.get_mask_sizes``."""
         return self._cache.get_mask_sizes(query_length, 0)
 
     def get_seq_length(self) -> int:
+        """Refused with a ConfigError, see ``RowCache.get_seq_length``."""
         return self._cache.get_seq_length()
 
     def get_max_length(self) -> int:
+        """-1, which means to transformers that there is no limit."""
         return -1
 
 
 def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    found = tensor.new_zeros(num_rows, tensor.shape[1], num_columns, tensor.shape[3])
-    kept = tensor[:num_rows, :, :num_columns]
-    found[: kept.shape[0], :, : kept.shape[2]] = kept
-    return found
+    """A copy of ``[R, H, columns, D]`` with other numbers of rows and columns; new ones are zeros."""
+    resized = tensor.new_zeros(num_rows, tensor.shape[1], num_columns, tensor.shape[3])
+    overlap = tensor[:num_rows, :, :num_columns]
+    resized[: overlap.shape[0], :, : overlap.shape[2]] = overlap
+    return resized
 
 
 def _mask(
     *,
     q_length: int,
     kv_length: int,
-    q_offset: Any,
+    q_offset: Tensor | int,
     mask_function: Callable[..., Tensor],
     local_size: int | None = None,
     use_vmap: bool = False,
     attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    **more: Any,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' function for masks: what is added to the scores, ``[n, 1, q, K]``; None for plain causal ones."""
+    """Registered as transformers' function that makes a mask, see ``packed_attention._pattern`` for training.
+
+    Returns:
+        The mask that is added to the scores, ``[n, 1, q, K]``; None for plainly causal attention among the q tokens.
+
+    Raises:
+        ConfigError: for a mask of padding, or without a ``RowCache``.
+    """
     if attention_mask is not None or not isinstance(q_offset, Tensor):
         raise ConfigError("the attention of rows needs its cache of keys and values, and no mask of padding")
     positions = q_offset  # [n, q]
+    # the first tokens of their rows, which see each other alone: torch's attention needs no mask for that
     if q_length == kv_length and not use_vmap and (local_size is None or local_size >= q_length):
-        return None  # the first tokens of their rows
+        return None
+    # a key's position is its column, so that the mask function compares positions with columns
     first = torch.arange(positions.shape[0], device=device).view(-1, 1, 1, 1)
     keys = torch.arange(kv_length, device=device).view(1, 1, 1, -1)
     sees = mask_function(first, torch.zeros_like(first), positions[:, None, :, None], keys)
@@ -201,7 +237,15 @@ def _attention(
     is_causal: bool | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Queries ``[n, H, q, D]``, keys ``[n, Hk, K, D]``, values ``[n, Hk, K, Dv]``. Returns ``[n, q, H, Dv]``."""
+    """Attention of queries ``[n, H, q, D]`` to keys ``[n, Hk, K, D]`` and values ``[n, Hk, K, Dv]``.
+
+    Returns:
+        ``[n, q, H, Dv]``, and None in the place of attention weights.
+
+    Raises:
+        ConfigError: when the layer needs something that is not computed here.
+    """
+    # softcap and s_aux are parameters of this function, so that ``settings`` holds neither
     wrong = [name for name in CHANGES_SCORES if settings.get(name) is not None] + ["dropout"] * (dropout > 0)
     wrong += ["is_causal=False"] * (is_causal is False or not getattr(module, "is_causal", True))
     if wrong:
@@ -216,17 +260,19 @@ def _attention(
     if softcap is not None or s_aux is not None:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
         return _attend_plainly(query, key, value, mask, scale, softcap, s_aux).transpose(1, 2).contiguous(), None
+    # each key head serves a group of query heads: with one token a row, the group takes the place of the tokens, and
+    # keys need not be repeated
     if groups > 1 and shape[2] == 1:
         query = query.reshape(shape[0], key.shape[1], groups, shape[3])
     elif groups > 1:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    own = value.shape[-1]
-    if own < shape[3]:  # with values of another width torch keeps whole score matrices
-        value = functional.pad(value, (0, shape[3] - own))
+    value_width = value.shape[-1]
+    if value_width < shape[3]:  # with values of another width torch keeps whole score matrices
+        value = functional.pad(value, (0, shape[3] - value_width))
     is_causal = mask is None and shape[2] > 1
-    found = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
-    found = found[..., :own].reshape(shape[0], shape[1], shape[2], own)
-    return found.transpose(1, 2).contiguous(), None
+    output = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, scale=scale)
+    output = output[..., :value_width].reshape(shape[0], shape[1], shape[2], value_width)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _attend_plainly(
@@ -238,7 +284,8 @@ def _attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Scores ``cap tanh(score / cap)``, a sink that takes weight and brings no value; whole score matrices, float32."""
+    """Attention with soft-capped scores, ``cap tanh(score / cap)``, and with a sink, which takes a share of the weight
+    and adds no value. It keeps whole score matrices, in float32."""
     scores = (query @ key.mT).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,4 +1,4 @@
-"""A language model that says one number of each token, for reward models and critics, trained on any mesh."""
+"""A language model that computes one number for each token, for reward models and critics, trained on any mesh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,18 +39,23 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import build_on_meta
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.config.sections import TrainConfig
+
 HEAD = "score"
-"""transformers' name of the head of its classifiers of sequences."""
+"""transformers' name of the head of its sequence classifiers."""
 
 OUTPUT_LAYERS = ("lm_head.", "embed_out.")
-"""Beginnings of the names of weights that a causal model has in the head's place."""
+"""Prefixes of the names of weights that a causal model has in the place of the head."""
 
 
 class ScalarModel(PackedModel[Tensor]):
-    """transformers' classifier of sequences with one output, read at every token.
+    """transformers' sequence classifier with one output, which is read at every token.
 
-    The head has no bias and is computed in float32. The output at the last token of a document that is not the
-    padding token is what transformers' own module gives for that document.
+    The head has no bias and is computed in float32. transformers' own module reads a document's output at its last
+    token that is not the padding token; there, the values are equal.
     """
 
     output_name: ClassVar[tuple[str, str]] = ("a value", "values")
@@ -59,40 +64,41 @@ class ScalarModel(PackedModel[Tensor]):
 
     def __init__(
         self,
-        module: nn.Module,
-        tokenizer: Any,
+        module: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         autocast_dtype: torch.dtype | None,
-        build: Callable[[], nn.Module],
+        build: Callable[[], PreTrainedModel],
         source: Path | None = None,
     ) -> None:
         """Use ``build_scalar_model``; arguments as for ``PackedModel``."""
         super().__init__(module, tokenizer, autocast_dtype, build, source)
-        self._head = getattr(module, HEAD)
-        self._head.forward = self._read
+        self._head = cast("nn.Linear", getattr(module, HEAD))
+        self._head.forward = self._compute_head  # pyright: ignore[reportAttributeAccessIssue]
         self._values: Tensor | None = None
+        """The head's output for all tokens in a forward pass; transformers' module returns that of one for each row."""
 
     @property
     def pad_token_id(self) -> int:
-        """The token at which transformers' module reads no output."""
+        """The padding token, at which transformers' module reads no output."""
         return self.plain.config.get_text_config().pad_token_id
 
     def values(self, batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Values of all tokens of whole micro-batches without gradients; nothing is dropped out.
+        """Values of all tokens of whole micro-batches, without gradients and without dropout.
 
         Args:
-            batches: as many on each rank.
+            batches: micro-batches, the same number on every rank.
 
         Returns:
-            float32 ``[B, T]`` for each, on every rank that shares it, on its device.
+            For each micro-batch float32 ``[B, T]`` on the device, on every rank that shares the micro-batch.
         """
         return self.compute_token_values(batches, lambda values, _: values, every_token=True)
 
     def probe_values(self, output: Tensor, batch: TokenBatch) -> Tensor:
-        """Values as log-probabilities, ``log sigmoid``, whose sum does not cancel out."""
+        """``log sigmoid(value)`` of each token, which is never above 0: unlike those of values, sums do not cancel."""
         return functional.logsigmoid(output).masked_fill(~batch.loss_mask, 0.0)
 
-    def reference_probe_values(self, plain: nn.Module, tokens: Tensor, inputs: Tensors) -> Tensor:
-        """The same of each token but the last."""
+    def reference_probe_values(self, plain: PreTrainedModel, tokens: Tensor, inputs: Tensors) -> Tensor:
+        """``log sigmoid(value)`` of each token but the last, float32 ``[L - 1]``."""
         outputs: list[Tensor] = []
         handle = getattr(plain, HEAD).register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
         with self.autocast():
@@ -102,40 +108,40 @@ class ScalarModel(PackedModel[Tensor]):
 
     @contextmanager
     def probed(self) -> Iterator[None]:
-        """Inside, the head has random weights: of one that is zero all values are right."""
+        """Inside, the head has random weights: with a head of zeros no mistake would show in the values."""
         name = f"{HEAD}.weight"
         shards = Shards(self.trained, self.mesh, {name: all_parameters(self.trained)[name]})
         shard = local(shards.parameters[name].detach())
-        before = shard.clone()
+        trained_weight = shard.clone()
         shard.copy_(shards.shard(name, random_head(shards.shapes[name][1], 0).to(shard.device)))
         try:
             yield
         finally:
-            local(all_parameters(self.trained)[name].detach()).copy_(before)
+            local(all_parameters(self.trained)[name].detach()).copy_(trained_weight)
 
-    def plain_with(self, weights: dict[str, Tensor]) -> nn.Module:
-        """As ``PackedModel.plain_with``; the head is trained beside adapters, too."""
+    def plain_with(self, weights: dict[str, Tensor]) -> PreTrainedModel:
+        """As ``PackedModel.plain_with``; the head is trained, also beside adapters."""
         module = super().plain_with(weights)
         getattr(module, HEAD).requires_grad_(True)
         return module
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
-        """Writes model and tokenizer as ``AutoModelForSequenceClassification`` loads them by itself.
+        """Writes a folder that ``AutoModelForSequenceClassification`` loads without this library.
 
         Args:
-            folder: where to.
-            weights: whole weights by the names of the plain module, adapters included; emptied.
-            merge: adapters are always merged, since they hold no head.
+            folder: where to write.
+            weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
+            merge: without effect: adapters are always merged, since files of adapters hold no head.
         """
-        plain = build_on_meta(self._build)
+        plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters := self._adapters():
-            whole = build_on_meta(self._build)
+            adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():
-                whole.add_adapter(adapter, name)
-            weights = merge_adapters(whole, weights)
+                adapted.add_adapter(adapter, name)
+            weights = merge_adapters(adapted, weights)
         dtype = self.autocast_dtype or torch.float32
-        stay = float32_names(plain, self.source)
-        for name in weights.keys() - stay:
+        float32_weights = float32_names(plain, self.source)
+        for name in weights.keys() - float32_weights:
             if weights[name].dtype == torch.float32:
                 weights[name] = weights[name].to(dtype)
         save_tokenizer(self.tokenizer, folder, keeps_pad=True)
@@ -143,7 +149,7 @@ class ScalarModel(PackedModel[Tensor]):
         plain.config.dtype = dtype
         plain.save_pretrained(folder)
 
-    def _check(self, mesh: Mesh, config: ParallelConfig) -> None:
+    def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         super()._check(mesh, config)
         check_scalar_settings(mesh, config)
 
@@ -155,6 +161,7 @@ class ScalarModel(PackedModel[Tensor]):
             """Values of tokens ``[B, T]``, float32 ``[B, T, 1]``."""
             pooled = self._run_module(input_ids, position_ids, None).logits
             values, self._values = self._values, None
+            assert values is not None
             return values + 0.0 * pooled.sum()  # fsdp waits for the gradient of what a module returns
 
         with self.autocast():
@@ -164,63 +171,76 @@ class ScalarModel(PackedModel[Tensor]):
                 values = compute_values(batch.input_ids, batch.position_ids)
         return values[..., 0]
 
-    def _read(self, hidden: Tensor) -> Tensor:
-        """The head's own forward pass, of ``[B, T, H]``; transformers' module keeps one token of each row."""
+    def _compute_head(self, hidden: Tensor) -> Tensor:
+        """The head's forward pass in float32, ``[B, T, 1]`` of hidden states ``[B, T, H]``, whose result is kept."""
         with torch.autocast(hidden.device.type, enabled=False):
             self._values = functional.linear(hidden.float(), self._head.weight.float())
         return self._values
 
 
 def build_scalar_model(
-    config: LanguageModelConfig, train: Any, head: Literal["random", "zero"] = "random"
+    config: LanguageModelConfig, train: TrainConfig, head: Literal["random", "zero"] = "random"
 ) -> ScalarModel:
-    """Loads or makes a model with a scalar head, and makes what is trained trainable: all of it, or adapters and the
-    head. A folder of a causal model gets a new head; one of a classifier of sequences with one output has one.
+    """Loads or makes a model with a scalar head. All of it is trained, or with adapters these and the head.
+
+    The folder of a causal model gets a new head; that of a sequence classifier with one output has one.
 
     Args:
         config: the model section.
         train: the train section, see ``build_language_model``.
-        head: of a new one; random: normal with variance 1 / (H + 1) for a hidden width of H, drawn from ``train.seed``.
+        head: weights of a new head: zero, or random, which is normal with variance 1 / (H + 1) for a hidden width of H,
+            drawn from ``train.seed``.
 
     Raises:
-        ConfigError: as ``build_language_model``; or when transformers has no such classifier of this kind of model.
+        ConfigError: as ``build_language_model``; or when transformers has no sequence classifier of this kind of model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     described = read_model_config(config)
-    causal = AutoModelForCausalLM._model_mapping.get(type(described), None)
-    refuse_router_loss(causal, described, where_described(config))
+    causal_class = cast("type[PreTrainedModel] | None", AutoModelForCausalLM._model_mapping.get(type(described), None))
+    refuse_router_loss(causal_class, described, where_described(config))
     check_classifier(described, config.trust_remote_code)
     tokenizer = build_tokenizer(config)
-    facts_of(tokenizer).appends_end = False
+    facts_of(tokenizer).appends_end = False  # a scalar head reads answers, and teaches no end of them
     is_new = not any(str(name).endswith("ForSequenceClassification") for name in described.architectures or ())
     described = copy.deepcopy(described)
     described.num_labels = 1
+    # transformers' classifiers need a padding token, before which they read the output
     if is_new or described.get_text_config().pad_token_id is None:
         described.get_text_config().pad_token_id = tokenizer.pad_token_id
 
-    def finish(module: nn.Module) -> None:
+    def finish(module: PreTrainedModel) -> None:
         check_head(module)
         if is_new:
             set_head(module, head, train.seed)
 
     other_keys = {"missing_keys": (f"{HEAD}.",), "unexpected_keys": OUTPUT_LAYERS} if is_new else {}
-    settings = (AutoModelForSequenceClassification, config.lora is None, finish, other_keys)
-    module, make = build_module(config, train, described, *settings)
+    module, make = build_module(
+        config, train, described, AutoModelForSequenceClassification, config.lora is None, finish, other_keys
+    )
     if is_new and config.model_path is not None:
         _expect_no_head(module, head, train.seed)
     check_vocabulary(module, tokenizer)
     if config.lora is not None:
         module.requires_grad_(False)
         add_lora(module, config.lora, language_targets(module), train.seed)
+        # the head is trained in full beside the adapters, in float32 like these
         getattr(module, HEAD).float().requires_grad_(True)
     return ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
 
 
 def find_scored_tokens(batch: TokenBatch, pad_token_id: int) -> Tensor:
-    """Whether each token is the last of its document that is not the padding token, bool ``[B, T]``.
+    """Finds the tokens at which transformers' own module reads the output of a document.
 
-    There transformers' own module reads the output of a document. A document of padding tokens alone has its first.
+    It is the last token of each document that is not the padding token, or the first token of a document of padding
+    tokens alone.
+
+    Args:
+        batch: the micro-batch, in host memory.
+        pad_token_id: the padding token.
+
+    Returns:
+        bool ``[B, T]``, true at these tokens.
     """
     input_ids, document_ids = batch.input_ids.flatten(), batch.document_ids.flatten()
     is_scored = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -232,19 +252,19 @@ def find_scored_tokens(batch: TokenBatch, pad_token_id: int) -> Tensor:
 
 
 def check_scalar_settings(mesh: Mesh, config: ParallelConfig) -> None:
-    """Raises ConfigError for settings that no model with a scalar head can be trained with."""
+    """Raises ConfigError for settings with which no model with a scalar head can be trained."""
     if mesh.layout.pp > 1:
         raise ConfigError("a model with a scalar head is not cut into stages: set train.pipeline_parallel_size to 1")
     if getattr(config, "chunked_loss", False):
         raise ConfigError("train.chunked_loss is for logits, and a scalar head makes none: set it to false")
 
 
-def check_classifier(described: Any, trust_remote_code: bool) -> None:
-    """Raises ConfigError when transformers has no classifier of sequences for such a configuration."""
+def check_classifier(described: PreTrainedConfig, trust_remote_code: bool) -> None:
+    """Raises ConfigError when transformers has no sequence classifier for such a configuration."""
     from transformers import AutoModelForSequenceClassification
 
-    known = AutoModelForSequenceClassification._model_mapping.get(type(described), None)
-    if known is None and not trust_remote_code:
+    cls = AutoModelForSequenceClassification._model_mapping.get(type(described), None)
+    if cls is None and not trust_remote_code:  # the folder's own code may have one
         raise ConfigError(
             f"transformers has no sequence classification for models of type {described.model_type}, which a scalar "
             "head is: take another model"
@@ -252,7 +272,7 @@ def check_classifier(described: Any, trust_remote_code: bool) -> None:
 
 
 def check_head(module: nn.Module) -> None:
-    """Raises ConfigError when a module of transformers has not the head that all its decoders have."""
+    """Raises ConfigError when a sequence classifier has not the head that those of transformers' decoders have."""
     head = getattr(module, HEAD, None)
     if not isinstance(head, nn.Linear) or head.bias is not None or head.out_features != 1:
         raise ConfigError(
@@ -263,14 +283,15 @@ def check_head(module: nn.Module) -> None:
 
 @torch.no_grad()
 def set_head(module: nn.Module, head: Literal["random", "zero"], seed: int) -> None:
-    """Gives a module a new head; one on meta stays there."""
+    """Sets the weights of a module's head, unless they are on meta."""
     weight = getattr(module, HEAD).weight
     if not weight.is_meta:
         weight.copy_(random_head(weight.shape[1], seed) if head == "random" else torch.zeros_like(weight))
 
 
-def _expect_no_head(module: nn.Module, head: Literal["random", "zero"], seed: int) -> None:
-    """Before a folder without a head is read into a module on meta: the head is real, and need not be there."""
+def _expect_no_head(module: PreTrainedModel, head: Literal["random", "zero"], seed: int) -> None:
+    """Prepares a module on meta for a folder without a head, which is read later: the head gets its weights now, and
+    the folder may lack them and have an output layer instead. Other modules stay as they are."""
     weight = getattr(module, HEAD).weight
     if weight.is_meta:
         getattr(module, HEAD).weight = nn.Parameter(torch.empty_like(weight, device="cpu"))

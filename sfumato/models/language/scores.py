@@ -1,8 +1,8 @@
-"""What a language model says about the tokens of a batch: log-probabilities and predictions."""
+"""Scores of a batch's tokens by a language model: log-probabilities, entropies and predictions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from sfumato.parallel.loss import (
 
 if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
+    from torch.distributed.tensor import DTensor
 
     from sfumato.models.language.router_loss import RouterLogits
 
@@ -43,13 +44,17 @@ class TokenScores:
         Args:
             output: logits ``[1 or B, K, V]``, or with a head hidden states ``[1 or B, K, H]``.
             shape: B and T.
-            kept: int64 ``[K]``, the tokens of a single row that the output is for; None for all.
-            head: the layer that makes logits from the output.
-            tail: what the model makes of that layer's result.
-            router_logits: what the routers said, of a model that is trained with their auxiliary loss.
+            kept: int64 ``[K]``, the columns of a single row that the output is for; None for all.
+            head: the output layer, which makes logits from hidden states.
+            tail: what the model does to the logits of that layer, such as a cap; None where it does nothing.
+            router_logits: the routers' logits, of a model that is trained with their auxiliary loss.
         """
         self.router_logits = router_logits
-        self._output, self._shape, self._kept, self._head, self._tail = output, shape, kept, head, tail
+        self._output = output
+        self._shape = shape
+        self._columns = kept
+        self._head = head
+        self._tail = tail
 
     def log_probs(
         self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
@@ -67,20 +72,20 @@ class TokenScores:
         if self._head is not None:
             weight, bias = self._head.weight, self._head.bias
             settings = {"group": vocabulary_group(weight), "tail": self._tail}
-            found = token_log_probs(self._output, weight, picked, temperature, bias, **settings)
+            log_probs = token_log_probs(self._output, weight, picked, temperature, bias, **settings)
         else:
             logits = self._output.flatten(0, 1).float()
             logits = logits if temperature == 1.0 else logits / temperature
-            found = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
-        return self._spread(found.view(picked.shape))
+            log_probs = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
+        return self._spread(log_probs.view(picked.shape))
 
     def cross_entropy(
         self, labels: Int64[Tensor, "batch length"]
     ) -> tuple[Float32[Tensor, ""], Float32[Tensor, "batch length"]]:
-        """The sum of ``-log p(label)`` over tokens, with gradients, and that of each token without.
+        """The sum of ``-log p(label)`` over tokens, with gradients, and ``-log p(label)`` of each token without.
 
-        With a layer that makes logits for some tokens at a time, it makes them once, where ``log_probs`` and its
-        backward pass make them twice.
+        Where logits are made for some tokens at a time, this makes them once, since the gradients of the sum are
+        computed in the forward pass; ``log_probs`` makes them in the forward pass and again in the backward pass.
 
         Args:
             labels: int64 ``[B, T]``, already shifted; -100 gives 0.
@@ -104,13 +109,15 @@ class TokenScores:
         if self._head is not None:
             weight, bias = self._head.weight, self._head.bias
             settings = {"group": vocabulary_group(weight), "tail": self._tail}
-            found, entropy = token_log_probs_and_entropy(self._output, weight, picked, temperature, bias, **settings)
+            log_probs, entropy = token_log_probs_and_entropy(
+                self._output, weight, picked, temperature, bias, **settings
+            )
         else:
             log_p = (self._output.float() / temperature).log_softmax(-1)
-            counted = picked != IGNORED
-            found = log_p.gather(-1, picked.masked_fill(~counted, 0)[..., None])[..., 0] * counted
-            entropy = -(log_p.exp() * log_p).sum(-1) * counted
-        return self._spread(found), self._spread(entropy)
+            has_label = picked != IGNORED
+            log_probs = log_p.gather(-1, picked.masked_fill(~has_label, 0)[..., None])[..., 0] * has_label
+            entropy = -(log_p.exp() * log_p).sum(-1) * has_label
+        return self._spread(log_probs), self._spread(entropy)
 
     @torch.no_grad()
     def predictions(self) -> Int64[Tensor, "batch length"]:
@@ -119,28 +126,34 @@ class TokenScores:
         if self._head is None:
             return self._spread(logits.argmax(-1), IGNORED)
         weight = self._head.weight
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        parts = self._output.flatten(0, 1).split(1024)
+        # under fsdp2 or tensor parallelism a rank has a shard of the weight
+        weight = cast("DTensor", weight).full_tensor() if hasattr(weight, "full_tensor") else weight
+        parts = self._output.flatten(0, 1).split(1024)  # so that few logits are in memory at a time
         best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
         return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
 
     def logits(self, wanted: Tensor) -> Tensor:
-        """Logits of the tokens for which ``wanted``, bool ``[B, T]``, holds: float32 ``[N, V]``. Not with a layer that
-        makes logits for some tokens at a time (``LanguageModel.whole_output``)."""
+        """Logits of the N tokens that ``wanted``, bool ``[B, T]``, selects, row by row: float32 ``[N, V]``.
+
+        Where logits are made for some tokens at a time, call it inside ``LanguageModel.whole_output``.
+        """
         assert self._head is None, "use whole_output"
         return self._output[self._pick(wanted)].float()
 
     def hidden(self, wanted: Tensor) -> Tensor:
-        """Last hidden states of the tokens for which ``wanted``, bool ``[B, T]``, holds, row by row: ``[N, H]``. Only
-        with a layer that makes logits for some tokens at a time."""
+        """Last hidden states of the N tokens that ``wanted``, bool ``[B, T]``, selects, row by row: ``[N, H]``.
+
+        Only of a model with ``chunked_loss``, whose output they are.
+        """
         assert self._head is not None, "build the model with chunked_loss"
         return self._output[self._pick(wanted)]
 
     def _pick(self, labels: Tensor) -> Tensor:
-        return labels if self._kept is None else labels[:, self._kept]
+        """Of ``[B, T]`` the columns that there is an output for."""
+        return labels if self._columns is None else labels[:, self._columns]
 
     def _spread(self, values: Tensor, fill: int = 0) -> Tensor:
-        """Values of the kept tokens at their places among all."""
-        if self._kept is None:
+        """``[B, T]`` with values in the columns that there is an output for, and ``fill`` in the others."""
+        if self._columns is None:
             return values
-        return values.new_full(self._shape, fill).index_copy(1, self._kept, values)
+        return values.new_full(self._shape, fill).index_copy(1, self._columns, values)

@@ -1,7 +1,7 @@
-"""What a language model's folder says that its training has to follow, to leave out, or to refuse.
+"""Features of a language model's folder that training must follow, leave out, or refuse.
 
-Quantised weights, layers that predict further tokens, auxiliary losses of routers, output layers beside a tied
-embedding, and weights that stay float32 beside others of half precision.
+These are quantised weights, layers for multi-token prediction, terms of the loss, noise of routers, output layers
+beside a tied embedding, and weights that stay float32 among others of half precision.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,54 +18,61 @@ from torch import Tensor, nn
 from sfumato.errors import ConfigError
 from sfumato.parallel.weight_files import converted, open_weights
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-"""Methods of quantisation whose weights transformers turns into numbers again, on every device, and its class."""
+"""Quantisation methods whose weights transformers can dequantise on every device, and its class for each."""
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Fields that count layers for further tokens (multi-token prediction), which transformers' causal models leave out."""
+"""Fields that count layers for multi-token prediction, which transformers' causal models leave out."""
 
 LOSS_TERMS = ("z_loss_coefficient",)
-"""Weights of terms that transformers' causal models add to the cross entropy when they are given labels, but for the
-auxiliary loss of routers (``router_loss.py``)."""
+"""Fields for weights of terms that transformers' causal models add to the cross entropy when they are given labels; the
+auxiliary loss of routers is not among them (``router_loss.py``)."""
 
 JITTER = {
     "router_jitter_noise": ("mixtral", "minimax", "minimax_m2"),
     "input_jitter_noise": ("phimoe",),
     "moe_jitter_eps": ("dbrx", "dbrx_ffn"),
 }
-"""Fields by which routers draw noise in training, and the model types in which they do."""
+"""Fields for the amount of noise that routers draw in training, and the model types that use them."""
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 COMPARED_ROWS = 64
-"""Rows at the beginning and at the end of two matrices by which they are told apart."""
+"""Number of rows, at the beginning and at the end, that are compared to tell two matrices apart."""
 
 
-def quantization_method(config: Any) -> str | None:
+def quantization_method(config: PreTrainedConfig) -> str | None:
     """How the weights of a folder are quantised, by transformers' configuration; None where they are not."""
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
     )
-    for part in (getattr(config, "quantization", None), settings):  # MLX writes one of these, or both
+    # MLX writes one of these, or both, in settings that name no method
+    for part in (getattr(config, "quantization", None), settings):
         if isinstance(part, dict) and {"bits", "group_size"} <= part.keys() and "quant_method" not in part:
             return "MLX"
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    # older files of bitsandbytes name no method, either
     if method is None and isinstance(settings, dict) and ("load_in_4bit" in settings or "load_in_8bit" in settings):
         return "bitsandbytes"
-    return str(getattr(method, "value", method))
+    return str(getattr(method, "value", method))  # a member of an enumeration, or its name
 
 
-def dequantizing(config: Any, folder: Path, init_device: str) -> dict[str, Any]:
-    """The argument of ``from_pretrained`` that makes plain numbers of quantised weights; none for a plain folder.
+def dequantizing(config: PreTrainedConfig, folder: Path, init_device: str) -> dict[str, QuantizationConfigMixin]:
+    """The arguments of ``from_pretrained`` that dequantise a folder's weights; none where these are not quantised.
 
     Args:
         config: transformers' configuration of the folder.
-        folder: for messages.
+        folder: its path, for messages.
         init_device: ``train.init_device``.
 
     Raises:
-        ConfigError: for weights that cannot be trained; says what to take instead.
+        ConfigError: for weights that cannot be trained; the message says what to take instead.
     """
     method = quantization_method(config)
     if method is None:
@@ -87,22 +94,24 @@ def dequantizing(config: Any, folder: Path, init_device: str) -> dict[str, Any]:
     return {"quantization_config": getattr(transformers, DEQUANTIZED[method])(dequantize=True)}
 
 
-def forget_what_is_not_exported(config: Any) -> None:
-    """Takes out of transformers' configuration, in place, what an export does not have: quantisation, further
-    layers, and the place of code."""
+def forget_what_is_not_exported(config: PreTrainedConfig) -> None:
+    """Removes from transformers' configuration, in place, what an export does not have: quantisation, layers for
+    multi-token prediction, and the location of code."""
+    # of a model with several parts, whose text has a configuration of its own, both; the same one only once
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
+            del part.quantization_config  # pyright: ignore[reportAttributeAccessIssue]  (set by its __init__)
         if getattr(part, "auto_map", None):
-            del part.auto_map  # transformers writes it again beside the code, where a class is not its own
+            # transformers writes it again beside the code, where a class is not its own
+            del part.auto_map  # pyright: ignore[reportAttributeAccessIssue]
         for name in FURTHER_LAYERS:
             if getattr(part, name, None):
                 setattr(part, name, 0)
 
 
-def describe_left_out(config: Any) -> tuple[str, ...]:
-    """Lines about what the folder has and the run's export has not."""
-    lines = []
+def describe_left_out(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Lines for the log about features of the folder that the run's export does not have."""
+    lines: list[str] = []
     method = quantization_method(config)
     if method is not None:
         lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
@@ -121,12 +130,15 @@ def describe_left_out(config: Any) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def refuse_loss_terms(config: Any, where: str) -> None:
-    """Raises ConfigError for a configuration that asks for a term of the loss that is not computed here.
+def refuse_loss_terms(config: PreTrainedConfig, where: str) -> None:
+    """Refuses a configuration that asks for a term of the loss that is not computed here.
 
     Args:
         config: transformers' configuration.
-        where: it stands, for messages.
+        where: its file, for the message.
+
+    Raises:
+        ConfigError: when it asks for one.
     """
     text = config.get_text_config()
     for name in LOSS_TERMS:
@@ -138,8 +150,9 @@ def refuse_loss_terms(config: Any, where: str) -> None:
             )
 
 
-def describe_jitter(config: Any) -> str | None:
-    """What a run's probe will say of a configuration by which routers draw noise in training; None where none does."""
+def describe_jitter(config: PreTrainedConfig) -> str | None:
+    """A warning that a run's probe will refuse a configuration, since routers draw noise in training; None where they
+    draw none."""
     text = config.get_text_config()
     for part in (text, getattr(text, "ffn_config", None)):
         for name, kinds in JITTER.items():
@@ -152,46 +165,51 @@ def describe_jitter(config: Any) -> str | None:
     return None
 
 
-def refuse_other_head(folder: Path, config: Any) -> None:
-    """Raises ConfigError when a folder is said to tie its output layer to the embedding, but holds another one."""
+def refuse_other_head(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuses a folder whose configuration ties the output layer to the embedding, but which holds another one.
+
+    Raises:
+        ConfigError: when the two matrices differ.
+    """
     if config.get_text_config() is not config or not getattr(config, "tie_word_embeddings", False):
-        return  # of a model with several parts, which decides by itself what it ties
-    held: dict[str, Path] = {}
+        return  # a model with several parts decides by itself what it ties
+    path_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                held |= {name: path for name in file.keys() if name in (HEAD, EMBEDDING)}  # noqa: SIM118
+                path_of |= {name: path for name in file.keys() if name in (HEAD, EMBEDDING)}  # noqa: SIM118
         except (SafetensorError, OSError):
-            return  # it is said where weights are read
-    if not {HEAD, EMBEDDING} <= held.keys():
+            return  # reading the weights will report the broken file
+    if not {HEAD, EMBEDDING} <= path_of.keys():
         return
-    if not torch.equal(_ends_of(held[HEAD], HEAD), _ends_of(held[EMBEDDING], EMBEDDING)):
+    if not torch.equal(_read_end_rows(path_of[HEAD], HEAD), _read_end_rows(path_of[EMBEDDING], EMBEDDING)):
         raise ConfigError(
-            f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {held[HEAD].name} is "
-            f"another matrix than {EMBEDDING}: set tie_word_embeddings to false if the two were trained apart, or "
+            f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {path_of[HEAD].name} "
+            f"is another matrix than {EMBEDDING}: set tie_word_embeddings to false if the two were trained apart, or "
             f"remove {HEAD}"
         )
 
 
-def _ends_of(path: Path, name: str) -> Tensor:
-    """The first and the last rows of a matrix in a file."""
+def _read_end_rows(path: Path, name: str) -> Tensor:
+    """The first and the last rows of a matrix in a file, ``[2 * COMPARED_ROWS, H]``."""
     with safe_open(path, framework="pt") as file:
         rows = file.get_slice(name)
         return torch.cat([rows[:COMPARED_ROWS], rows[-COMPARED_ROWS:]])
 
 
 def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
-    """Names of weights and buffers that stay float32 in an export whose others have half precision.
+    """Names of the weights and buffers that stay float32 in an export whose other weights have half precision.
 
-    The folder decides, where some of its tensors have half precision: those that it holds as float32. For tensors that
-    it does not hold, and without a folder, transformers' class does, which keeps for example the bias that chooses the
-    experts of DeepSeek-V3.
+    Where some tensors of the folder have half precision, these are the tensors that it holds as float32. For tensors
+    that it does not hold, and without such a folder, transformers' class decides, which keeps for example the bias that
+    chooses the experts of DeepSeek-V3 in float32.
 
     Args:
-        module: plain, on meta perhaps.
-        folder: that was trained, if it is still there; None where weights were drawn.
+        module: the plain module; its weights may be on meta.
+        folder: the folder that was trained, which may be gone by now; None where weights were drawn.
     """
     tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    # transformers matches these names of modules against whole components of a weight's name
     kinds = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     patterns = {re.compile(rf"(^|\.){part}($|\.)") for kind in kinds for part in getattr(module, kind, None) or ()}
     by_class = {name for name in tensors if any(pattern.search(name) for pattern in patterns)}
@@ -199,11 +217,13 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         return by_class
     with open_weights(folder) as stored:
         dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+        # a folder that is float32 throughout says nothing of what must stay so
         if not {torch.bfloat16, torch.float16} & {*dtypes.values()}:
             return by_class
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        with suppress(ConfigError):  # two tensors of one name: it is said where weights are read
-            readable = converted(stored, module, shapes, skip_others=True)  # names that are the same remain
+        with suppress(ConfigError):  # two tensors of one name, which reading the weights reports
+            # names of the module that differ from those in the files; equal ones are in ``dtypes`` already
+            readable = converted(stored, module, shapes, skip_others=True)
             dtypes |= {name: tensor.dtype for name, tensor in readable.items()}
-    held = tensors.keys() & dtypes.keys()
-    return (by_class - held) | {name for name in held if dtypes[name] == torch.float32}
+    stored_names = tensors.keys() & dtypes.keys()
+    return (by_class - stored_names) | {name for name in stored_names if dtypes[name] == torch.float32}

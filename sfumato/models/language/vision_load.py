@@ -1,23 +1,33 @@
-"""From a transformers folder, or a description, to what makes batches for a model that sees."""
+"""The processor and the reader of images, videos and sounds of a model that sees or hears, from a folder or a
+description."""
 
 from __future__ import annotations
 
 import inspect
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
 from sfumato.data.media.vision import ImageReader, Tensors, Vision
 from sfumato.errors import ConfigError, MissingDependencyError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from PIL import Image
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, WhisperFeatureExtractor
+
+    PositionRule = Callable[[Tensor, Tensor, Tensors], Tensor]
+    """From int64 ``input_ids`` and kinds of tokens ``[1, L]`` and the tensors of media to positions ``[3, 1, L]``."""
+
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-"""Tokens that the tokenizer of bytes has besides its own for a model that sees."""
+"""Tokens that the tokenizer of bytes gets for a model that sees."""
 
 NAMED = {
     "image_token": "<|image_pad|>",
@@ -26,46 +36,54 @@ NAMED = {
     **dict.fromkeys(("vision_start_token", "start_image_token", "boi_token"), "<|vision_start|>"),
     **dict.fromkeys(("vision_end_token", "end_image_token", "eoi_token"), "<|vision_end|>"),
 }
-"""What the processors of transformers call these."""
-
+"""The same tokens by the names of transformers' processors."""
 
 AUDIO = ("<|audio_bos|>", "<|audio_eos|>")
-"""Likewise, for a model that hears; the third, which stands for audio, is the processor's own."""
+"""Tokens that it gets for a model that hears. A third one, the placeholder of audio, is named by the processor."""
 
 AUDIO_NAMED = {
     **dict.fromkeys(("audio_bos_token", "boa_token"), AUDIO[0]),
     **dict.fromkeys(("audio_eos_token", "eoa_token"), AUDIO[1]),
 }
-"""Likewise."""
+"""These, too, by the names of transformers' processors."""
 
 
-def add_image_tokens(tokenizer: Any, described: Any) -> None:
-    """Gives the tokenizer of bytes the tokens that processors ask for; those of audio for a model that hears."""
+def add_image_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConfig) -> None:
+    """Gives the tokenizer of bytes the tokens that the processor of a model asks for.
+
+    Args:
+        tokenizer: changed in place.
+        described: transformers' configuration of the model.
+    """
     named = _named_tokens(described)
     special = [*SPECIAL] if _sees(described) else []
     special += [*AUDIO, named["audio_token"]] if "audio_token" in named else []
-    known = [token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*known, *special]})
+    # the argument replaces the list of additional tokens, so that those that are there must be given again
+    previous = [
+        token for token in tokenizer.all_special_tokens if token not in (tokenizer.eos_token, tokenizer.pad_token)
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*previous, *special]})
     _name_tokens(tokenizer, described)
 
 
-def _sees(described: Any) -> bool:
-    """Whether it takes images, which become features of an encoder or codes."""
+def _sees(described: PreTrainedConfig) -> bool:
+    """Whether a model takes images, which become features of an encoder or codes."""
     return any(getattr(described, name, None) is not None for name in ("vision_config", "vq_config"))
 
 
-def _named_tokens(described: Any) -> dict[str, str]:
-    """What the processor of a model calls the tokens that the tokenizer of bytes has for it."""
+def _named_tokens(described: PreTrainedConfig) -> dict[str, str]:
+    """The special tokens of the tokenizer of bytes for a model, by the names of the model's processor."""
     named = NAMED if _sees(described) else {}
     if getattr(described, "audio_config", None) is None and not hasattr(described, "boa_token_id"):
         return named
-    default = inspect.signature(_processor_class(described).__init__).parameters.get("audio_token")
-    audio = default.default if default is not None else "<|audio_pad|>"
+    parameter = inspect.signature(_processor_class(described).__init__).parameters.get("audio_token")
+    audio_token = parameter.default if parameter is not None else "<|audio_pad|>"
     bounds = {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"} if named else {}
-    return named | bounds | AUDIO_NAMED | {"audio_token": audio}
+    return named | bounds | AUDIO_NAMED | {"audio_token": audio_token}
 
 
-def _name_tokens(tokenizer: Any, described: Any) -> None:
+def _name_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConfig) -> None:
+    """Sets the attributes of a tokenizer from which processors read their tokens, where the tokenizer has these."""
     for name, token in _named_tokens(described).items():
         if hasattr(tokenizer, name) or token not in tokenizer.get_vocab():
             continue
@@ -73,15 +91,17 @@ def _name_tokens(tokenizer: Any, described: Any) -> None:
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
 
 
-def build_vision(described: Any, folder: Path | None, module: nn.Module, tokenizer: Any) -> Vision:
-    """The reader of a model's images, with its rule for positions.
+def build_vision(
+    described: PreTrainedConfig, folder: Path | None, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Vision:
+    """Builds the reader of a model's images, videos and sounds, with the model's rule for positions.
 
     Images are scaled by Pillow, not by torchvision, so that they are the same on every machine.
 
     Args:
         described: transformers' configuration of the model.
         folder: with the processor's files; None makes a processor from the description.
-        module: the model.
+        module: the model; its weights may be on meta.
         tokenizer: its tokenizer.
 
     Raises:
@@ -91,91 +111,99 @@ def build_vision(described: Any, folder: Path | None, module: nn.Module, tokeniz
     processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
     if not _sees(described):
-        vision = Vision(ImageReader(processor, arguments, (1, 1.0), least_samples=_least_samples(processor)), None)
+        vision = Vision(ImageReader(processor, arguments, (1, 1.0), least_samples=_min_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
     hears = getattr(described, "audio_config", None) is not None
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
-    rule = _positions_of(module)
+    rule = _find_position_rule(module)
+    # how many tokens a patch becomes is measured with a preliminary reader that takes it for one
     try:
-        first = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
+        preliminary = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         where = "model.config_path" if folder is None else f"model.model_path {folder}: processor_config.json"
         raise ConfigError(
             f"{where}: {type(processor).__name__} makes nothing of an image ({error}): it lacks a setting, as "
             "patch_size of LLaVA models"
         ) from error
-    _check_tokens(first, described)
-    (shapes,) = first.reader.place([_square()])[1:]
+    _check_tokens(preliminary, described)
+    (shapes,) = preliminary.reader.place([_white_square()])[1:]
     patches = int(np.prod(shapes.astype(np.int64), axis=1).sum())
-    ratio = _num_tokens(first, described.image_token_id) / patches
+    ratio = _count_image_tokens(preliminary, described.image_token_id) / patches
     if hasattr(described, "image_grid_pinpoints"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
-    seen = first.reader.of_opened([_square()])
-    filled_to = seen["pixel_values"].shape[1] if "image_position_ids" in seen else None
+    tensors = preliminary.reader.of_opened([_white_square()])
+    filled_to = tensors["pixel_values"].shape[1] if "image_position_ids" in tensors else None
     begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
-    return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to, _least_samples(processor), begins), rule)
+    return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to, _min_samples(processor), begins), rule)
 
 
-def _least_samples(processor: Any) -> int:
-    """Samples of the shortest audio that transformers computes as it does longer ones.
+def _min_samples(processor: Any) -> int:
+    """The number of samples of the shortest audio that transformers computes in the same way as longer ones.
 
-    Those of Qwen3-Omni are filled up to a window where a longer one is beside them. One that is a single token of
-    Qwen2-Audio is put in its place in another way, unless a longer one is beside it.
+    A shorter one of Qwen3-Omni is filled up to a window where a longer one is in the same call. One of Qwen2-Audio that
+    becomes a single token is put into the text in another way, unless a longer one is in the same call.
     """
-    audio = getattr(processor, "feature_extractor", None)
+    extractor = getattr(processor, "feature_extractor", None)
     if type(processor).__name__ == "Qwen2AudioProcessor":
-        return 6 * audio.hop_length + 1  # 7 frames, of which the encoder makes 2 tokens
-    return 0 if audio is None else 2 * getattr(processor, "n_window", 0) * audio.hop_length
+        assert extractor is not None
+        return 6 * extractor.hop_length + 1  # 7 frames, of which the encoder makes 2 tokens
+    return 0 if extractor is None else 2 * getattr(processor, "n_window", 0) * extractor.hop_length
 
 
-def _square() -> Any:
+def _white_square() -> Image.Image:
+    """An image of 224 by 224 pixels."""
     from PIL import Image
 
     return Image.new("RGB", (224, 224), "white")
 
 
-def _num_tokens(vision: Vision, image_token_id: int) -> int:
-    (text,), _ = vision.reader.place([_square()])
+def _count_image_tokens(vision: Vision, image_token_id: int) -> int:
+    """The number of the language model's tokens that the white square becomes."""
+    (text,), _ = vision.reader.place([_white_square()])
     return vision.reader.tokenizer(text, add_special_tokens=False)["input_ids"].count(image_token_id)
 
 
-def _check_tokens(vision: Vision, described: Any) -> None:
-    """Whether the tokens of images, or of audio, are those that the model puts these in the place of."""
+def _check_tokens(vision: Vision, described: PreTrainedConfig) -> None:
+    """Checks that the tokenizer's token for images, or for audio, is the one that the model replaces by their features.
+
+    Raises:
+        ConfigError: when it is another.
+    """
     ids, (kind, *_) = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0], vision.reader.media
-    wanted = getattr(described, f"{kind}_token_id", None)
-    if wanted not in ids.tolist():
+    token_id = getattr(described, f"{kind}_token_id", None)
+    if token_id not in ids.tolist():
         raise ConfigError(
             f"the tokenizer's tokens of {kind}{'s' * (kind == 'image')} are {sorted(set(ids.tolist()))}, the model's "
-            f"{kind}_token_id is {wanted}: they do not match"
+            f"{kind}_token_id is {token_id}: they do not match"
         )
 
 
-def _positions_of(module: nn.Module) -> Any:
-    """The model's own rule for positions of three axes; None where it has none."""
-    base = module.base_model
+def _find_position_rule(module: PreTrainedModel) -> PositionRule | None:
+    """The model's own rule for positions of three axes; None where it counts tokens."""
+    base = cast("Any", module.base_model)
     if not hasattr(base, "get_rope_index"):
         return None
 
     accepted = inspect.signature(base.get_rope_index).parameters
     if "audio_seqlens" in accepted:
-        return _omni_positions(base)
+        return _omni_position_rule(base)
 
-    def positions(input_ids: Tensor, kinds: Tensor, tensors: Tensors) -> Tensor:
-        given = {name: tensors[name] for name in accepted if name in tensors}
-        found, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, **given)
-        return found
+    def compute_positions(input_ids: Tensor, kinds: Tensor, tensors: Tensors) -> Tensor:
+        arguments = {name: tensors[name] for name in accepted if name in tensors}
+        positions, _ = base.get_rope_index(input_ids, mm_token_type_ids=kinds, **arguments)
+        return positions
 
-    return positions
+    return compute_positions
 
 
-def _omni_positions(base: Any) -> Any:
-    """As ``_positions_of``, of omni models, which find media by the tokens before them."""
+def _omni_position_rule(base: Any) -> PositionRule:
+    """As ``_find_position_rule`` for omni models, which find media by the tokens before them, not by kinds."""
 
-    def positions(input_ids: Tensor, _kinds: Tensor, tensors: Tensors) -> Tensor:
+    def compute_positions(input_ids: Tensor, _kinds: Tensor, tensors: Tensors) -> Tensor:
         mask = tensors.get("feature_attention_mask")
-        found, _ = base.get_rope_index(
+        positions, _ = base.get_rope_index(
             input_ids,
             image_grid_thw=tensors.get("image_grid_thw"),
             attention_mask=torch.ones_like(input_ids),
@@ -183,15 +211,17 @@ def _omni_positions(base: Any) -> Any:
             video_grid_thw=tensors.get("video_grid_thw"),
             second_per_grids=tensors.get("video_second_per_grid"),
         )
-        return found
+        return positions
 
-    return positions
+    return compute_positions
 
 
-def _processor_class(described: Any) -> Any:
+def _processor_class(described: PreTrainedConfig) -> Any:
     """transformers' class of the processor. Raises ConfigError when there is none."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
 
     name = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
     cls = getattr(transformers, name, None) if name else None
@@ -200,28 +230,42 @@ def _processor_class(described: Any) -> Any:
     return cls
 
 
-def build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
-    """transformers' processor; of what it needs torchvision for, videos, the part is sfumato's own, or missing. Its
-    chat template becomes the tokenizer's."""
-    kind, cls = described.model_type, _processor_class(described)
+def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Builds transformers' processor of a model, which gives its chat template to the tokenizer.
+
+    transformers' video processors need torchvision: a part of this library stands in for them, or None.
+
+    Args:
+        described: transformers' configuration of the model.
+        folder: with the processor's files; None makes a processor from the description.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: when transformers has no processor of a known kind for it, or refuses its settings.
+        MissingDependencyError: when its images need torchvision.
+    """
+    kind = described.model_type
+    cls = _processor_class(described)
     hears = kind.endswith("_thinker") or not _sees(described)
     is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
-    if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):  # the tokenizer of bytes, read from a folder
+    # such as the tokenizer of bytes read from a folder, which has these tokens, but no names for them
+    if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):
         _name_tokens(tokenizer, described)
     parameters = inspect.signature(cls.__init__).parameters
     settings = {} if folder is None else dict(cls.get_processor_dict(folder, local_files_only=True)[0])
-    own = [key for key in settings if key in parameters and not key.endswith(("processor", "extractor"))]
-    settings = {key: settings[key] for key in own}
-    settings |= _made_settings(described, parameters) if folder is None else {}
-    parts = {"tokenizer": tokenizer}
+    accepted = [key for key in settings if key in parameters and not key.endswith(("processor", "extractor"))]
+    settings = {key: settings[key] for key in accepted}
+    settings |= _derive_settings(described, parameters) if folder is None else {}
+    parts: dict[str, Any] = {"tokenizer": tokenizer}
     if _sees(described):
-        parts["image_processor"] = _made_image_processor(described) if folder is None else read_image_processor(folder)
+        parts["image_processor"] = _make_image_processor(described) if folder is None else read_image_processor(folder)
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, parts["image_processor"], folder)
     if "feature_extractor" in parameters:
         parts["feature_extractor"] = _build_audio(described, folder, cls) if hears else None
     processor = cls.__new__(cls)
-    processor.check_argument_for_proper_class = lambda _name, value: type(value)  # it knows no part that is missing
+    # transformers would refuse a part that is None, or is not one of its own classes
+    processor.check_argument_for_proper_class = lambda _name, value: type(value)
     try:
         processor.__init__(**parts, **settings)
     except ImportError as error:
@@ -231,34 +275,46 @@ def build_processor(described: Any, folder: Path | None, tokenizer: Any) -> Any:
     del processor.check_argument_for_proper_class
     if _sees(described):
         if not hasattr(processor, "image_token_id"):  # Janus
-            processor.image_token_id = tokenizer.convert_tokens_to_ids(getattr(processor, "image_token", None))
+            image_token = cast("str", getattr(processor, "image_token", None))
+            processor.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
         if not isinstance(getattr(processor, "image_token", None), str):
             raise ConfigError(f"model.model_path: images of {kind} are not known: {cls.__name__} names no image_token")
     _set_template(processor, described, folder is None)
     return processor
 
 
-def _made_settings(described: Any, parameters: Any) -> dict[str, Any]:
-    """Settings of the processor of a model that is described alone."""
+def _derive_settings(described: PreTrainedConfig, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the processor of a model that is described, without a folder.
+
+    Args:
+        described: transformers' configuration of the model.
+        parameters: of the processor's ``__init__``, by name.
+    """
     names = {"image_seq_length", "image_seq_len"} & parameters.keys()
     names |= {"num_image_tokens"} if described.model_type == "janus" else set()
-    found = dict.fromkeys(names, _tokens_per_tile(described)) if names else {}
+    settings = dict.fromkeys(names, _tokens_per_tile(described)) if names else {}
     if described.model_type.startswith("llava"):
-        found |= {name: value for name, value in _llava_settings(described).items() if name in parameters}
-    return found
+        settings |= {name: value for name, value in _llava_settings(described).items() if name in parameters}
+    return settings
 
 
-def _set_template(processor: Any, described: Any, is_made: bool) -> None:
-    """The chat template of the processor is the tokenizer's from now on."""
+def _set_template(processor: Any, described: PreTrainedConfig, is_made: bool) -> None:
+    """Makes the processor's chat template the tokenizer's.
+
+    Args:
+        processor: with its tokenizer.
+        described: transformers' configuration of the model.
+        is_made: whether the processor was made from a description: both then get a template of ChatML with media.
+    """
     tokenizer = processor.tokenizer
     if is_made:
         image, video = (str(getattr(processor, f"{kind}_token", None)) for kind in ("image", "video"))
-        begins = (getattr(described, name, None) for name in ("vision_start_token_id", "image_start_token_id"))
-        if any(token is not None for token in begins) or hasattr(processor, "vision_bos_token"):
+        start_tokens = (getattr(described, name, None) for name in ("vision_start_token_id", "image_start_token_id"))
+        if any(token is not None for token in start_tokens) or hasattr(processor, "vision_bos_token"):
             image, video = (f"<|vision_start|>{token}<|vision_end|>" for token in (image, video))
-        text = files("sfumato.data.text").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
+        template = files("sfumato.data.text").joinpath("templates/chatml_images.jinja").read_text(encoding="utf-8")
         tokenizer.chat_template = (
-            text.replace("IMAGE", image)
+            template.replace("IMAGE", image)
             .replace("VIDEO", video)
             .replace("AUDIO", f"{AUDIO[0]}{getattr(processor, 'audio_token', None)}{AUDIO[1]}")
         )
@@ -267,46 +323,57 @@ def _set_template(processor: Any, described: Any, is_made: bool) -> None:
         tokenizer.chat_template = processor.chat_template
 
 
-def _build_audio(described: Any, folder: Path | None, cls: Any) -> Any:
-    """What makes spectrograms, with the settings of the folder or of the description.
+def _build_audio(described: PreTrainedConfig, folder: Path | None, cls: Any) -> WhisperFeatureExtractor:
+    """Builds the extractor, which makes spectrograms, with the settings of the folder or of the description.
+
+    Args:
+        described: transformers' configuration of the model.
+        folder: with the extractor's file; None makes an extractor from the description.
+        cls: class of the processor.
 
     Raises:
-        ConfigError: when it, or the processor of class ``cls``, does not fit the encoder.
+        ConfigError: when the extractor, or the processor's class, does not fit the encoder.
     """
     from transformers import WhisperFeatureExtractor
 
-    kind, encoder = described.model_type, described.audio_config
+    kind = described.model_type
+    encoder = described.audio_config
     if (window := getattr(cls, "n_window", None)) not in (None, getattr(encoder, "n_window", None)):
         raise ConfigError(
             f"audio_config.n_window of {kind} is {encoder.n_window}, but its processor counts tokens for {window}: "
             "correct it"
         )
     if folder is not None:
-        found = load_pretrained(WhisperFeatureExtractor, folder)
+        extractor = load_pretrained(WhisperFeatureExtractor, folder)
     else:
-        found = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins)
+        extractor = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins)
     if _sees(described):
-        return found
-    frames = 2 * encoder.max_source_positions  # of all audio: what is shorter is filled up to it
+        return extractor
+    frames = 2 * encoder.max_source_positions  # the encoder reads so many: shorter audio is filled up to them
     if folder is None:
-        seconds, rest = divmod(frames * found.hop_length, found.sampling_rate)
+        seconds, rest = divmod(frames * extractor.hop_length, extractor.sampling_rate)
         if rest or not seconds:
             raise ConfigError(
                 f"audio_config.max_source_positions of {kind} is {encoder.max_source_positions}: it must be a multiple "
-                f"of {found.sampling_rate // found.hop_length // 2}, which are a second"
+                f"of {extractor.sampling_rate // extractor.hop_length // 2}, which are a second"
             )
-        found = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins, chunk_length=seconds)
-    if (found.nb_max_frames, found.feature_size) != (frames, encoder.num_mel_bins):
+        extractor = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins, chunk_length=seconds)
+    if (extractor.nb_max_frames, extractor.feature_size) != (frames, encoder.num_mel_bins):
         raise ConfigError(
-            f"model.model_path {folder}: preprocessor_config.json makes {found.nb_max_frames} frames of "
-            f"{found.feature_size} bands of audio, but the encoder in config.json reads {frames} of "
+            f"model.model_path {folder}: preprocessor_config.json makes {extractor.nb_max_frames} frames of "
+            f"{extractor.feature_size} bands of audio, but the encoder in config.json reads {frames} of "
             f"{encoder.num_mel_bins}: the two are not of one model"
         )
-    return found
+    return extractor
 
 
 def read_image_processor(folder: Path) -> Any:
-    """transformers' image processor of a folder, by Pillow. Raises ConfigError, MissingDependencyError."""
+    """Reads transformers' image processor of a folder, in its version that uses Pillow.
+
+    Raises:
+        ConfigError: when there is none in the folder.
+        MissingDependencyError: when transformers has only a version that needs torchvision.
+    """
     from transformers import AutoImageProcessor
 
     try:
@@ -323,12 +390,19 @@ def read_image_processor(folder: Path) -> Any:
         ) from error
 
 
-def _made_image_processor(described: Any) -> Any:
-    """The image processor of a kind of model, with the sizes of its description."""
-    import transformers
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+def _make_image_processor(described: PreTrainedConfig) -> Any:
+    """Makes the image processor of a described model, with the sizes of its encoder.
 
-    kind, vision = described.model_type, getattr(described, "vision_config", None)
+    Raises:
+        ConfigError: when transformers has none that works without torchvision.
+    """
+    import transformers
+    from transformers.models.auto.image_processing_auto import (
+        IMAGE_PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+    kind = described.model_type
+    encoder = getattr(described, "vision_config", None)
     names = (
         IMAGE_PROCESSOR_MAPPING_NAMES.get(kind)
         or IMAGE_PROCESSOR_MAPPING_NAMES.get(kind.removesuffix("_moe").removesuffix("_thinker"))
@@ -336,20 +410,23 @@ def _made_image_processor(described: Any) -> Any:
     )
     if "pil" not in names:
         raise ConfigError(f"transformers has no image processor for {kind} that works without torchvision")
-    cls = getattr(transformers, names["pil"])
+    cls = getattr(transformers, cast("str", names["pil"]))
     names_of_sizes = ("patch_size", "temporal_patch_size", "pooling_kernel_size")
-    known = {name: getattr(vision, name, None) for name in names_of_sizes}
-    known["merge_size"] = getattr(vision, "spatial_merge_size", None)
-    settings = {name: value for name, value in known.items() if value is not None and hasattr(cls, name)}
+    sizes = {name: getattr(encoder, name, None) for name in names_of_sizes}
+    sizes["merge_size"] = getattr(encoder, "spatial_merge_size", None)
+    settings: dict[str, Any] = {
+        name: value for name, value in sizes.items() if value is not None and hasattr(cls, name)
+    }
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
         settings["image_grid_pinpoints"] = described.image_grid_pinpoints
-    size = getattr(vision, "image_size", None)
-    if kind in ("emu3", "janus"):  # as the published ones
+    size = getattr(encoder, "image_size", None)
+    if kind in ("emu3", "janus"):  # as the published models have it
         settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     if kind == "chameleon":
         edge = described.vq_config.resolution
         settings |= {"size": {"shortest_edge": edge}, "crop_size": {"height": edge, "width": edge}}
-    if known["merge_size"] is None and size is not None:
+    # without merged patches, images are scaled to the size of the encoder
+    if sizes["merge_size"] is None and size is not None:
         size = size if isinstance(size, int) else size[0]
         settings["size"] = {"height": size, "width": size}
         settings.pop("patch_size", None)
@@ -360,9 +437,9 @@ def _made_image_processor(described: Any) -> Any:
     return cls(**settings)
 
 
-def _tokens_per_tile(described: Any) -> int:
-    """Tokens of the language model for an image, or a tile of one, of the encoder's size; 0 where images have sizes of
-    their own."""
+def _tokens_per_tile(described: PreTrainedConfig) -> int:
+    """The number of the language model's tokens for an image, or a tile of one, of the encoder's image size; 0 where
+    the encoder takes images of any size."""
     if described.model_type == "chameleon":
         return (described.vq_config.resolution // 2 ** (len(described.vq_config.channel_multiplier) - 1)) ** 2
     if getattr(described, "mm_tokens_per_image", None):
@@ -377,13 +454,15 @@ def _tokens_per_tile(described: Any) -> int:
     return int((size // edge) ** 2 * shrinks**2)
 
 
-def _llava_settings(described: Any) -> dict[str, Any]:
-    """What processors of LLaVA models are told of the encoder; of one that drops its first token, that it has one."""
-    size, edge = described.vision_config.image_size, described.vision_config.patch_size
+def _llava_settings(described: PreTrainedConfig) -> dict[str, Any]:
+    """Settings of the encoder for processors of LLaVA models."""
+    size = described.vision_config.image_size
+    edge = described.vision_config.patch_size
     strategy = described.vision_feature_select_strategy
     return {
         "num_image_tokens": (size // edge) ** 2,
         "patch_size": edge,
+        # the strategy "default" drops the first token of the encoder, which it therefore has besides those of patches
         "num_additional_image_tokens": int(strategy == "default"),
         "vision_feature_select_strategy": strategy,
     }
