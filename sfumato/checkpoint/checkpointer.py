@@ -29,7 +29,9 @@ class Checkpointer:
 
     def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int | Callable[[], int]) -> None:
         """``total_steps`` may be a function, of data that counts its steps anew when it goes on."""
-        self.config, self.run, self.mesh = config, run, mesh
+        self.config = config
+        self.run = run
+        self.mesh = mesh
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
         self.before_save: Callable[[], None] = lambda: None

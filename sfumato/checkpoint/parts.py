@@ -213,7 +213,8 @@ def _check_tensor(key: Any, described: Any, num_bytes: int) -> None:
     """Whether the chunks of a tensor make up the whole, and there are bytes for it."""
     if not isinstance(key, str) or not isinstance(described, TensorStorageMetadata):
         raise TypeError(f"{reprlib.repr(key)} is {type(described).__name__}")
-    size, dtype = tuple(described.size), described.properties.dtype
+    size = tuple(described.size)
+    dtype = described.properties.dtype
     if not isinstance(dtype, torch.dtype) or any(type(length) is not int or length < 0 for length in size):
         raise TypeError(f"{key} has dtype {reprlib.repr(dtype)} and shape {reprlib.repr(size)}")
     if math.prod(size) * dtype.itemsize > num_bytes:
@@ -340,7 +341,8 @@ class StoredCheckpoint:
         Args:
             keys: the name in the checkpoint by the name that each is to have.
         """
-        found, parts = {}, {}
+        found = {}
+        parts = {}
         for name, key in keys.items():
             shape, dtype = self.tensors[key]
             found[name] = torch.empty(shape, dtype=dtype)

@@ -61,7 +61,9 @@ class Saving:
         Raises:
             CheckpointError: on every rank, when the folder cannot be made.
         """
-        self.root, self.step, self.mesh = root, state.step, mesh
+        self.root = root
+        self.step = state.step
+        self.mesh = mesh
         self.building = root / f"global_step_{state.step}.tmp"
         parts, values = collect_state(state, mesh)
         self._values = json.dumps(values)

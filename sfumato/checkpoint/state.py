@@ -86,7 +86,9 @@ class SavedTensors:
 
     def __init__(self, name: str, tensors: dict[str, Tensor], shards: Shards | None = None) -> None:
         """``tensors`` are this rank's shards by parameter; without ``shards`` they are whole."""
-        self.name, self.tensors, self.shards = name, tensors, shards
+        self.name = name
+        self.tensors = tensors
+        self.shards = shards
 
     def shape(self, name: str) -> torch.Size:
         """Of the whole tensor."""
@@ -158,7 +160,8 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
             run's, naming the first that do, or the data, the seed or the size of a step.
         DataError: when the data is not that of the checkpoint.
     """
-    shards, values = Shards(state.model, mesh), stored.values
+    shards = Shards(state.model, mesh)
+    values = stored.values
     sections = _sections(state, shards, mesh)
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
         sections = [section for section in sections if section.name != DISPENSABLE]
@@ -403,7 +406,8 @@ def restore_random(tensors: dict[str, Tensor], values: dict[str, Any], device: t
             torch.cuda.set_rng_state(tensors["cuda"], device)
         version, internal, gauss = values["python"]
         random.setstate((version, tuple(internal), gauss))
-        key, its = tensors["numpy"].numpy(), values["numpy"]
+        key = tensors["numpy"].numpy()
+        its = values["numpy"]
         np.random.set_state(("MT19937", key, its["pos"], its["has_gauss"], its["gauss"]))
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the checkpoint's random generators cannot be put in place: {error}") from error

@@ -30,8 +30,11 @@ class EpochOrder:
     """The numbers below ``count`` over and over, in each epoch in another order: a function of (seed, key, epoch)."""
 
     def __init__(self, count: int, seed: int, key: str) -> None:
-        self.count, self.seed, self.key = count, seed, key
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+        self.count = count
+        self.seed = seed
+        self.key = key
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.long)
 
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)

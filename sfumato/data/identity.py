@@ -50,7 +50,8 @@ def content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str
 
 def sampled_digest(path: Path) -> bytes:
     """16 bytes for the size of a file and its bytes, of one of more than ``4 * SAMPLE`` a part at even distances."""
-    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
     digest.update(str(size).encode())
     with path.open("rb") as file:
         for number in range(4):
@@ -61,7 +62,9 @@ def sampled_digest(path: Path) -> bytes:
 
 def content_of_file(path: Path, blocks: int | None = None) -> str:
     """The digest of a file: its size, and its bytes, of a large one ``blocks`` (``BLOCKS``) at even distances."""
-    size, digest, blocks = path.stat().st_size, hashlib.blake2b(digest_size=20), blocks or BLOCKS
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=20)
+    blocks = blocks or BLOCKS
     digest.update(str(size).encode())
     with path.open("rb") as file:
         if size <= BLOCK * blocks:

@@ -38,8 +38,12 @@ class BucketOrder:
 
     def __init__(self, buckets: np.ndarray, run: int, seed: int, key: str) -> None:
         """Args: the bucket of each row, integers ``[N]``; how many of one bucket follow each other; of the keys."""
-        self.buckets, self.run, self.seed, self.key = buckets, run, seed, key
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.buckets = buckets
+        self.run = run
+        self.seed = seed
+        self.key = key
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
 
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.buckets))
@@ -48,7 +52,8 @@ class BucketOrder:
         return int(self._order[offset])
 
     def _arranged(self, epoch: int) -> np.ndarray:
-        count, run = len(self.buckets), self.run
+        count = len(self.buckets)
+        run = self.run
         rows = keyed_permutation(count, self.seed, self.key, epoch).numpy()
         rows = rows[np.argsort(self.buckets[rows], kind="stable")]
         sizes = np.bincount(self.buckets[rows])
@@ -99,7 +104,9 @@ class IndexLoader:
         refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
         if say is not None and (line := self._describe_unseen(num_rows, train)):
             say(line)
-        self._micro_batch_size, self._rank, self._num_ranks = train.micro_batch_size, mesh.data_rank, mesh.data_size
+        self._micro_batch_size = train.micro_batch_size
+        self._rank = mesh.data_rank
+        self._num_ranks = mesh.data_size
         self._buckets = buckets
         self._rows: EpochOrder | BucketOrder = EpochOrder(num_rows, train.seed, "order")
         if buckets is not None:

@@ -12,7 +12,8 @@ class PromptLoader:
         """Args are how many prompts there are, the groups of one iteration, the samples of a group, and the order's
         seed."""
         refuse_repetition("rollout.num_prompts", num_prompts, count)
-        self.num_prompts, self.group_size = num_prompts, group_size
+        self.num_prompts = num_prompts
+        self.group_size = group_size
         self._order = EpochOrder(count, seed, "prompts")
 
     def groups(self, iteration: int) -> list[int]:

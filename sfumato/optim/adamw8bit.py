@@ -48,7 +48,8 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def _step_of(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        state, shard = self.state[parameter], local(parameter.detach())
+        state = self.state[parameter]
+        shard = local(parameter.detach())
         state.setdefault("step", torch.tensor(0.0))
         for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
             state[key] = compressed(state.get(key), shard, is_signed)

@@ -123,7 +123,8 @@ class Muon(torch.optim.AdamW):
 
     def _step_together(self, parameters: list[nn.Parameter], sharers: Sharers, group: dict[str, Any]) -> None:
         """Moves as many matrices as there are ranks that share the work: each rank orthogonalises one."""
-        shapes, mine = [], None
+        shapes = []
+        mine = None
         for owner, parameter in enumerate(parameters):
             gathered = sharers.gather(self._direction(parameter), parameter)
             shapes.append(gathered.shape)
@@ -142,7 +143,8 @@ class Muon(torch.optim.AdamW):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])
+        gradient = local(parameter.grad)
+        momentum = local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 

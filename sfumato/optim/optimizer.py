@@ -116,7 +116,8 @@ def _group_of(
     lr_scale = 1.0
     if entry is not None:
         chosen = config.param_groups[entry]
-        lr_scale, decay = chosen.lr_scale, decay if chosen.weight_decay is None else chosen.weight_decay
+        lr_scale = chosen.lr_scale
+        decay = decay if chosen.weight_decay is None else chosen.weight_decay
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return ParameterGroup(lr_scale != 1.0, is_vector, is_hidden, lr_scale, decay, mesh)
 
@@ -125,12 +126,14 @@ def _check_choices(
     module: nn.Module, config: TrainConfig, taken: dict[str, int | None], hidden: set[str], mesh: Mesh | None
 ) -> None:
     """Whether every entry of param_groups, and Muon, has something to do, in this or in another pipeline stage."""
-    used, has_hidden = set(taken.values()), bool(hidden)
+    used = set(taken.values())
+    has_hidden = bool(hidden)
     if config.pipeline_parallel_size > 1:
         if mesh is None:
             return
         stages = mesh.gather((used, has_hidden), over="pp")
-        used, has_hidden = set().union(*(used_here for used_here, _ in stages)), any(has_here for _, has_here in stages)
+        used = set().union(*(used_here for used_here, _ in stages))
+        has_hidden = any(has_here for _, has_here in stages)
     for index, entry in enumerate(config.param_groups):
         if index not in used:
             names = list(taken)

@@ -34,7 +34,9 @@ class GlyphDataset:
     def __init__(
         self, config: GlyphConfig, height: int, width: int, seed: int, num_frames: int = 1, held_out: bool = False
     ) -> None:
-        self.config, self.seed, self.held_out = config, seed, held_out
+        self.config = config
+        self.seed = seed
+        self.held_out = held_out
         self.size = (height, width, num_frames)
 
     def __len__(self) -> int:

@@ -30,7 +30,8 @@ def dialled(number: str, generator: torch.Generator) -> bytes:
     def between(bounds: tuple[float, float]) -> float:
         return bounds[0] + (bounds[1] - bounds[0]) * float(torch.rand((), generator=generator))
 
-    loudness, noise = between(LOUDNESS), between(NOISE)
+    loudness = between(LOUDNESS)
+    noise = between(NOISE)
     parts = [np.zeros(round(between(PAUSE) * RATE))]
     for digit in number:
         row = next(index for index, keys in enumerate(KEYS) if digit in keys)

@@ -112,7 +112,9 @@ class SyntheticRows:
 
     def __init__(self, config: SyntheticTextConfig, seed: int, held_out: bool) -> None:
         """Args are the kind of problems, the seed of the rows, and whether they are those that training never shows."""
-        self.config, self.seed, self.held_out = config, seed, held_out
+        self.config = config
+        self.seed = seed
+        self.held_out = held_out
 
     def __len__(self) -> int:
         return max(1, round(self.config.num_rows * self.config.held_out)) if self.held_out else self.config.num_rows
@@ -122,7 +124,8 @@ class SyntheticRows:
             raise IndexError(index)
         generator = keyed_generator(self.seed, "held-out problems" if self.held_out else "problems", index)
         problems = [self._draw(generator) for _ in range(self.config.turns)]
-        last, wrong = problems[-1], wrong_answer(problems[-1], generator)
+        last = problems[-1]
+        wrong = wrong_answer(problems[-1], generator)
         answers = [self._shown_answer(problem, generator) for problem in problems]
         return {
             "text": " ".join(problem.statement for problem in problems),
@@ -161,7 +164,8 @@ class SyntheticRows:
 
     def _draw(self, generator: torch.Generator) -> Problem:
         if self.config.problem == "digits":  # whose scans are held out, not the numbers that they make
-            scans, length = digits.scans_of(self.config.held_out, self.held_out), _draw_length(generator, self.config)
+            scans = digits.scans_of(self.config.held_out, self.held_out)
+            length = _draw_length(generator, self.config)
             return Problem("digits", (" ".join(str(scans[_integer(generator, len(scans))]) for _ in range(length)),))
         fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
         for _ in range(min(MAX_DRAWS, 1000 + int(100 / fraction))):

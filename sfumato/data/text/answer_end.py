@@ -134,7 +134,9 @@ def read_declared_ends(tokenizer: Any) -> tuple[tuple[EndToken, ...], tuple[str,
     eos = tokenizer.eos_token_id
     if eos is not None:
         sources[eos] = f"{sources[eos]} and the tokenizer" if eos in sources else "the tokenizer"
-    special, notes, found = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}, [], []
+    special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    notes = []
+    found = []
     for token_id, source in sources.items():
         text = tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < len(tokenizer) else None
         if text is None or token_id not in special:
@@ -267,7 +269,8 @@ def _ask_after_call(render: Render, markers: re.Pattern[str], declared: Mapping[
     """The declared token that a result of a tool begins with, where the template writes none after the call."""
     call = [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
     result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": _ANSWER}
-    called, whole = _attempt(render, call, [EXAMPLE_TOOL]), _attempt(render, [*call, result], [EXAMPLE_TOOL])
+    called = _attempt(render, call, [EXAMPLE_TOOL])
+    whole = _attempt(render, [*call, result], [EXAMPLE_TOOL])
     if _ARGUMENT not in called or not whole.startswith(called):
         return None
     written = markers.findall(called.rpartition(_ARGUMENT)[2])

@@ -61,7 +61,8 @@ class ChatTemplate:
             ConfigError: when blocks of the template leave out what ends an answer, or it writes a date that changes.
         """
         self.tokenizer = tokenizer
-        self.name, self._source = name, text
+        self.name = name
+        self._source = text
         facts = facts_of(tokenizer)
         date = facts.date or datetime.date.today()
         self.text, self.tool_text = (with_date(each, name, date) for each in (text, tool_text))
@@ -257,7 +258,9 @@ class _Chat:
         where: str,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.owner, self.tools, self.where = owner, tools, where
+        self.owner = owner
+        self.tools = tools
+        self.where = where
         has_calls = any(message.get("tool_calls") for message in messages)
         self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
         self.options = options or {}
@@ -312,7 +315,8 @@ class _Chat:
                 )
         spans = {}
         for index in trained:
-            start, calls = len(prompts[index]), bool(self.messages[index].get("tool_calls"))
+            start = len(prompts[index])
+            calls = bool(self.messages[index].get("tool_calls"))
             texts[index], end = self.owner.ended(texts[index], start, whole, calls)
             spans[index] = (start, end)
         whole = texts.get(last, whole)
@@ -431,7 +435,9 @@ def check_messages(messages: list[Message], where: str, parts: bool = False) -> 
     """
     trained = []
     for index, message in enumerate(messages):
-        role, content, mask = message.get("role"), message.get("content"), message.get("loss_mask")
+        role = message.get("role")
+        content = message.get("content")
+        mask = message.get("loss_mask")
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")

@@ -227,7 +227,8 @@ class PreferenceTransform(ConversationTransform):
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
-        pair, tools = read_pair(row, self.keys, where), read_tools(row, where)
+        pair = read_pair(row, self.keys, where)
+        tools = read_tools(row, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
@@ -265,7 +266,8 @@ class UnpairedTransform(ConversationTransform):
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample; of a pair two, the better one first."""
-        tools, found = read_tools(row, where), []
+        tools = read_tools(row, where)
+        found = []
         for messages, label in self._answers(row, where):
             encoded = yield from self.template.asks(messages, where, tools)
             if len(encoded) > 1:

@@ -43,7 +43,8 @@ def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokeniz
         start = text.find(_ANSWER)
         if start < 0:
             continue
-        after, last = start + len(_ANSWER), text.find(_QUESTION) if following else len(text)
+        after = start + len(_ANSWER)
+        last = text.find(_QUESTION) if following else len(text)
         _check_answer(name, text, (start, after), blocks)
         found = list(markers.finditer(text, after, last))
         ended = next((marker for marker in found if marker.group() in ends), None)

@@ -57,7 +57,8 @@ def content_of_sources(sources: Sources | None) -> str:
         return digest_value(["nothing"])
     if sources.files is not None:
         files = [file.path for files in sources.files for file in files]
-        every, blocks = -(-len(files) // BLOCKS), max(BLOCKS // len(files), 1)
+        every = -(-len(files) // BLOCKS)
+        blocks = max(BLOCKS // len(files), 1)
         sizes = [path.stat().st_size for path in files]
         return digest_value(
             [sources.names, sources.mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])]

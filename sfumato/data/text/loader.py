@@ -57,13 +57,18 @@ class TextLoader:
         media: MediaCache | None = None,
     ) -> None:
         """Use ``build_text_loader``."""
-        self._sight, self._media = sight, media
+        self._sight = sight
+        self._media = media
         self.source_names = source_names
         """Names of the sources, which ``TokenBatch.source_ids`` numbers."""
         self.epoch_ended = False
         """Whether an epoch ended within the step that was yielded last."""
-        self._steps, self._data, self._train = steps, data, train
-        self._pad, self._mesh, self._cost = pad_token_id, mesh, cache(cost)
+        self._steps = steps
+        self._data = data
+        self._train = train
+        self._pad = pad_token_id
+        self._mesh = mesh
+        self._cost = cache(cost)
         self.fingerprint = steps.fingerprint
         """Identifies the samples and their order."""
         self.num_samples = steps.num_samples
@@ -119,7 +124,8 @@ class TextLoader:
             raise ValueError(f"the data is at step {self._state['step']}, not {from_step}: restore the loader's state")
         prepared = ((step, self._micro_batches(step)) for step in self._steps.steps(self._state))
         for number, (step, batches) in enumerate(in_background(prepared, STEPS_AHEAD), start=from_step):
-            self._state, self.epoch_ended = step.after, step.epoch_ended
+            self._state = step.after
+            self.epoch_ended = step.epoch_ended
             yield number, batches
 
     def is_epoch_due(self, every: int) -> bool:
@@ -128,7 +134,8 @@ class TextLoader:
 
     def _micro_batches(self, step: Step) -> list[TokenBatch]:
         """This data-parallel rank's micro-batches of a step."""
-        train, count = self._train, step.document_lengths.shape[1]
+        train = self._train
+        count = step.document_lengths.shape[1]
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
         capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
         costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
@@ -272,7 +279,9 @@ def open_text_data(
     Raises:
         UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
     """
-    data, train, pad = config.data, config.train, tokenizer.pad_token_id
+    data = config.data
+    train = config.train
+    pad = tokenizer.pad_token_id
     facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
     ends = adopt_answer_end(transform, tokenizer).describe()
@@ -353,7 +362,8 @@ def build_validation(
     lengths = [sample.num_tokens for sample in samples]
     capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
     if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
-        lengths, capacity = [1] * len(samples), train.micro_batch_size
+        lengths = [1] * len(samples)
+        capacity = train.micro_batch_size
     by_rank = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
     own = by_rank[mesh.data_rank]
     batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh, vision)
@@ -388,7 +398,8 @@ def _batches(
 def _prompt(sample: TextSample) -> AnsweredPrompt:
     """Splits the first document where the last run of its loss mask begins; plain text in its middle."""
     document = sample.documents[0]
-    ids, loss_mask = document.input_ids.tolist(), document.loss_mask.tolist()
+    ids = document.input_ids.tolist()
+    loss_mask = document.loss_mask.tolist()
     start, stop = len(ids) // 2, len(ids)
     if not all(loss_mask[1:]):
         start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)

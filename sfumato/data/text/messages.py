@@ -183,7 +183,8 @@ def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     learned = _read_learned(read, place)
     calls = _read_calls(read, place)
     if name in CALL_ROLES:
-        calls, content = _calls_of(content, place), ""
+        calls = _calls_of(content, place)
+        content = ""
         read |= {"_adds_calls": True, "_has_calls_alone": True}
         name = "assistant"
     elif isinstance(name, str):
@@ -245,7 +246,8 @@ def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         outer.setdefault("type", "function")
     if "parameters" in function and "arguments" not in function:
         function["arguments"] = function.pop("parameters")
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
+    arguments = function.get("arguments")
     if not isinstance(name, str) or not name:
         raise DataError(f"{place}: a call of a tool must have a name, not {name!r}")
     if isinstance(arguments, str):

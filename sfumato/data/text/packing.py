@@ -38,7 +38,8 @@ def make_batch(
     """
     documents = [document for sample in samples for document in sample.documents]
     origins = [source for sample, source in zip(samples, sources, strict=True) for _ in sample.documents]
-    num_documents, beside = len(documents), []
+    num_documents = len(documents)
+    beside = []
     if vision is not None:
         beside = [vision.beside(document.input_ids, document.images) for document in documents]
         if not vision.is_complete([one.tensors for one in beside]):
@@ -89,7 +90,8 @@ def _place_modalities(
     """Modalities and rotary positions of the tokens of models that see; those of padding are those of text."""
     if not beside:
         return {}
-    modality_ids, rope_positions = torch.zeros_like(position_ids), None
+    modality_ids = torch.zeros_like(position_ids)
+    rope_positions = None
     if beside[0].rope_positions is not None:
         rope_positions = position_ids[..., None].repeat(1, 1, 3).to(beside[0].rope_positions.dtype)
     for index, row in enumerate(rows):

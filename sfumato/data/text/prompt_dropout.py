@@ -35,7 +35,8 @@ def drop_prompts(
     """
     if share == 0:
         return batch
-    input_ids, labels = batch.input_ids.clone(), batch.labels
+    input_ids = batch.input_ids.clone()
+    labels = batch.labels
     for number, sample_id in enumerate(batch.sample_ids):
         document = (batch.document_ids == number).flatten()
         targets = (document & batch.loss_mask.flatten()).nonzero()

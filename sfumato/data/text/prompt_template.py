@@ -149,7 +149,8 @@ def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -
     """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends. Contents that
     are lists of parts, where there may be some, were checked when they were read."""
     for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")

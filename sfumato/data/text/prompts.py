@@ -79,7 +79,9 @@ def load_text_prompts(
     if config.synthetic is None and not config.data_type.makes_rows:
         for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
             log(line)
-    prompts, too_long, index = [], [], 0
+    prompts = []
+    too_long = []
+    index = 0
     while index < len(rows) and (limit is None or len(prompts) < limit):
         size = min(512, len(rows) - index) if limit is None else min(limit - len(prompts), len(rows) - index)
         for prompt in _encode(range(index, index + size), rows, read, template, tools):
@@ -106,7 +108,8 @@ def _open(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable
     """The rows, and what reads them."""
     if config.synthetic is None:
         return config.data_type.open(config, split, seed), config.data_type.read
-    rows, about = SyntheticRows(config.synthetic, seed, held_out=split == "eval"), {"problem": config.synthetic.problem}
+    rows = SyntheticRows(config.synthetic, seed, held_out=split == "eval")
+    about = {"problem": config.synthetic.problem}
 
     def read(row: FiledRow, where: str) -> PromptRow:
         own = {name: row[name] for name in ("prompt", "answer", "images", "audios") if name in row}
@@ -125,12 +128,14 @@ def _encode(
     indices: range, rows: RowTable, read: Callable[..., PromptRow], template: PromptTemplate, tools: Tools | None
 ) -> list[TextPrompt]:
     """Some prompts, encoded in one call of the tokenizer."""
-    found, texts = [], []
+    found = []
+    texts = []
     for index in indices:
         where = rows.describe(index)
         row = read(filed_row(rows, index), where)
         shown = row.tools or tools
-        messages, images = template.messages_of(row.content, where), None
+        messages = template.messages_of(row.content, where)
+        images = None
         text = row.content if messages is None else template.render(messages, where, shown)
         if template.reader is not None and messages is not None:
             replacements, shapes = template.reader.place_files(row.images, where)
@@ -139,7 +144,8 @@ def _encode(
             messages = [message | {"content": as_text(message.get("content"))} for message in messages]
         texts.append(text)
         found.append((row, messages, shown, where, images))
-    prompts, media = [], template.media_tokens
+    prompts = []
+    media = template.media_tokens
     for (row, messages, shown, where, images), ids in zip(found, template.encode(texts), strict=True):
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of the prompt")
@@ -230,7 +236,9 @@ class TextPromptLoader(PromptLoader):
             DataError: when an iteration takes each prompt absurdly often.
         """
         super().__init__(len(prompts), num_prompts, group_size, seed)
-        self.count, self.seed, self.path = len(prompts), seed, curriculum
+        self.count = len(prompts)
+        self.seed = seed
+        self.path = curriculum
         self._curriculum: Curriculum | None = None if curriculum is None else _imported(curriculum)
         self._metadata = [prompt.metadata for prompt in prompts]
         self._known: tuple[int, list[int]] = (-1, [])

@@ -89,7 +89,8 @@ class _Batch:
     def finish(self) -> None:
         """Encodes what is asked for until no work asks for more."""
         while self._waiting:
-            asked, self._waiting = self._waiting, []
+            asked = self._waiting
+            self._waiting = []
             try:
                 encoded = iter(self._encode([text for _, _, texts in asked for text in texts]))
                 answers = [list(islice(encoded, len(texts))) for _, _, texts in asked]

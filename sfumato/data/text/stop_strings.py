@@ -36,6 +36,7 @@ def completes_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode
 
 def before_stop(token_ids: Sequence[int], stop: Sequence[str], decode: Decode) -> str:
     """The text of tokens, without one of the texts that the last of them completes and what stands behind it."""
-    text, before = decode(token_ids), len(decode(token_ids[:-1]))
+    text = decode(token_ids)
+    before = len(decode(token_ids[:-1]))
     places = [text.find(each, max(before - len(each) - 2, 0)) for each in stop]  # 2: half a character before
     return text[: min((place for place in places if place >= 0), default=len(text))]

@@ -92,13 +92,16 @@ def limited_rendering(text: str) -> Iterator[None]:
         TemplateLimitError: when it does too much.
     """
     limit_template(text)
-    _budget.steps, _budget.made, _budget.ends = 0, 0, time.monotonic() + MAX_SECONDS
+    _budget.steps = 0
+    _budget.made = 0
+    _budget.ends = time.monotonic() + MAX_SECONDS
     try:
         yield
     except (RecursionError, MemoryError):
         _refuse("calls itself without end")
     finally:
-        _budget.steps, _budget.ends = 0, float("inf")
+        _budget.steps = 0
+        _budget.ends = float("inf")
 
 
 def limit_template(text: str) -> None:
@@ -110,7 +113,9 @@ def limit_template(text: str) -> None:
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    _budget.steps, _budget.made, _budget.refusal = 0, 0, None
+    _budget.steps = 0
+    _budget.made = 0
+    _budget.refusal = None
     try:
         check_constants(text, _compile_jinja_template("").environment)
         compiled = _compile_jinja_template(text)
@@ -225,7 +230,9 @@ def measured(value: Any) -> Any:
     if isinstance(value, (str, bytes)):
         _check_whole(len(value))
     elif isinstance(value, (list, tuple, dict, Namespace)):
-        items, size, rest = 0, 0, [value]
+        items = 0
+        size = 0
+        rest = [value]
         while rest:
             inside = rest.pop()
             if isinstance(inside, (str, bytes)):
@@ -325,7 +332,9 @@ def _check_call(name: str, subject: Any, arguments: tuple[Any, ...], named: Mapp
     if name in SEARCHING and isinstance(subject, str) and len(subject) > MAX_SEARCHED:
         _refuse(f"has {name} search more than {MAX_SEARCHED:,} characters")
     if name == "replace" and len(everything) > 1:
-        text, old, new = str(subject), str(everything[0]), str(everything[1])
+        text = str(subject)
+        old = str(everything[0])
+        new = str(everything[1])
         _check_size(len(text) + text.count(old) * len(new))
     if name == "translate" and everything and isinstance(everything[0], Mapping):
         longest = [len(value) for value in everything[0].values() if isinstance(value, str)]
@@ -347,7 +356,8 @@ def _limit_environment(environment: Environment) -> None:
     def limited_call(context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         _count()
         method = getattr(function, "__wrapped__", function)
-        subject, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        subject = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
         if isinstance(subject, (str, bytes, int, float)):
             if name == "join" and arguments and isinstance(subject, (str, bytes)):
                 arguments = (list(arguments[0]), *arguments[1:])

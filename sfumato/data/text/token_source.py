@@ -74,8 +74,11 @@ class StoreSteps:
     """Steps over the samples of a store."""
 
     def __init__(self, store: TokenStore, order: Order, fingerprint: str, rule: StepRule, length: RunLength) -> None:
-        self.store, self.order, self.fingerprint = store, order, fingerprint
-        self.rule, self.length = rule, length
+        self.store = store
+        self.order = order
+        self.fingerprint = fingerprint
+        self.rule = rule
+        self.length = length
         self.num_samples = len(store)
         self.tokens_per_epoch = int(store.lengths[order.epoch(0)].sum())
 
@@ -135,7 +138,8 @@ class _Ahead:
 
     def __init__(self, epochs: Iterator[np.ndarray], sizes: np.ndarray) -> None:
         """``sizes`` are what each sample of the data counts."""
-        self._epochs, self._sizes = epochs, sizes
+        self._epochs = epochs
+        self._sizes = sizes
         self._indices = self._filled = np.empty(0, np.int64)
         self._next = 0
         self._ends: deque[int] = deque()  # where epochs end in the indices
@@ -167,7 +171,8 @@ class _Ahead:
         for epoch in fresh:
             end += len(epoch)
             self._ends.append(end)
-        self._indices, self._next = np.concatenate([self._indices[self._next :], *fresh]), 0
+        self._indices = np.concatenate([self._indices[self._next :], *fresh])
+        self._next = 0
         self._filled = np.cumsum(self._sizes[self._indices])
         return 0
 
@@ -220,8 +225,12 @@ class TextStream:
             block_rows: rows that are shuffled among themselves.
             bad_rows: takes note of rows that cannot be used, or raises their DataError.
         """
-        self.sources, self.transform, self.bad_rows = sources, transform, bad_rows
-        self.seed, self.shuffle, self.block_rows = seed, shuffle, block_rows
+        self.sources = sources
+        self.transform = transform
+        self.bad_rows = bad_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.block_rows = block_rows
         tables = [[(number, table) for table in tables] for number, tables in enumerate(sources.tables)]
         self.readers = [*map(RowBlocks, tables)] if sources.weights is not None else [RowBlocks([*chain(*tables)])]
 
@@ -268,7 +277,8 @@ class TextStream:
             done = place.row % self.block_rows
             order = self._order(reader, place, len(block.rows))[done:]
             for index, samples in samples_of(self.transform, block.rows, order):
-                where, row = block.rows.describe(index), place.row
+                where = block.rows.describe(index)
+                row = place.row
                 done += 1
                 after = place._replace(row=row + 1, sample=0)
                 if done == len(block.rows):
@@ -301,7 +311,10 @@ class StreamSteps:
     """Steps over a stream, as ``StoreSteps``; samples and tokens of an epoch are not counted."""
 
     def __init__(self, stream: TextStream, fingerprint: str, rule: StepRule, length: RunLength) -> None:
-        self.stream, self.fingerprint, self.rule, self.length = stream, fingerprint, rule, length
+        self.stream = stream
+        self.fingerprint = fingerprint
+        self.rule = rule
+        self.length = length
         self.num_samples = self.tokens_per_epoch = None
 
     def begin(self) -> State:
@@ -321,7 +334,8 @@ class StreamSteps:
         samples = self.stream.read(state)
         waiting: list[StreamSample] = []
         for _ in range(self.num_steps(state)):
-            taken, waiting = waiting, []
+            taken = waiting
+            waiting = []
             room = self.rule.limit - sum(map(self._size, taken))
             while room > 0:
                 found = next(samples)

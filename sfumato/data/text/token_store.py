@@ -91,10 +91,12 @@ class TokenStore:
         """Tokens of each document: int64 ``[N, documents_per_sample]``."""
         self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
         """Tokens of each sample: int64 ``[N]``."""
-        self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
+        self._tokens = columns["tokens"]
+        self._loss_mask = columns["learned"]
         self._numbers = columns.get("numbers")
         self._ends = np.cumsum(columns["document_lengths"])
-        self._rows, self._transform = sources.rows, transform
+        self._rows = sources.rows
+        self._transform = transform
         self._row_of: np.ndarray | None = columns.get("row_of")
         if self._row_of is not None:
             self._image_ends = np.cumsum(columns["image_counts"], dtype=np.int64)
@@ -149,7 +151,9 @@ class MediaPlace(NamedTuple):
 
 def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Images:
     """The media of a document; ``rows`` are those of each source, from which ``transform`` made it."""
-    table, row, shapes = rows[place.source], place.row, place.shapes
+    table = rows[place.source]
+    row = place.row
+    shapes = place.shapes
     return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
 
 
@@ -157,7 +161,8 @@ def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray)
     """The first images of a row, and the first that are drawn, as many as there are shapes of each kind."""
     media = transform.files(filed_row(rows, index), rows.describe(index))
     drawn = [medium for medium in media if isinstance(medium, DrawnFile)]
-    seen, count = [medium for medium in media if not isinstance(medium, DrawnFile)], int((shapes.sum(1) == 0).sum())
+    seen = [medium for medium in media if not isinstance(medium, DrawnFile)]
+    count = int((shapes.sum(1) == 0).sum())
     return [*seen[: len(shapes) - count], *drawn[:count]]
 
 
@@ -265,12 +270,14 @@ def _build(
         for source, rows in enumerate(sources.rows)
         for start in range(0, len(rows), CHUNK_ROWS)
     ]
-    first, started = np.cumsum([0, *map(len, sources.rows)]), time.time_ns()
+    first = np.cumsum([0, *map(len, sources.rows)])
+    started = time.time_ns()
     kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
     kinds |= IMAGES if getattr(transform, "has_images", False) else {}
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
-    num_samples, media = [0] * len(sources.rows), list[str]()
+    num_samples = [0] * len(sources.rows)
+    media = list[str]()
     with closing(in_workers(sources.rows, transform, _tokenise, chunks, num_workers)) as parts:
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
@@ -312,7 +319,9 @@ class _Column:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.size = 0
-        self._dtype, self._file, self._hash = dtype, open_new(path), hashlib.blake2b(digest_size=20)
+        self._dtype = dtype
+        self._file = open_new(path)
+        self._hash = hashlib.blake2b(digest_size=20)
 
     def add(self, values: np.ndarray | list[int]) -> None:
         data = np.ascontiguousarray(values, self._dtype)

@@ -97,7 +97,8 @@ def _is_plain(tokenizer: Any) -> bool:
     """Whether the tokenizer does with a text what transformers' fast tokenizers do."""
     from transformers import PreTrainedTokenizerFast
 
-    kind, base = type(tokenizer), PreTrainedTokenizerFast
+    kind = type(tokenizer)
+    base = PreTrainedTokenizerFast
     return kind.__call__ is base.__call__ and getattr(kind, "_encode_plus", None) is base._encode_plus
 
 
