@@ -96,7 +96,7 @@ def build_optimizer(
 
 
 def _find_entry(name: str, config: TrainConfig) -> int | None:
-    """Index of the entry of ``train.param_groups`` that sets a parameter: the first whose expression matches its name."""
+    """Index of the first entry of ``train.param_groups`` whose expression matches a parameter's name, if any."""
     return next((index for index, entry in enumerate(config.param_groups) if re.search(entry.match, name)), None)
 
 

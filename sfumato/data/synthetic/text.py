@@ -201,10 +201,7 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[position]]
         return correct[:position] + digits[_integer(generator, len(digits))] + correct[position + 1 :]
     pairs = [  # of different letters, whose swap changes the word
-        (i, j)
-        for j in range(len(correct))
-        for i in range(j)
-        if correct[i] != correct[j]
+        (i, j) for j in range(len(correct)) for i in range(j) if correct[i] != correct[j]
     ]
     letters = list(correct)
     if pairs:
