@@ -397,7 +397,10 @@ def in_workers(
     jobs: Sequence[Job],
     num_workers: int,
 ) -> Generator[Done, None, None]:
-    """Yields ``work(rows, transform, job)`` of each job, in order; in other processes when ``num_workers`` is above 1."""
+    """Yields ``work(rows, transform, job)`` of each job, in order.
+
+    With ``num_workers`` above 1 other processes do the work.
+    """
     num_workers = min(num_workers, len(jobs))
     if num_workers <= 1:
         yield from (work(rows, transform, job) for job in jobs)
