@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.text.answer_end import AnswerEnd, marker_pattern
 from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The beginning of a generation block."""
@@ -19,7 +22,7 @@ RenderMarked = Callable[[list[dict[str, Any]]], tuple[str, list[Span]]]
 """Renders a conversation; returns its text and the spans of its generation blocks."""
 
 
-def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: Any) -> None:
+def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raises ConfigError when the blocks of a template leave out a part of an answer, or the token that ends it, in the
     middle or at the end of a conversation.
 
