@@ -78,7 +78,7 @@ def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tenso
         is_signed: whether values can be negative.
     """
     if isinstance(previous, OptimState8bit):
-        return previous
+        return cast(Tensor, previous)
     values = torch.zeros_like(shard) if previous is None else local(previous)
     if shard.numel() < SMALLEST or shard.numel() % BLOCK:
         return values
@@ -86,7 +86,7 @@ def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tenso
     if is_signed:
         # torchao's table ends above -1, so that a block whose largest element is negative would change its scale.
         state.qmap[0] = -1.0
-    return state.copy_(values)  # pyright: ignore[reportReturnType]  # torchao types it as optional
+    return state.copy_(values)
 
 
 def _compiled(*arguments: Any) -> None:

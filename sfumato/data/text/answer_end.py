@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
@@ -138,14 +138,14 @@ def read_declared_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[EndTok
     folder = facts_of(tokenizer).model_folder
     numbers, file = ([], "") if folder is None else _read_eos(folder)
     sources = dict.fromkeys(numbers, file)
-    eos = tokenizer.eos_token_id
+    eos = cast(int | None, tokenizer.eos_token_id)
     if eos is not None:
         sources[eos] = f"{sources[eos]} and the tokenizer" if eos in sources else "the tokenizer"
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     notes = []
     end_tokens = []
     for token_id, source in sources.items():
-        text = tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < len(tokenizer) else None
+        text = cast(str, tokenizer.convert_ids_to_tokens(token_id)) if 0 <= token_id < len(tokenizer) else None
         if text is None or token_id not in special:
             reason = "which the tokenizer has not" if text is None else f"which is {text!r} in the tokenizer"
             notes.append(f"{source} names {token_id} as the end of an answer, {reason}: it is left out")
@@ -165,7 +165,7 @@ def _read_eos(folder: Path) -> tuple[list[int], str]:
         settings = read_json_file(folder / name)
         places = [settings, *(settings[key] for key in inner if isinstance(settings.get(key), dict))]
         value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
-        numbers = value if isinstance(value, list) else [value]
+        numbers: list[Any] = value if isinstance(value, list) else [value]
         if value is None:
             continue
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
@@ -189,7 +189,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 def plain_answer_end(tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
     """How texts end that no chat template renders: with the tokenizer's end-of-sequence token."""
     declared, notes = read_declared_ends(tokenizer)
-    eos = _make_end_token(tokenizer, tokenizer.eos_token_id, "the tokenizer's end of a text")
+    eos = _make_end_token(tokenizer, cast(int | None, tokenizer.eos_token_id), "the tokenizer's end of a text")
     return AnswerEnd(declared, eos, notes=notes)
 
 
@@ -236,7 +236,7 @@ def measure_answer_end(tokenizer: PreTrainedTokenizerFast, render: Render) -> An
     after_call = _find_end_after_call(render, markers, by_text)
     if end_marker is not None:
         source = "the chat template writes it after an answer"
-        taught = _make_end_token(tokenizer, tokenizer.convert_tokens_to_ids(end_marker.group()), source)
+        taught = _make_end_token(tokenizer, cast(int, tokenizer.convert_tokens_to_ids(end_marker.group())), source)
         return AnswerEnd(declared, taught, after_call, tail, end_marker.end(), notes)
     next_marker = markers.match(between.lstrip())
     if next_marker is not None and next_marker.group() in by_text:
@@ -244,7 +244,7 @@ def measure_answer_end(tokenizer: PreTrainedTokenizerFast, render: Render) -> An
         taught = _make_end_token(tokenizer, by_text[next_marker.group()].token_id, source)
     else:
         source = "the chat template writes nothing that ends an answer, so that learning appends the end of a text"
-        taught = _make_end_token(tokenizer, tokenizer.eos_token_id, source)
+        taught = _make_end_token(tokenizer, cast(int | None, tokenizer.eos_token_id), source)
     return AnswerEnd(declared, taught, after_call, tail, 0, notes)
 
 
@@ -256,7 +256,9 @@ def marker_pattern(tokenizer: PreTrainedTokenizerFast, more: Collection[str] = (
 
 
 def _make_end_token(tokenizer: PreTrainedTokenizerFast, token_id: int | None, source: str) -> EndToken | None:
-    return None if token_id is None else EndToken(token_id, tokenizer.convert_ids_to_tokens(token_id), source)
+    if token_id is None:
+        return None
+    return EndToken(token_id, cast(str, tokenizer.convert_ids_to_tokens(token_id)), source)
 
 
 def _render_tail(render: Render) -> tuple[str | None, str]:

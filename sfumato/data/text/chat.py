@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class ChatTemplate:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
-        self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
+        self._special_ids = np.array(sorted(cast(list[int], tokenizer.convert_tokens_to_ids(specials))), dtype=np.int64)
         end = measure_answer_end(tokenizer, self._render_whole)
         if self.text != text:
             end = replace(
@@ -238,7 +238,10 @@ class ChatTemplate:
             if self._decode(parted_ids) == self._decode(input_ids):
                 input_ids = parted_ids
                 begins = np.concatenate(
-                    [first + _begins(*part[1:]) for first, part in zip(bounds, parts, strict=False)]
+                    [
+                        first + _begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
+                        for first, part in zip(bounds, parts, strict=False)
+                    ]
                 )
             elif any((plain & (starts < start) & (start < ends)).any() for start, _ in spans):
                 raise DataError(
@@ -256,7 +259,7 @@ class ChatTemplate:
         return input_ids, loss_mask
 
     def _decode(self, input_ids: np.ndarray) -> str:
-        return self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False)
+        return cast(str, self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False))
 
 
 class _Chat:
@@ -285,12 +288,12 @@ class _Chat:
         with _TRACKER:
             texts, blocks = render_jinja_template(
                 conversations=[self.messages],
-                tools=self.tools,
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
-                **self.owner.tokenizer.special_tokens_map,
+                **self.owner.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
             )
-        return texts[0], blocks[0]
+        return texts[0], cast(list[Span], blocks[0])
 
     def marked_texts(self, trained: list[int]) -> list[Rendered]:
         """The text to train on, for a template with generation blocks: the whole conversation.
@@ -360,14 +363,15 @@ class _Chat:
     def apply(self, count: int, prompt: bool = False) -> str:
         """As ``render``, but raises what the template raises."""
         with _TRACKER:
-            return self.owner.tokenizer.apply_chat_template(
+            text = self.owner.tokenizer.apply_chat_template(
                 self.messages[:count],
-                tools=self.tools,
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self.options,
             )
+        return cast(str, text)
 
     def _render_checked(self, render: Callable[[], Result], count: int | None = None) -> Result:
         """Returns what ``render`` returns, under the limits for templates.
@@ -447,7 +451,7 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) ->
         raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
         _check_syntax(text, name or OWN)
-    return ChatTemplate(tokenizer, *texts, name or OWN)
+    return ChatTemplate(tokenizer, *texts, name or OWN)  # pyright: ignore[reportCallIssue]  # two texts
 
 
 def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -74,16 +74,13 @@ class TextTransform(Protocol):
     ``encode(texts)`` makes these tokens (see ``sfumato.data.text.row_samples``).
     """
 
-    if TYPE_CHECKING:  # read-only, so that class variables and the fields of frozen dataclasses fit
-
-        @property
-        def documents_per_sample(self) -> int: ...
+    documents_per_sample: ClassVar[int]
+    if TYPE_CHECKING:  # read-only, so that a field of a frozen dataclass fits
 
         @property
         def fingerprint(self) -> str: ...
 
     else:
-        documents_per_sample: int
         fingerprint: str
         """Identifies everything that changes the samples of a row."""
 

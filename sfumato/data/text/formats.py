@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -187,7 +187,7 @@ class PlainTextTransform:
         if len(tokens.input_ids) == 0:
             raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
         input_ids = with_bos(tokens.input_ids, self.tokenizer)
-        input_ids = np.append(input_ids, np.int32(self.tokenizer.eos_token_id))
+        input_ids = np.append(input_ids, np.int32(cast(int, self.tokenizer.eos_token_id)))
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn

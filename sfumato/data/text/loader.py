@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.background import STEPS_AHEAD, in_background
@@ -86,7 +86,7 @@ class TextLoader:
         """Steps of the whole run: those before the restored state, and those that are left from there."""
         if self._total_steps is None:
             self._total_steps = self._state["step"] + self._steps.num_steps(self._state)
-        return self._total_steps
+        return cast(int, self._total_steps)
 
     def state(self) -> State:
         """The position in the data after the latest step that was yielded, as values that JSON can hold.
@@ -293,7 +293,7 @@ def open_text_data(
     """
     data = config.data
     train = config.train
-    pad_token_id = tokenizer.pad_token_id
+    pad_token_id = cast(int, tokenizer.pad_token_id)
     facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
     ends = adopt_answer_end(transform, tokenizer).describe()

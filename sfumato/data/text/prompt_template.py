@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.stop_strings import Decode
 
 Tools = list[dict[str, Any]]
 
@@ -99,7 +100,7 @@ class PromptTemplate:
         valid_texts = [whole_characters(text) for text in texts]
         encoded = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(valid_texts)]
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
-        bos = self.tokenizer.bos_token_id
+        bos = cast(int, self.tokenizer.bos_token_id)  # used only if there is one
         return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
@@ -115,12 +116,12 @@ class PromptTemplate:
         if ids and ids[-1] in (self.answer_end.stop_token_ids if stop is None else stop):
             ids = ids[:-1]
         decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
-        return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)
+        return before_stop(ids, self.stop, cast("Decode", decode)) if self.stop and is_cut else cast(str, decode(ids))
 
     def completes_stop(self, token_ids: Sequence[int]) -> bool:
         """Whether the last token of an answer completes a stop string."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return completes_stop(token_ids, self.stop, decode)
+        return completes_stop(token_ids, self.stop, cast("Decode", decode))
 
     def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
         """Renders and encodes a single prompt. Raises DataError as ``messages_of`` and ``render``."""

@@ -13,13 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from jinja2 import Environment, Template, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import SandboxedEnvironment
 
 MAX_TEMPLATE = 2**20
 """Characters of a template; published ones have up to 30,000."""
@@ -141,7 +144,7 @@ def limit_compiled(compiled: Template, text: str) -> None:
     environment = compiled.environment
     if "_counted" in environment.filters:  # limited already
         return
-    _limit_environment(environment)
+    _limit_environment(cast("SandboxedEnvironment", environment))
     tree = _Counting().visit(environment.parse(text))
     tree.set_environment(environment)
     limited = environment.from_string(tree)
@@ -156,7 +159,7 @@ def check_constants(text: str, environment: Environment) -> None:
     if len(text) > MAX_TEMPLATE:
         _refuse(f"has {len(text):,} characters, more than {MAX_TEMPLATE:,}")
     if "_counted" not in environment.filters:
-        _limit_environment(environment)
+        _limit_environment(cast("SandboxedEnvironment", environment))
     _budget.max_size = MAX_CONSTANT
     try:
         _Folding(nodes.EvalContext(environment)).visit(environment.parse(text))
@@ -199,7 +202,7 @@ class _Counting(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  (jinja's names)
         self.generic_visit(node)
-        node.iter = _filter(node.iter, "_counted")
+        node.iter = _filter(cast(nodes.Expr, node.iter), "_counted")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
@@ -300,7 +303,7 @@ def _add(first: Any, second: Any) -> Any:
     for kind in (str, bytes):
         if isinstance(first, kind) and isinstance(second, kind):
             _check_size(len(first) + len(second))
-    return measured(first + second)
+    return measured(cast(Any, first) + second)
 
 
 def _power(first: Any, second: Any) -> Any:
@@ -363,16 +366,16 @@ def _check_call(name: str, subject: Any, arguments: tuple[Any, ...], named: Mapp
         longest = [len(value) for value in everything[0].values() if isinstance(value, str)]
         _check_size(len(subject) * max(longest, default=1))
     if name in ("format", "format_map"):
-        values = everything[0].values() if name == "format_map" and isinstance(everything[0], Mapping) else everything
-        is_nested = re.search(r"\{[^{}]*\{", subject) is not None
-        _check_format(subject, list(values), "{", "{" if is_nested else "\0")
+        values = everything[0].values() if name == "format_map" and isinstance(everything[0], Mapping) else everything  # pyright: ignore[reportGeneralTypeIssues]
+        is_nested = re.search(r"\{[^{}]*\{", cast(str, subject)) is not None
+        _check_format(cast(str, subject), list(values), "{", "{" if is_nested else "\0")
 
 
 def _is_length(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _limit_environment(environment: Environment) -> None:
+def _limit_environment(environment: SandboxedEnvironment) -> None:
     """Puts the limits into an environment, for templates that are compiled afterwards."""
     call = environment.call
 
@@ -411,7 +414,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         subject = values[0] if values else None
         if name == "join" and not isinstance(subject, Undefined):
             separator = str(values[1] if len(values) > 1 else named.get("d", ""))
-            items = list(subject)
+            items = list(cast(Iterable[Any], subject))
             arguments = (*arguments[:first], items, *values[1:])
             _check_size(sum(len(item) for item in items if isinstance(item, str)) + len(separator) * len(items))
             measured(items)

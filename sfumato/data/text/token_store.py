@@ -306,7 +306,9 @@ def _build(
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
                 if "numbers" in columns:
-                    columns["numbers"].add(np.concatenate([document.numbers for document in part.documents]))
+                    columns["numbers"].add(
+                        np.concatenate([cast(np.ndarray, document.numbers) for document in part.documents])
+                    )
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
             columns["source_of"].add([source] * len(part.rows))
             if "row_of" in columns and part.documents:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -57,7 +57,11 @@ class Encoder:
 
     def _encode_by_call(self, text: str) -> Tokens:
         """Encodes one text with a tokenizer whose class overrides how transformers encodes."""
-        options = {"add_special_tokens": False, "return_offsets_mapping": self.with_offsets, "verbose": False}
+        options: dict[str, Any] = {
+            "add_special_tokens": False,
+            "return_offsets_mapping": self.with_offsets,
+            "verbose": False,
+        }
         encoding = self.tokenizer(text, **options)
         if not self.with_offsets:
             return Tokens(np.array(encoding["input_ids"], np.int32))
