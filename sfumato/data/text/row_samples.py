@@ -92,9 +92,9 @@ class _Batch:
         """Index of each row, and what its work returned or the exception that ended it."""
         self.num_characters = 0
         self._encode = encode
-        self._waiting: list[tuple[int, Asking[Any], list[str]]] = []
+        self._waiting: list[tuple[int, Asking[list[TextSample]], list[str]]] = []
 
-    def add(self, index: int, asking: Asking[Any]) -> None:
+    def add(self, index: int, asking: Asking[list[TextSample]]) -> None:
         """Starts the work on a row, up to the texts that it asks for first."""
         self.results.append((index, None))
         self._advance(len(self.results) - 1, asking, lambda: next(asking))
@@ -118,7 +118,7 @@ class _Batch:
                     ),
                 )
 
-    def _advance(self, place: int, asking: Asking[Any], advance: Callable[[], list[str]]) -> None:
+    def _advance(self, place: int, asking: Asking[list[TextSample]], advance: Callable[[], list[str]]) -> None:
         """Runs the work on a row until it asks for texts again, returns or raises."""
         index = self.results[place][0]
         try:
@@ -132,7 +132,7 @@ class _Batch:
             self.num_characters += sum(map(len, texts))
 
 
-def _asks(transform: Any) -> bool:
+def _asks(transform: TextTransform) -> bool:
     """Whether a transform may be asked through ``asks``.
 
     A subclass that overrides ``__call__`` without ``asks`` would be bypassed by the ``asks`` that it inherits.

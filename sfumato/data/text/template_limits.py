@@ -393,7 +393,7 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
         return measured(call(context, function, *arguments, **named))
 
     environment.call = limited_call
-    environment.concat = lambda pieces: "".join(_bounded(pieces))
+    environment.concat = lambda pieces: "".join(_bounded(pieces))  # pyright: ignore[reportAttributeAccessIssue]
     environment.globals.pop("lipsum", None)
     for name, function in list(environment.filters.items()):
         environment.filters[name] = _limited_filter(name, function)
