@@ -1,4 +1,4 @@
-"""When to save, what to keep, where to resume."""
+"""When a run saves checkpoints, how many it keeps, and which one it resumes from."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ from sfumato.tracking.run import Run
 
 
 class Checkpointer:
-    """Saves the state periodically, on SIGTERM and at the end. Every rank writes what it holds.
+    """Saves the state periodically, on SIGTERM and at the end. Every rank writes its own shards.
 
-    With ``train.save_async`` periodic saves are written by a thread, from a copy; at most one is on its way, and the
-    last one of a run is waited for.
+    With ``train.save_async`` a thread writes periodic saves from a copy of the state. At most one save is under way,
+    and the run waits for its last one.
     """
 
     def __init__(self, config: TrainConfig, run: Run, mesh: Mesh, total_steps: int | Callable[[], int]) -> None:
-        """``total_steps`` may be a function, of data that counts its steps anew when it goes on."""
-        self.config, self.run, self.mesh = config, run, mesh
+        """Restores a half-replaced export, and takes what saving needs.
+
+        Args:
+            config: the section ``train``.
+            run: the run folder and its messages.
+            mesh: the ranks.
+            total_steps: steps of the run; a function where the data counts its steps again after a resume.
+        """
+        self.config = config
+        self.run = run
+        self.mesh = mesh
         self.total_steps = total_steps
         self.root = Path(config.output_dir) / "checkpoints"
         self.before_save: Callable[[], None] = lambda: None
-        """A function that is called before the state is looked at: tensors that were moved away must be back."""
+        """Called before the state is read: it must bring back tensors that were moved off the device."""
         self._saved_step = -1
         self._unwritten = ""
         self._staging = Staging() if config.save_async else None
@@ -42,54 +51,54 @@ class Checkpointer:
             restore_folder(self.root.parent / "hf_ckpt")
 
     def resume(self, state: TrainState) -> None:
-        """Loads what ``train.load_checkpoint_path`` asks for into the state, if anything.
+        """Loads the checkpoint that ``train.load_checkpoint_path`` asks for, if any, into the state.
 
         Raises:
-            CheckpointError: when a named checkpoint is missing or damaged or of another model, or all are; or its
-                weights are not finite.
+            CheckpointError: when the named checkpoint, or with ``auto`` every one, is missing, damaged or of another
+                model; or when its weights are not finite.
         """
-        wanted = self.config.load_checkpoint_path
-        if wanted in (None, "new"):
+        requested = self.config.load_checkpoint_path
+        if requested in (None, "new"):
             return
-        present, others = self.mesh.first(own_checkpoints(self.root.parent), among="world")
-        if wanted == "auto":
-            for step, run_id in others.items():
+        checkpoints, other_runs = self.mesh.first(own_checkpoints(self.root.parent), among="world")
+        if requested == "auto":
+            for step, run_id in other_runs.items():
                 self.run.say(f"checkpoint passed over: {self.root}/global_step_{step} is of another run ({run_id})")
-            if others and not present:
+            if other_runs and not checkpoints:
                 raise CheckpointError(
                     f"no checkpoint in {self.root} is of the run that stands there: to go on from one of them as a new "
                     "run, name it as train.load_checkpoint_path with another train.output_dir"
                 )
-            found = newest_intact(present, self.run.say, self._verify)
-            if found is None:
+            newest = newest_intact(checkpoints, self.run.say, self._verify)
+            if newest is None:
                 self.run.say(f"no checkpoint in {self.root}: starting from the first step")
                 return
-            folder = found[1]
+            folder = newest[1]
         else:
-            folder = Path(wanted)
+            folder = Path(requested)
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)
         if changed := load_state(state, StoredCheckpoint(folder), self.mesh):
             self.run.say(changed)
-        if bad := self._not_finite(state):
+        if bad := self._find_not_finite(state):
             raise CheckpointError(
                 f"{folder} holds weights that are NaN or infinite: {listed(bad)}: its run had diverged. Name an "
                 "earlier checkpoint in train.load_checkpoint_path"
             )
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
-        later = [path.name for step, path in present.items() if step > state.step]
+        later = [path.name for step, path in checkpoints.items() if step > state.step]
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 
     def after_step(self, state: TrainState, due: bool = False, unwritten: str = "") -> None:
-        """Saves if it is due, at the end, or when the run was asked to stop.
+        """Saves when a save is due, at the end, or when the run was asked to stop.
 
         Args:
             state: what is saved.
-            due: save also when the number of steps alone does not ask for it.
-            unwritten: why metrics of these steps cannot be written, where the run is in another process.
+            due: saves although ``train.save_steps`` does not ask for it.
+            unwritten: why the metrics of these steps cannot be written, where another process writes them; else empty.
 
         Raises:
             CheckpointError: when the checkpoint after a signal could not be written. That of the last step is
@@ -120,21 +129,21 @@ class Checkpointer:
 
         Args:
             state: what is saved.
-            must_succeed: wait until it is written, and raise CheckpointError when it cannot be.
+            must_succeed: waits until the checkpoint is written, and raises CheckpointError when it cannot be.
 
         Raises:
-            NonFiniteError: when weights are not finite: their checkpoint would replace good ones.
+            NonFiniteError: when weights are not finite, since pruning would remove good checkpoints for this one.
         """
         self._settle()
         if self._saved_step == state.step:
             return
         self.before_save()
-        if bad := self._not_finite(state):
+        if bad := self._find_not_finite(state):
             raise NonFiniteError(
                 f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; the "
                 f"newest is of step {max(list_checkpoints(self.root), default=0)}"
             )
-        if state.run_id is None and self.mesh.is_first:  # which writes what is no tensor
+        if state.run_id is None and self.mesh.is_first:  # rank 0 writes everything that is not a tensor
             state.run_id = read_environment(self.root.parent).get("run_id")
         in_background = self._staging is not None and not must_succeed
         with self.run.timed("save"):
@@ -151,18 +160,18 @@ class Checkpointer:
             saving.write()
             self._finish(saving, must_succeed)
 
-    def _not_finite(self, state: TrainState) -> list[str]:
-        """Names of weights, and of averages of them, that are not finite on any rank. Every rank must call it."""
-        found = not_finite(trainable_parameters(state.model))
+    def _find_not_finite(self, state: TrainState) -> list[str]:
+        """Names of weights and of their averages that are not finite on some rank. Every rank must call it."""
+        names = not_finite(trainable_parameters(state.model))
         if state.critic is not None:
-            found += [f"critic's {key}" for key in not_finite(trainable_parameters(state.critic.module))]
+            names += [f"critic's {key}" for key in not_finite(trainable_parameters(state.critic.module))]
         averages = {"ema": state.ema, **state.policies}
         for name, average in averages.items():
-            found += [f"{name} of {key}" for key in not_finite({} if average is None else average.averages)]
-        return together(found, self.mesh)
+            names += [f"{name} of {key}" for key in not_finite({} if average is None else average.averages)]
+        return together(names, self.mesh)
 
     def _settle(self) -> None:
-        """Waits for the save that is on its way, if there is one."""
+        """Waits for the save that is under way, if there is one, and completes it."""
         if self._pending is None:
             return
         saving, thread = self._pending
@@ -172,6 +181,7 @@ class Checkpointer:
             self._finish(saving, must_succeed=False)
 
     def _finish(self, saving: Saving, must_succeed: bool) -> None:
+        """Completes a checkpoint whose files this rank has written. Every rank must call it."""
         if unwritten := self.run.sync() or self._unwritten:  # no checkpoint may outlive the metrics of its steps
             saving.fail(OSError(unwritten))
         try:
@@ -182,6 +192,7 @@ class Checkpointer:
             self._saved_step = saving.step
 
     def _report(self, step: int, error: CheckpointError, must_succeed: bool) -> None:
+        """Raises, or only says, that a checkpoint could not be written."""
         newest = max(list_checkpoints(self.root), default=0)
         text = f"checkpoint of step {step} could not be written: {error}; the newest is of step {newest}"
         if must_succeed:
@@ -189,7 +200,11 @@ class Checkpointer:
         self.run.say(text)
 
     def _verify(self, folder: Path) -> None:
-        """Compares a checkpoint with its manifest, each rank some of the files. Raises on every rank."""
+        """Compares a checkpoint with its manifest, each rank a part of the files.
+
+        Raises:
+            CheckpointError: on every rank, when a file differs or cannot be read on some rank.
+        """
         problem = ""
         try:
             verify_checkpoint(folder, self.mesh.rank, self.mesh.size)

@@ -1,4 +1,4 @@
-"""Trained weights as folders that diffusers, transformers and peft load by themselves, in a run or of a checkpoint."""
+"""Exports of trained weights, as folders that diffusers, transformers and peft load without this library."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
 
     Args:
         model: what was trained.
-        ema: if given, the averaged weights are exported, as they are what evaluation shows.
+        ema: if given, its averaged weights are exported, since evaluation uses them.
         folder: target, such as ``output_dir/hf_ckpt``.
-        mesh: every rank gathers, the first one writes.
-        merge: write a whole model also when adapters were trained.
+        mesh: every rank gathers the weights, and the first one writes them.
+        merge: writes a whole model also when adapters were trained.
 
     Raises:
         NonFiniteError: on every rank, when a weight is not finite; an earlier export stays.
+        CheckpointError: on every rank, when the folder cannot be written.
     """
     merge = merge or getattr(model, "exports_merged", False)
     only_adapters = has_adapters(model.trained) and not merge

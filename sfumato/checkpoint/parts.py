@@ -1,8 +1,8 @@
-"""What each rank holds of the tensors of a checkpoint, and torch's distributed checkpoint files of them.
+"""The parts of a checkpoint's tensors that each rank holds, and their files of ``torch.distributed.checkpoint``.
 
-torch's planners are given the chunks of shards (``sfumato.parallel.shards``) instead of the DTensors that they
-understand only in part. The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads
-them. What describes a checkpoint may be from elsewhere: nothing of it is run, and it is held to its files.
+torch's planners are given the chunks of shards (``sfumato.parallel.shards``) instead of DTensors, whose placements they
+only partly support. The files are torch's own, and any program that reads ``torch.distributed.checkpoint`` reads them.
+A checkpoint may come from a stranger: no code in its metadata is run, and the metadata is checked against the files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import pickle
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -38,10 +38,10 @@ from sfumato.tracking.atomic_folders import VALUES
 from sfumato.tracking.identity import KEY as IDENTITY
 
 METADATA = ".metadata"
-"""torch's file that says which chunk of which tensor stands where."""
+"""torch's file that says in which file, and where in it, each chunk of each tensor lies."""
 
 MOST_BYTES = 2**30
-"""Size of the largest file of either kind that is read."""
+"""Size of the largest ``.metadata`` and of the largest ``state.json`` that are read, in bytes."""
 
 KINDS = {
     "step": int,
@@ -52,7 +52,7 @@ KINDS = {
     "random": dict,
     "data": dict,
 }
-"""What ``state.json`` must hold."""
+"""What ``state.json`` must hold, and of which types."""
 
 PICKLED = {
     "torch": ("Size",),
@@ -69,17 +69,22 @@ PICKLED = {
         "_MEM_FORMAT_ENCODING",
     ),
 }
-"""What torch's metadata is made of, besides dtypes and paths, by module."""
+"""The classes and functions that torch's metadata is made of, besides dtypes and paths, by module."""
 
 
 REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX)
-"""Codes of pickles that torch's metadata has no use for: what they make is hashed, or made of anything."""
+"""Opcodes of pickles that torch's metadata does not need. They build sets, whose members are hashed, or objects from
+arbitrary arguments."""
+
+_PythonUnpickler: Any = pickle._Unpickler
+"""The standard library's own class, whose methods its type stubs leave out."""
 
 
-class _Unpickler(pickle._Unpickler):
-    """Reads torch's metadata, and refuses a pickle that asks for anything else: it could run any program.
+class _Unpickler(_PythonUnpickler):
+    """Reads torch's metadata, and refuses a pickle that asks for anything else, since it could run any program.
 
-    The one in Python: that in C makes room for as many objects as a pickle of a few bytes says that it has.
+    It derives from the implementation in Python: the one in C allocates memory for as many objects as the pickle
+    claims to have, which a few bytes can do.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -99,7 +104,7 @@ class _Unpickler(pickle._Unpickler):
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        _check_hashed(*self.stack[::2])  # those since the mark, by twos
+        _check_hashed(*self.stack[::2])  # since the mark the stack holds key, value, key, value, ...
         super().load_setitems()
 
     def load_dict(self) -> None:
@@ -123,7 +128,7 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError("it holds a set, or an object of an old kind, which is no part of a checkpoint")
 
     dispatch = {
-        **pickle._Unpickler.dispatch,
+        **_PythonUnpickler.dispatch,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
@@ -134,25 +139,28 @@ class _Unpickler(pickle._Unpickler):
     }
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (str, int, torch.dtype))
 
 
-def _is_flat(value: Any) -> bool:
-    """Whether that is a plain value, or a tuple of them. One that nests holds itself twice in each level, perhaps, and
-    then takes 2^levels steps to hash, to compare or to print."""
+def _is_flat(value: object) -> bool:
+    """Whether that is a plain value or a tuple of plain values.
+
+    A nested tuple could hold itself twice on each level, and would then take 2^levels steps to hash, compare or print.
+    """
     return _is_plain(value) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _check_hashed(*keys: Any) -> None:
+def _check_hashed(*keys: object) -> None:
+    """Raises UnpicklingError for a key of a dictionary that could take for ever to hash."""
     for key in keys:
-        inside = vars(key).values() if isinstance(key, MetadataIndex) else (key,)
-        if not all(map(_is_flat, inside)):
+        values = vars(key).values() if isinstance(key, MetadataIndex) else (key,)
+        if not all(map(_is_flat, values)):
             raise pickle.UnpicklingError("a key of it is nested, which is no part of a checkpoint")
 
 
 def read_state_values(path: Path) -> dict[str, Any]:
-    """``state.json``. Raises CheckpointError when it is broken or lacks something."""
+    """Reads ``state.json``. Raises CheckpointError when it is broken or lacks something."""
     if problem := file_problem(path, MOST_BYTES):
         raise CheckpointError(f"{path} {problem}")
     try:
@@ -161,7 +169,7 @@ def read_state_values(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     for name, kind in KINDS.items():
         value = values.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and cast(int, value) < 0):
             raise CheckpointError(f"{path}: {name} is {str(value)[:50]!r}, which no run can have saved")
     for name in (IDENTITY, "critic_optimizer"):  # of runs that have one
         if not isinstance(values.get(name) or {}, dict):
@@ -170,16 +178,16 @@ def read_state_values(path: Path) -> dict[str, Any]:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """torch's description of the tensors of a checkpoint, which is compared with the files beside it.
+    """Reads torch's description of the tensors of a checkpoint, and checks it against the files beside it.
 
     Raises:
-        CheckpointError: when torch did not write it, or it tells of more than there is in the files.
+        CheckpointError: when torch did not write it, or it describes more than the files hold.
     """
     if problem := file_problem(path, MOST_BYTES):
         raise CheckpointError(f"{path} {problem}")
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-    except Exception as error:  # a pickle that is made up raises whatever it comes upon
+    except Exception as error:  # a forged pickle can raise anything
         raise CheckpointError(f"{path} was not written by torch: {error or type(error).__name__}") from error
     try:
         if not isinstance(metadata, Metadata):
@@ -195,8 +203,8 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
-    """Whether a chunk lies in one of the files."""
+def _check_place(index: object, info: object, sizes: dict[str, int]) -> None:
+    """Raises TypeError or ValueError when a chunk does not lie within one of the files, whose ``sizes`` are given."""
     if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
         raise TypeError(f"a place of {type(index).__name__} is {type(info).__name__}")
     if not isinstance(index.fqn, str) or not all(type(n) is int for n in (info.offset, info.length)):
@@ -209,11 +217,15 @@ def _check_place(index: Any, info: Any, sizes: dict[str, int]) -> None:
         raise ValueError(f"{index.fqn} is packed as {reprlib.repr(info.transform_descriptors)}")
 
 
-def _check_tensor(key: Any, described: Any, num_bytes: int) -> None:
-    """Whether the chunks of a tensor make up the whole, and there are bytes for it."""
+def _check_tensor(key: object, described: object, num_bytes: int) -> None:
+    """Raises TypeError or ValueError when the chunks of a tensor do not make up the whole, or the files are too small.
+
+    ``num_bytes`` is the size of all files together.
+    """
     if not isinstance(key, str) or not isinstance(described, TensorStorageMetadata):
         raise TypeError(f"{reprlib.repr(key)} is {type(described).__name__}")
-    size, dtype = tuple(described.size), described.properties.dtype
+    size = tuple(described.size)
+    dtype = described.properties.dtype
     if not isinstance(dtype, torch.dtype) or any(type(length) is not int or length < 0 for length in size):
         raise TypeError(f"{key} has dtype {reprlib.repr(dtype)} and shape {reprlib.repr(size)}")
     if math.prod(size) * dtype.itemsize > num_bytes:
@@ -222,9 +234,10 @@ def _check_tensor(key: Any, described: Any, num_bytes: int) -> None:
         raise TypeError(f"a chunk of {key} is nested")
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks}
     for offsets, lengths in chunks:
-        inside = zip(offsets, lengths, size, strict=True)
-        if any(not 0 <= offset <= offset + length <= whole for offset, length, whole in inside):
+        extents = zip(offsets, lengths, size, strict=True)
+        if any(not 0 <= offset <= offset + length <= whole for offset, length, whole in extents):
             raise ValueError(f"a chunk of {key} lies outside of its shape {size}")
+    # Distinct chunks inside the shape whose sizes add up to it: none is missing unless others overlap.
     if len(chunks) != len(described.chunks) or sum(math.prod(lengths) for _, lengths in chunks) != math.prod(size):
         raise ValueError(f"the chunks of {key} do not make up its shape {size}")
 
@@ -235,7 +248,7 @@ class TensorPart(NamedTuple):
     shape: torch.Size
     """The shape of the whole tensor."""
     tensor: Tensor
-    """A view of what this rank holds."""
+    """A view of this rank's values of the chunk."""
 
 
 TensorParts = dict[MetadataIndex, TensorPart]
@@ -243,30 +256,32 @@ TensorParts = dict[MetadataIndex, TensorPart]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes parts. Of those that several ranks hold one rank is chosen to write."""
+    """Plans the writing of parts. torch chooses one rank for a part that several ranks hold."""
 
     def __init__(self, parts: TensorParts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.parts = parts
         self.tensors: dict[MetadataIndex, Tensor] = {}
-        """What is written, by the time it is written."""
+        """The tensors that this rank writes, set once the ranks have planned; perhaps copies of the parts' tensors."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank could write."""
+        """Lists all parts of this rank. The global plan removes those that other ranks write."""
         items = []
         for index, (shape, tensor) in self.parts.items():
-            chunk = ChunkStorageMetadata(offsets=index.offset, sizes=tensor.shape)
+            chunk = ChunkStorageMetadata(offsets=cast(torch.Size, index.offset), sizes=tensor.shape)
             data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=shape)
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor of an item."""
+        """The tensor that torch is to write for an item of the plan."""
         return self.tensors[write_item.index]
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    """Has torch read into the tensors of parts."""
+
     def __init__(self, parts: TensorParts) -> None:
         super().__init__()
         self.parts = parts
@@ -276,7 +291,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class StoredCheckpoint:
-    """What a checkpoint holds. Nothing in it is run."""
+    """A checkpoint on disk, opened for reading. No code in it is run."""
 
     def __init__(self, folder: Path) -> None:
         """Opens a checkpoint.
@@ -291,20 +306,24 @@ class StoredCheckpoint:
             )
         self.folder = folder
         self.values: dict[str, Any] = read_state_values(folder / VALUES)
-        """Everything that is not a tensor."""
+        """Everything that is not a tensor, from ``state.json``."""
         self._metadata = read_metadata(folder / METADATA)
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self._metadata, True)
-        known = self._metadata.state_dict_metadata.items()
+        stored_tensors = self._metadata.state_dict_metadata.items()
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
             key: (described.size, described.properties.dtype)
-            for key, described in known
+            for key, described in stored_tensors
             if isinstance(described, TensorStorageMetadata)
         }
         """Whole shapes and dtypes by name."""
 
     def optimizer_keys(self, section: str = "optimizer") -> list[str]:
-        """What there is of an optimiser's state, tensors and numbers, as ``parameter/field``."""
+        """Names of the tensors and numbers of an optimiser's state, as ``parameter/field``.
+
+        Raises:
+            CheckpointError: when the section holds something else than numbers by name.
+        """
         tensors = [key.removeprefix(f"{section}/") for key in self.tensors if key.startswith(f"{section}/")]
         numbers = self.values.get(section, {})
         if not isinstance(numbers, dict):
@@ -313,55 +332,63 @@ class StoredCheckpoint:
 
     @torch.no_grad()
     def read(self, parts: TensorParts) -> None:
-        """Fills parts; the checkpoint must have their tensors, with the same shapes and dtypes.
+        """Reads into the tensors of parts; the checkpoint must have them, with the same shapes and dtypes.
 
         Raises:
             CheckpointError: when the files do not hold what the metadata says.
         """
-        wanted: dict[str, list[ChunkStorageMetadata]] = {}
+        chunks_by_key: dict[str, list[ChunkStorageMetadata]] = {}
         for index, part in parts.items():
-            wanted.setdefault(index.fqn, []).append(ChunkStorageMetadata(offsets=index.offset, sizes=part.tensor.shape))
+            chunks_by_key.setdefault(index.fqn, []).append(
+                ChunkStorageMetadata(offsets=cast(torch.Size, index.offset), sizes=part.tensor.shape)
+            )
         items = [
             item
-            for key, chunks in wanted.items()
-            for item in create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
+            for key, chunks in chunks_by_key.items()
+            for item in create_read_items_for_chunk_list(
+                key, cast(TensorStorageMetadata, self._metadata.state_dict_metadata[key]), chunks
+            )
         ]
         try:
             self._reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
-        except Exception as error:  # torch trusts its files, and raises whatever it comes upon
+        except Exception as error:  # torch trusts its files, and damaged ones make it raise anything
             raise CheckpointError(
                 f"{self.folder}: its files do not hold what its {METADATA} says ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]})"
             ) from error
 
     def read_whole(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU.
+        """Reads whole tensors into memory of the CPU.
 
         Args:
-            keys: the name in the checkpoint by the name that each is to have.
+            keys: the name of each tensor in the checkpoint, by the name that it gets in the result.
+
+        Raises:
+            CheckpointError: as ``read``.
         """
-        found, parts = {}, {}
+        tensors = {}
+        parts = {}
         for name, key in keys.items():
             shape, dtype = self.tensors[key]
-            found[name] = torch.empty(shape, dtype=dtype)
-            parts |= whole_part(key, found[name])
+            tensors[name] = torch.empty(shape, dtype=dtype)
+            parts |= whole_part(key, tensors[name])
         self.read(parts)
-        return found
+        return tensors
 
 
 def whole_part(key: str, tensor: Tensor) -> TensorParts:
-    """A tensor that this rank holds as a whole."""
+    """The one part of a tensor that this rank holds whole."""
     return {MetadataIndex(key, (0,) * tensor.ndim): TensorPart(tensor.shape, tensor)}
 
 
 def parts_of_shard(key: str, shape: torch.Size, shard: Tensor, chunks: list[Chunk]) -> TensorParts:
-    """This rank's shard of a tensor.
+    """The parts that this rank's shard of a tensor consists of, as views of the shard.
 
     Args:
         key: the tensor's name.
-        shape: of the whole.
-        shard: a plain tensor.
-        chunks: from ``chunks_of``.
+        shape: of the whole tensor.
+        shard: this rank's shard, a plain tensor.
+        chunks: of the shard, from ``chunks_of``.
     """
     return {
         MetadataIndex(key, chunk.offsets): TensorPart(shape, shard[chunk.place].view(chunk.sizes)) for chunk in chunks

@@ -1,4 +1,4 @@
-"""The state of a run: what must be saved so that going on equals never having stopped."""
+"""The state of a run: everything that must be saved so that a resumed run equals one that never stopped."""
 
 from __future__ import annotations
 
@@ -35,23 +35,26 @@ OPTIONAL = {
     "balancer": "expert bias (train.expert_bias_rate)",
     "critic": "critic",
 }
-"""What not every state has."""
+"""Sections of tensors that not every state has, and what messages call them."""
 
 DISPENSABLE = "previous_policy"
-"""The policy before the last update, which only a sampler that lags behind wants (rollout.async_strategy)."""
+"""The section of the policy before the last update, which only rollouts that lag behind need (rollout.async_strategy).
+A checkpoint may lack it, or hold it without use for this run."""
 
 Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Whole shapes and dtypes of tensors by name."""
 
 
 class Resumable(Protocol):
-    """A data loader that knows where it is."""
+    """A data loader whose position can be saved and restored."""
 
     def state(self) -> dict[str, Any]:
-        """The position, the same on every rank, of what JSON can hold."""
+        """The position, the same on every rank, as values that JSON can hold."""
+        ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a position. Raises DataError when it is one of other data."""
+        """Goes on from a position. Raises DataError when it is a position in other data."""
+        ...
 
 
 @dataclass
@@ -59,22 +62,23 @@ class TrainState:
     """Everything that changes while a run goes on. Noise follows from ``step`` and the seed."""
 
     model: nn.Module
-    """Its trainable parameters are saved; the rest comes from the model folder again. Of a pipeline its ``module``."""
+    """Its trainable parameters are saved; a resume takes the others from the model's folder. Of a pipeline, its
+    ``module``."""
     optimizer: torch.optim.Optimizer
     schedule: LambdaLR
     ema: Ema | None = None
     reference: nn.Module | None = None
-    """A frozen copy that a KL penalty compares with."""
+    """The frozen model that a KL penalty compares with."""
     step: int = 0
     """Steps that are finished."""
     loader: Resumable | None = None
     """The data, where its position does not follow from ``step``."""
     balancer: ExpertBalancer | None = None
-    """The biases that share tokens among experts."""
+    """The biases by which the router balances tokens among experts."""
     policies: dict[str, Ema] = field(default_factory=dict)
-    """Other sets of the trained weights that follow them: of old, ema, reference."""
+    """Copies of the trained weights that follow them, by name, such as ``old``, ``ema`` and ``reference``."""
     critic: Trained | None = None
-    """A model that is trained beside the first."""
+    """The critic, which is trained beside the model."""
     identity: Identity = field(default_factory=dict)
     """What a resume must find unchanged, from ``identify``."""
     run_id: str | None = None
@@ -82,36 +86,46 @@ class TrainState:
 
 
 class SavedTensors:
-    """Tensors that are saved under one name, all cut as the parameters of a module, or whole on every rank."""
+    """A section of tensors: all cut as the parameters of a module are, or all whole on every rank."""
 
     def __init__(self, name: str, tensors: dict[str, Tensor], shards: Shards | None = None) -> None:
-        """``tensors`` are this rank's shards by parameter; without ``shards`` they are whole."""
-        self.name, self.tensors, self.shards = name, tensors, shards
+        """Takes the section's name and its tensors.
+
+        Args:
+            name: what precedes the names of the tensors in the checkpoint.
+            tensors: this rank's shards, by the name of the parameter.
+            shards: how the tensors are cut; None: they are whole.
+        """
+        self.name = name
+        self.tensors = tensors
+        self.shards = shards
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return self.tensors[name].shape if self.shards is None else self.shards.shapes[name]
 
     def parts(self) -> TensorParts:
-        """What this rank holds."""
-        found: TensorParts = {}
+        """The parts that this rank holds, as views of the tensors."""
+        parts: TensorParts = {}
         for name, tensor in self.tensors.items():
             key = f"{self.name}/{name}"
             if self.shards is None:
-                found |= whole_part(key, tensor)
+                parts |= whole_part(key, tensor)
             else:
-                found |= parts_of_shard(key, self.shape(name), tensor, chunks_of(self.shards, name))
-        return found
+                parts |= parts_of_shard(key, self.shape(name), tensor, chunks_of(self.shards, name))
+        return parts
 
     def specs(self) -> Specs:
-        """Of all tensors, also of those of which this rank holds nothing."""
+        """Whole shapes and dtypes of all tensors, including those of which this rank's shard is empty."""
         return {f"{self.name}/{name}": (self.shape(name), tensor.dtype) for name, tensor in self.tensors.items()}
 
 
 def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str, Any]]:
-    """What this rank holds of a state's tensors, and everything else, of what JSON can hold. Every rank must call it.
+    """Collects what a checkpoint holds. Every rank must call it.
 
-    The tensors are views: they change when training goes on.
+    Returns:
+        The parts of the tensors that this rank holds, as views that change when training goes on; and everything else,
+        as values that JSON can hold.
 
     Raises:
         ConfigError: when the optimiser has a state that cannot be saved in shards.
@@ -123,9 +137,9 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
         parts |= section.parts()
     critic_numbers: dict[str, Any] = {}
     if state.critic is not None:
-        its = Shards(state.critic.module, mesh)
-        its_parts, critic_numbers = optimizer_state(state.critic.optimizer, its, "critic_optimizer")
-        parts |= its_parts
+        critic_shards = Shards(state.critic.module, mesh)
+        critic_parts, critic_numbers = optimizer_state(state.critic.optimizer, critic_shards, "critic_optimizer")
+        parts |= critic_parts
     return parts, {
         "step": state.step,
         "model": model_name(state.model),
@@ -143,42 +157,45 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
 
 
 def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
-    """Puts a saved state in place, whatever the ranks and the parallelism that saved it. Every rank must call it.
+    """Loads a saved state, whatever number of ranks and parallelism saved it. Every rank must call it.
 
     Args:
-        state: of a run with the same model; what it holds is overwritten.
+        state: of a run with the same model; it is overwritten.
         stored: a checkpoint that has been verified.
         mesh: the ranks of this run.
 
     Returns:
-        What differs from the run that saved it, but may.
+        A line about settings that have changed since the run that saved it, and may; empty if none has.
 
     Raises:
         CheckpointError: on every rank and before anything changes, when names, shapes or dtypes differ from the
             run's, naming the first that do, or the data, the seed or the size of a step.
         DataError: when the data is not that of the checkpoint.
     """
-    shards, values = Shards(state.model, mesh), stored.values
+    shards = Shards(state.model, mesh)
+    values = stored.values
     sections = _sections(state, shards, mesh)
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
         sections = [section for section in sections if section.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
     changed = compare_identity(values.get(IDENTITY), state.identity, stored.folder)
-    if state.loader is not None:  # before the schedule, whose length may follow from what is left
+    if state.loader is not None:  # before the schedule, whose length may depend on the data that is left
         state.loader.restore(values["data"])
     fields, parts = new_optimizer_state(state.optimizer, shards, stored)
     trained = [(state.optimizer, fields)]
     if state.critic is not None:
-        its = Shards(state.critic.module, mesh)
-        its_fields, its_parts = new_optimizer_state(state.critic.optimizer, its, stored, "critic_optimizer")
-        parts |= its_parts
-        trained.append((state.critic.optimizer, its_fields))
+        critic_shards = Shards(state.critic.module, mesh)
+        critic_fields, critic_parts = new_optimizer_state(
+            state.critic.optimizer, critic_shards, stored, "critic_optimizer"
+        )
+        parts |= critic_parts
+        trained.append((state.critic.optimizer, critic_fields))
     for section in sections:
         parts |= section.parts()
     stored.read(parts)
-    for optimizer, its_fields in trained:
+    for optimizer, optimizer_fields in trained:
         optimizer.state.clear()
-        optimizer.state.update(its_fields)
+        optimizer.state.update(optimizer_fields)
     if state.balancer is not None:
         state.balancer.load_state_dict(next(section.tensors for section in sections if section.name == "balancer"))
     if state.ema is not None:
@@ -195,10 +212,10 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
 
 
 def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> bool:
-    """Puts the trained weights of a checkpoint into a module: their moving average, if there is one.
+    """Loads the trained weights of a checkpoint into a module, or their moving average where it has one.
 
     Returns:
-        Whether it was the average.
+        Whether the average was loaded.
 
     Raises:
         CheckpointError: when the module trains other weights.
@@ -207,8 +224,8 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> boo
     averaged = any(key.startswith("ema/") for key in stored.tensors)
     name = "ema" if averaged else "model"
     section = _parameters(name, shards)
-    there = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
-    compare_tensors(stored, there, section.specs(), model_name(module))
+    stored_specs = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
+    compare_tensors(stored, stored_specs, section.specs(), model_name(module))
     stored.read(section.parts())
     if any(key.startswith("balancer/") for key in stored.tensors):
         balancer = ExpertBalancer(module, mesh, 0.0)
@@ -219,13 +236,14 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> boo
 
 
 def model_name(module: nn.Module) -> str:
-    """The name of a model's class, whatever wraps it."""
+    """The name of a model's class without the wrappers of parallelism."""
     if isinstance(module, FullyShardedDataParallel):
         module = module.module
     stages = getattr(module, "stages", None)
     if isinstance(stages, nn.ModuleDict):  # of a pipeline
         module = next(iter(stages.values()))
     kind = type(module)
+    # fully_shard makes a class with the bases FSDPModule and the class that the module had.
     return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
@@ -235,59 +253,61 @@ def _parameters(name: str, shards: Shards) -> SavedTensors:
 
 def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
     """All tensors but the optimiser's and the random generators'."""
-    found = [_parameters("model", shards)]
+    sections = [_parameters("model", shards)]
     if state.ema is not None:
-        found.append(SavedTensors("ema", state.ema.averages, shards))
-    found += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
+        sections.append(SavedTensors("ema", state.ema.averages, shards))
+    sections += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
     if state.reference is not None:
-        found.append(_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
+        sections.append(_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
     if state.critic is not None:
-        found.append(_parameters("critic", Shards(state.critic.module, mesh)))
+        sections.append(_parameters("critic", Shards(state.critic.module, mesh)))
     if state.balancer is not None:
-        found.append(SavedTensors("balancer", state.balancer.state_dict()))
-    return found
+        sections.append(SavedTensors("balancer", state.balancer.state_dict()))
+    return sections
 
 
 def _check_fit(state: TrainState, sections: list[SavedTensors], stored: StoredCheckpoint, mesh: Mesh) -> None:
-    wanted = mesh.merge({key: spec for section in sections for key, spec in section.specs().items()}, over="pp")
-    elsewhere = {"optimizer", "critic_optimizer", "random", DISPENSABLE} - {section.name for section in sections}
-    there = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in elsewhere}
-    for section, what in OPTIONAL.items():
-        is_there, is_wanted = (any(key.startswith(f"{section}/") for key in keys) for keys in (there, wanted))
-        if is_there != is_wanted:
-            has, wants = ("one", "none") if is_there else ("no", "one")
-            raise CheckpointError(f"{stored.folder} has {has} {what}, but this configuration wants {wants}")
+    """Raises CheckpointError when the tensors of a checkpoint are not those of this state. Every rank must call it."""
+    wanted_specs = mesh.merge({key: spec for section in sections for key, spec in section.specs().items()}, over="pp")
+    other_sections = {"optimizer", "critic_optimizer", "random", DISPENSABLE} - {section.name for section in sections}
+    stored_specs = {key: spec for key, spec in stored.tensors.items() if key.split("/")[0] not in other_sections}
+    for section, description in OPTIONAL.items():
+        is_stored = any(key.startswith(f"{section}/") for key in stored_specs)
+        is_wanted = any(key.startswith(f"{section}/") for key in wanted_specs)
+        if is_stored != is_wanted:
+            has, wants = ("one", "none") if is_stored else ("no", "one")
+            raise CheckpointError(f"{stored.folder} has {has} {description}, but this configuration wants {wants}")
     unknown = [
         f"{name}/{key}"
         for name, owner in (("optimizer", "model"), ("critic_optimizer", "critic"))
         for key in stored.optimizer_keys(name)
-        if f"{owner}/{key.rsplit('/', 1)[0]}" not in wanted
+        if f"{owner}/{key.rsplit('/', 1)[0]}" not in wanted_specs
     ]
-    compare_tensors(stored, there, wanted, model_name(state.model), unknown)
+    compare_tensors(stored, stored_specs, wanted_specs, model_name(state.model), unknown)
 
 
 def compare_tensors(
-    stored: StoredCheckpoint, there: Specs, wanted: Specs, model: str, unknown: Sequence[str] = ()
+    stored: StoredCheckpoint, stored_specs: Specs, wanted_specs: Specs, model: str, unknown: Sequence[str] = ()
 ) -> None:
-    """Whether the tensors of a checkpoint are those that are wanted.
+    """Compares the tensors of a checkpoint with those that a model needs.
 
     Args:
         stored: the checkpoint.
-        there: those of its tensors that come into question.
-        wanted: what they should be.
-        model: the class of the model that wants them.
-        unknown: more of its tensors that have no place.
+        stored_specs: its tensors, without the sections that are not compared.
+        wanted_specs: the tensors of the model.
+        model: the class of the model.
+        unknown: names of further tensors of the checkpoint that the model has no place for.
 
     Raises:
-        CheckpointError: names the first that are missing, left over, or of another shape or dtype.
+        CheckpointError: names the first tensors that are missing, left over, or of another shape or dtype.
     """
     problems = []
-    if missing := wanted.keys() - there.keys():
+    if missing := wanted_specs.keys() - stored_specs.keys():
         problems.append(f"it has no {listed([repr(key) for key in sorted(missing)])}")
-    if extra := {*(there.keys() - wanted.keys()), *unknown}:
+    if extra := {*(stored_specs.keys() - wanted_specs.keys()), *unknown}:
         problems.append(f"this configuration does not train {listed([repr(key) for key in sorted(extra)])}")
-    for key in sorted(wanted.keys() & there.keys()):
-        (shape, dtype), (wanted_shape, wanted_dtype) = there[key], wanted[key]
+    for key in sorted(wanted_specs.keys() & stored_specs.keys()):
+        (shape, dtype), (wanted_shape, wanted_dtype) = stored_specs[key], wanted_specs[key]
         if shape != wanted_shape:
             problems.append(f"{key!r} has shape {tuple(shape)}, here {tuple(wanted_shape)}")
         elif dtype != wanted_dtype:
@@ -301,7 +321,7 @@ def compare_tensors(
 
 
 def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
-    """Moves the schedule to a position; the rates there are those of this run's configuration."""
+    """Moves the schedule to a position, with the learning rates that this run's configuration gives there."""
     rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict({**schedule.state_dict(), **position})
@@ -310,19 +330,23 @@ def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
 
 
 def _is_whole(shards: Shards, name: str) -> bool:
-    """Whether this rank holds all of a parameter."""
+    """Whether this rank holds the whole of a parameter."""
     return shards.group is None and local(shards.parameters[name]).shape == shards.shapes[name]
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Shards, section: str = "optimizer"
 ) -> tuple[TensorParts, dict[str, Any]]:
-    """What this rank holds of the tensors, under the name of a section, and numbers by ``parameter/field``.
+    """An optimiser's state as a checkpoint holds it.
 
-    Rates and betas are not state: the configuration has them.
+    Learning rates and betas are not part of it: the configuration has them.
+
+    Returns:
+        The parts of the tensors that this rank holds, named ``section/parameter/field``; and the numbers, by
+        ``parameter/field``.
 
     Raises:
-        ConfigError: when a tensor has neither its parameter's shape nor a parameter that is whole on each rank.
+        ConfigError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks.
     """
     parts: TensorParts = {}
     numbers: dict[str, Any] = {}
@@ -348,13 +372,17 @@ def optimizer_state(
 
 def new_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Shards, stored: StoredCheckpoint, section: str = "optimizer"
-) -> tuple[dict[nn.Parameter, dict[str, Any]], TensorParts]:
-    """The state that an optimiser is to have, its tensors still empty, and the parts to be read into them.
+) -> tuple[dict[Tensor, dict[str, Any]], TensorParts]:
+    """Prepares the state that an optimiser gets from a checkpoint.
+
+    Returns:
+        The state of each parameter by the names of its fields, with tensors that are still uninitialised; and the parts
+        to read into these tensors.
 
     Raises:
-        CheckpointError: when a tensor that is not of its parameter's shape belongs to a parameter that is cut here.
+        CheckpointError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks here.
     """
-    fields: dict[nn.Parameter, dict[str, Any]] = {}
+    fields: dict[Tensor, dict[str, Any]] = {}
     parts: TensorParts = {}
     chunks = cache(lambda name: chunks_of(shards, name))
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -374,6 +402,7 @@ def new_optimizer_state(
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:
                 group = groups[parameter]
+                # Optimisers keep the step count on the CPU unless a fused or captured kernel reads it.
                 is_step = field_name == "step" and not (group.get("fused") or group.get("capturable"))
                 value = torch.empty(shape, dtype=dtype, device="cpu" if is_step else parameter.device)
                 parts |= whole_part(f"{section}/{key}", value)
@@ -382,7 +411,11 @@ def new_optimizer_state(
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and numbers of the generators of torch (CPU, and the GPU of this process), numpy and Python."""
+    """The state of the generators of torch (CPU, and the GPU of this process), numpy and Python.
+
+    Returns:
+        The tensors, and the other values, which JSON can hold.
+    """
     numpy_state = np.random.get_state(legacy=False)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state["state"]["key"].copy())}
     if device.type == "cuda":
@@ -396,14 +429,15 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def restore_random(tensors: dict[str, Tensor], values: dict[str, Any], device: torch.device) -> None:
-    """Puts the generators where ``random_state`` found them. Raises CheckpointError for what no generator has."""
+    """Restores what ``random_state`` returned. Raises CheckpointError for a state that no generator can have."""
     try:
         torch.set_rng_state(tensors["torch"])
         if device.type == "cuda" and "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"], device)
         version, internal, gauss = values["python"]
         random.setstate((version, tuple(internal), gauss))
-        key, its = tensors["numpy"].numpy(), values["numpy"]
-        np.random.set_state(("MT19937", key, its["pos"], its["has_gauss"], its["gauss"]))
+        key = tensors["numpy"].numpy()
+        numpy_values = values["numpy"]
+        np.random.set_state(("MT19937", key, numpy_values["pos"], numpy_values["has_gauss"], numpy_values["gauss"]))
     except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the checkpoint's random generators cannot be put in place: {error}") from error

@@ -1,1 +1,1 @@
-"""Data: rows, batches whose order is a function of (seed, epoch), and positions that are integers."""
+"""Data: rows, and batches in an order that is a function of (seed, epoch), whose positions are integers."""

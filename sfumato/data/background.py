@@ -1,35 +1,38 @@
-"""Data that a thread prepares while steps are taken."""
+"""Data that a thread prepares while the run takes its steps."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
 
 STEPS_AHEAD = 2
-"""Steps that a thread prepares before they are asked for."""
+"""Most steps that a thread prepares before they are asked for."""
 
 
 def read_ahead(
     read: Callable[[Item], Read], steps: Iterator[tuple[int, list[Item]]]
 ) -> Iterator[tuple[int, list[Read]]]:
-    """Steps with what was read of their micro-batches, in a thread, while the steps before are taken.
+    """Reads the micro-batches of the coming steps in a thread, while earlier steps are taken.
 
     Args:
-        read: called in the thread; what it raises is raised at its step.
+        read: reads one micro-batch, in the thread; what it raises is raised here, at the step of that micro-batch.
         steps: number and micro-batches of each step.
+
+    Yields:
+        The number of each step, and what ``read`` returned for its micro-batches.
     """
     return in_background(((step, list(map(read, batches))) for step, batches in steps), STEPS_AHEAD)
 
 
 def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
-    """The items of an iterator that runs in a thread, at most ``ahead`` of them before they are asked for.
+    """Yields the items of an iterator that a thread advances, at most ``ahead`` items before they are asked for.
 
-    What it raises is raised here. The thread ends when the items do, or when the iterator is closed.
+    What the iterator raises is raised here. The thread ends with the items, or when the returned generator is closed.
     """
     ready: queue.Queue[tuple[str, Item | BaseException | None]] = queue.Queue(ahead)
     closed = threading.Event()
@@ -37,6 +40,7 @@ def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
     def hand_over(kind: str, item: Item | BaseException | None = None) -> None:
         while not closed.is_set():
             try:
+                # A timeout, since a consumer that has gone away would leave the thread waiting at a full queue.
                 return ready.put((kind, item), timeout=0.1)
             except queue.Full:
                 continue
@@ -57,10 +61,10 @@ def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
         while True:
             kind, item = ready.get()
             if kind == "error":
-                raise item
+                raise cast(BaseException, item)
             if kind == "end":
                 return
-            yield item
+            yield cast(Item, item)
     finally:
         closed.set()
         thread.join()

@@ -8,16 +8,16 @@ from sfumato.algorithms.noise import keyed_permutation
 from sfumato.errors import DataError
 
 MOST_TIMES = 100
-"""How often a step may take each row."""
+"""How often a step may take each row at most."""
 
 
 def refuse_repetition(option: str, count: int, num_rows: int) -> None:
-    """Raises DataError when a step takes every row so often that it cannot be meant.
+    """Raises DataError when a step takes every row so often that the configuration must be a mistake.
 
     Args:
-        option: the configuration field that says how many a step takes.
-        count: how many that are.
-        num_rows: how many there are.
+        option: the configuration field that says how many samples a step takes.
+        count: samples of one step.
+        num_rows: rows of the data.
     """
     if count > MOST_TIMES * num_rows:
         raise DataError(
@@ -27,11 +27,18 @@ def refuse_repetition(option: str, count: int, num_rows: int) -> None:
 
 
 class EpochOrder:
-    """The numbers below ``count`` over and over, in each epoch in another order: a function of (seed, key, epoch)."""
+    """An endless sequence of the numbers below ``count``, shuffled anew in each epoch by (seed, key, epoch).
+
+    Position ``i`` is in epoch ``i // count``. The order of the epoch that was asked for last is kept, so that access in
+    order is cheap.
+    """
 
     def __init__(self, count: int, seed: int, key: str) -> None:
-        self.count, self.seed, self.key = count, seed, key
-        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+        self.count = count
+        self.seed = seed
+        self.key = key
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.long)
 
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)

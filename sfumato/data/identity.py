@@ -1,4 +1,4 @@
-"""Digests of what data holds, wherever it lies: two that are equal make the same samples."""
+"""Digests of the content of data, wherever it lies: data with equal digests makes the same samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.files.file_digests import FileDigests
 from sfumato.data.files.file_rows import FileRows
@@ -15,21 +15,25 @@ from sfumato.data.files.picture_folder import FolderRows
 from sfumato.data.files.rows import JoinedRows
 from sfumato.data.media.pictures import File
 
+if TYPE_CHECKING:
+    from sfumato.data.files.rows import RowTable
+
 BLOCK, BLOCKS = 1 << 20, 64
-"""Bytes and number of the pieces of a large file that are read, at even distances; smaller files are read whole."""
+"""Size in bytes and number of the pieces of a large file that are read, at even distances. Smaller files are read
+whole."""
 
 MODEL_BLOCKS = 16
-"""Likewise of files of models."""
+"""Number of the pieces that are read of a large file of a model."""
 
 SAMPLE, READERS = 2**14, 16
-"""Bytes of each of four parts of a picture that are read to tell it from others, and files that are read at a time."""
+"""Bytes of each of the four parts of a media file that are read, and how many files are read at a time."""
 
 
 def content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str, str]:
-    """The digest of files in their order; of nothing where there are none.
+    """The digest of media files in their order, under the name ``field``; empty where no medium is in a file.
 
-    What is in them is remembered in the run folder, by path, size and times, so that a resume reads none again that
-    stayed.
+    The digest of each file is kept in the run folder with its path, size and times, so that a resume reads only files
+    that have changed.
     """
     paths = [file for file in files if isinstance(file, Path)]
     if not paths:
@@ -39,7 +43,7 @@ def content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str
     def digest(path: Path) -> bytes:
         try:
             return digests[path]
-        except OSError:  # a broken row, which is named when it is read
+        except OSError:  # a row with this file is broken, and is reported when it is read
             return b""
 
     with ThreadPoolExecutor(READERS) as pool:
@@ -49,8 +53,9 @@ def content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str
 
 
 def sampled_digest(path: Path) -> bytes:
-    """16 bytes for the size of a file and its bytes, of one of more than ``4 * SAMPLE`` a part at even distances."""
-    size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+    """A digest of 16 bytes of a file's size and bytes; above ``4 * SAMPLE`` bytes, of four parts at even distances."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
     digest.update(str(size).encode())
     with path.open("rb") as file:
         for number in range(4):
@@ -60,8 +65,10 @@ def sampled_digest(path: Path) -> bytes:
 
 
 def content_of_file(path: Path, blocks: int | None = None) -> str:
-    """The digest of a file: its size, and its bytes, of a large one ``blocks`` (``BLOCKS``) at even distances."""
-    size, digest, blocks = path.stat().st_size, hashlib.blake2b(digest_size=20), blocks or BLOCKS
+    """The digest of a file's size and bytes; of a large file, of ``blocks`` pieces (``BLOCKS`` if not given) of it."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=20)
+    blocks = blocks or BLOCKS
     digest.update(str(size).encode())
     with path.open("rb") as file:
         if size <= BLOCK * blocks:
@@ -74,11 +81,12 @@ def content_of_file(path: Path, blocks: int | None = None) -> str:
 
 
 def content_of_model_file(path: Path) -> str:
-    """The digest of a file among weights, of which training changes every part."""
+    """The digest of a file of a model; fewer pieces are enough, since training changes every part of its weights."""
     return content_of_file(path, MODEL_BLOCKS)
 
 
-def digest_rows(rows: Any) -> Any:
+def digest_rows(rows: RowTable) -> str | list[Any]:
+    """What identifies the rows of a table, as values that JSON can hold: digests of files, or a listing of a folder."""
     if isinstance(rows, JoinedRows):
         return [digest_rows(part) for part in rows.parts]
     if isinstance(rows, FileRows):
@@ -88,6 +96,7 @@ def digest_rows(rows: Any) -> Any:
     return "made in code"  # as the configuration says
 
 
-def digest_value(value: Any) -> str:
+def digest_value(value: object) -> str:
+    """The digest of the JSON of a value; what JSON cannot hold counts by its ``repr``."""
     text = json.dumps(value, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=20).hexdigest()

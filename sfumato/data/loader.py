@@ -30,36 +30,49 @@ class IndexBatch:
 
 
 class BucketOrder:
-    """As ``EpochOrder``, of rows in buckets: a function of (seed, key, epoch), the buckets and ``run``.
+    """As ``EpochOrder``, for rows in buckets: a function of (seed, key, epoch), the buckets and ``run``.
 
-    Positions from one multiple of ``run`` to the next are of one bucket, as far as its rows go: what is left of each
-    bucket stands at the beginning and at the end of the epoch.
+    The positions from one multiple of ``run`` to the next hold rows of one bucket, as long as the bucket can fill them.
+    The rows left over of every bucket stand at the beginning and at the end of the epoch.
     """
 
     def __init__(self, buckets: np.ndarray, run: int, seed: int, key: str) -> None:
-        """Args: the bucket of each row, integers ``[N]``; how many of one bucket follow each other; of the keys."""
-        self.buckets, self.run, self.seed, self.key = buckets, run, seed, key
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        """Takes what the order depends on.
+
+        Args:
+            buckets: the bucket of each row, integers ``[N]``.
+            run: rows of one bucket that follow each other, a micro-batch.
+            seed, key: of the permutations.
+        """
+        self.buckets = buckets
+        self.run = run
+        self.seed = seed
+        self.key = key
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
 
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.buckets))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._arranged(epoch)
+            self._epoch, self._order = epoch, self._arrange_epoch(epoch)
         return int(self._order[offset])
 
-    def _arranged(self, epoch: int) -> np.ndarray:
-        count, run = len(self.buckets), self.run
+    def _arrange_epoch(self, epoch: int) -> np.ndarray:
+        count = len(self.buckets)
+        run = self.run
         rows = keyed_permutation(count, self.seed, self.key, epoch).numpy()
-        rows = rows[np.argsort(self.buckets[rows], kind="stable")]
+        rows = rows[np.argsort(self.buckets[rows], kind="stable")]  # by bucket, shuffled within each
         sizes = np.bincount(self.buckets[rows])
-        place = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its bucket
-        is_whole = place < np.repeat(sizes // run * run, sizes)
+        position = np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # within its bucket
+        is_whole = position < np.repeat(sizes // run * run, sizes)
         runs = rows[is_whole].reshape(-1, run)
+        # Runs of all buckets are mixed, then laid between the rows left over so that each begins at a multiple of
+        # ``run`` of the position in the whole stream, which an epoch need not begin at.
         runs = runs[keyed_permutation(len(runs), self.seed, f"{self.key} of runs", epoch).numpy()]
         before = min(-epoch * count % run, count)  # positions before the first multiple
-        room = (count - before) // run
-        rest = np.concatenate([rows[~is_whole], runs[room:].reshape(-1)])
-        return np.concatenate([rest[:before], runs[:room].reshape(-1), rest[before:]])
+        num_whole_runs = (count - before) // run
+        rest = np.concatenate([rows[~is_whole], runs[num_whole_runs:].reshape(-1)])
+        return np.concatenate([rest[:before], runs[:num_whole_runs].reshape(-1), rest[before:]])
 
 
 class IndexLoader:
@@ -82,8 +95,8 @@ class IndexLoader:
             num_rows: rows of the dataset.
             train: the task's section.
             mesh: the ranks.
-            buckets: of the rows.
-            say: is told how many rows the run does not come to.
+            buckets: the sizes of the rows; None where all rows have one size.
+            say: is told how many rows the run never reaches.
 
         Raises:
             DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
@@ -99,7 +112,9 @@ class IndexLoader:
         refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
         if say is not None and (line := self._describe_unseen(num_rows, train)):
             say(line)
-        self._micro_batch_size, self._rank, self._num_ranks = train.micro_batch_size, mesh.data_rank, mesh.data_size
+        self._micro_batch_size = train.micro_batch_size
+        self._rank = mesh.data_rank
+        self._num_ranks = mesh.data_size
         self._buckets = buckets
         self._rows: EpochOrder | BucketOrder = EpochOrder(num_rows, train.seed, "order")
         if buckets is not None:
@@ -107,12 +122,12 @@ class IndexLoader:
 
     def _describe_unseen(self, num_rows: int, train: EpochTrainConfig) -> str:
         """A line about the rows that do not fill a last step; empty where there are none, or ``max_steps`` ends it."""
-        left = num_rows * train.num_train_epochs - self.total_steps * self.global_batch_size
-        if train.max_steps is not None or left <= 0:
+        unseen = num_rows * train.num_train_epochs - self.total_steps * self.global_batch_size
+        if train.max_steps is not None or unseen <= 0:
             return ""
         last = f"the last of {train.num_train_epochs} epochs" if train.num_train_epochs > 1 else "the epoch"
         return (
-            f"{last} leaves {left:,} of {num_rows:,} rows out, which do not fill a step of train.global_batch_size "
+            f"{last} leaves {unseen:,} of {num_rows:,} rows out, which do not fill a step of train.global_batch_size "
             f"{self.global_batch_size:,}"
         )
 
@@ -124,7 +139,7 @@ class IndexLoader:
     def micro_batches(self, step: int) -> list[IndexBatch]:
         """This rank's micro-batches of a step: contiguous parts of the step's samples, or of those of each bucket."""
         if self._buckets is not None:
-            return self._of_buckets(step, self._buckets)
+            return self._micro_batches_of_buckets(step, self._buckets)
         per_rank = self.global_batch_size // self._num_ranks
         first = step * self.global_batch_size + self._rank * per_rank
         batches = []
@@ -133,29 +148,41 @@ class IndexLoader:
             batches.append(IndexBatch([self._rows[position] for position in ids], ids))
         return batches
 
-    def _of_buckets(self, step: int, buckets: Buckets) -> list[IndexBatch]:
-        """As many micro-batches as on each other rank: the largest are halved until that can be."""
+    def _micro_batches_of_buckets(self, step: int, buckets: Buckets) -> list[IndexBatch]:
+        """This rank's micro-batches of a step, each of one bucket, and as many as on every other rank.
+
+        The largest micro-batches are halved until the ranks can have equally many.
+        """
         first = step * self.global_batch_size
         rows = {position: self._rows[position] for position in range(first, first + self.global_batch_size)}
-        own: dict[int, list[int]] = {}
+        positions_by_bucket: dict[int, list[int]] = {}
         for position, row in rows.items():
-            own.setdefault(int(buckets.numbers[row]), []).append(position)
+            positions_by_bucket.setdefault(int(buckets.numbers[row]), []).append(position)
         size = self._micro_batch_size
-        pieces = [(number, ids[at : at + size]) for number, ids in own.items() for at in range(0, len(ids), size)]
-        while len(pieces) % self._num_ranks:  # there are as many samples as ranks, or a multiple
+        pieces = [
+            (number, positions[at : at + size])
+            for number, positions in positions_by_bucket.items()
+            for at in range(0, len(positions), size)
+        ]
+        # This ends: the samples of a step are a multiple of the ranks, so that pieces of one sample divide evenly.
+        while len(pieces) % self._num_ranks:
             largest = max(range(len(pieces)), key=lambda index: (len(pieces[index][1]), -index))
-            number, ids = pieces[largest]
-            half = len(ids) // 2
-            pieces[largest : largest + 1] = [(number, ids[:half]), (number, ids[half:])]
-        costs = [len(ids) * math.prod(buckets.sizes[number]) for number, ids in pieces]
+            number, positions = pieces[largest]
+            half = len(positions) // 2
+            pieces[largest : largest + 1] = [(number, positions[:half]), (number, positions[half:])]
+        costs = [len(positions) * math.prod(buckets.sizes[number]) for number, positions in pieces]
         dealt = deal([[index] for index in range(len(pieces))], costs, self._num_ranks)[self._rank]
-        return [IndexBatch([rows[each] for each in ids], ids, number) for number, ids in (pieces[i] for [i] in dealt)]
+        batches = []
+        for [index] in dealt:  # each bin is one piece
+            number, positions = pieces[index]
+            batches.append(IndexBatch([rows[position] for position in positions], positions, number))
+        return batches
 
 
 def evaluation_batches(
     num_rows: int, micro_batch_size: int, mesh: Mesh, buckets: Buckets | None = None
 ) -> list[IndexBatch]:
-    """This data-parallel rank's part of all rows, each once, in as many full batches as every other rank has.
+    """This data-parallel rank's batches over all rows, each row once: full batches, as many as on every other rank.
 
     Args:
         num_rows: rows of the dataset.
@@ -164,7 +191,8 @@ def evaluation_batches(
         buckets: of the rows; a batch has rows of one.
 
     Returns:
-        Batches whose sample ids are the row numbers; those below 0 only fill a batch up and are not to be counted.
+        Batches whose sample ids are the row numbers. A sample id of -1 marks a row that only fills a batch up and must
+        not be counted.
     """
     numbers = np.zeros(num_rows, np.int16) if buckets is None else buckets.numbers
     pieces: list[tuple[int, Sequence[int]]] = []

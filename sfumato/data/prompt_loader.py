@@ -1,4 +1,4 @@
-"""Which groups an iteration of RL samples, of any modality: a function of (seed, iteration)."""
+"""Which prompts an iteration of RL samples groups for, in any modality: a function of (seed, iteration)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ from sfumato.data.epoch_order import EpochOrder, refuse_repetition
 
 
 class PromptLoader:
-    """Groups of an iteration: prompts in an order that is shuffled anew each epoch, each sampled n times."""
+    """The prompts of each iteration, in an order that is shuffled anew each epoch; each prompt is sampled n times."""
 
     def __init__(self, count: int, num_prompts: int, group_size: int, seed: int) -> None:
-        """Args are how many prompts there are, the groups of one iteration, the samples of a group, and the order's
-        seed."""
+        """Plans the groups.
+
+        Args:
+            count: how many prompts there are.
+            num_prompts: groups of one iteration.
+            group_size: samples of a group.
+            seed: of the order.
+
+        Raises:
+            DataError: when an iteration takes each prompt over ``MOST_TIMES`` times.
+        """
         refuse_repetition("rollout.num_prompts", num_prompts, count)
-        self.num_prompts, self.group_size = num_prompts, group_size
+        self.num_prompts = num_prompts
+        self.group_size = group_size
         self._order = EpochOrder(count, seed, "prompts")
 
     def groups(self, iteration: int) -> list[int]:
-        """The prompts of one iteration by number; the i-th is group i."""
+        """Indices of the prompts of one iteration; the i-th is that of group i."""
         first = iteration * self.num_prompts
         return [self._order[position] for position in range(first, first + self.num_prompts)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ SMALLEST = 4096
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW whose two averages take 8 bits and a share of a scale for each element.
 
-    torchao's own optimiser of the name is not used: its rates are tensors, which schedules here do not set, and its
-    negative numbers do not survive being decompressed and compressed. State is that of this rank's shards, so a shard
-    that begins and ends with a block (rows of a multiple of 256 elements) has the same bits however many ranks there
-    are.
+    torchao's own optimiser of this name is not used: its learning rates are tensors, which the schedules here do not
+    set, and its negative values do not survive decompression followed by compression. The state is that of this rank's
+    shards, so a shard that begins and ends at a block boundary (rows of a multiple of 256 elements) has the same bits
+    for any number of ranks.
     """
 
     def __init__(
@@ -35,8 +35,11 @@ class AdamW8bit(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on this rank's shards; on a GPU it is compiled, once for each shape."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step on this rank's shards and returns what ``closure`` returns, None without one.
+
+        On a GPU the update is compiled, once for each shape.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -44,12 +47,14 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_of(parameter, group)
+                    self._step_parameter(parameter, group)
         return loss
 
-    def _step_of(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
-        state, shard = self.state[parameter], local(parameter.detach())
+    def _step_parameter(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        shard = local(parameter.detach())
         state.setdefault("step", torch.tensor(0.0))
+        # After a checkpoint was loaded the averages are float32; they are compressed again before their first use.
         for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
             state[key] = compressed(state.get(key), shard, is_signed)
         state["step"] += 1
@@ -57,27 +62,29 @@ class AdamW8bit(torch.optim.Optimizer):
         settings = torch.tensor(group["lr"]), *group["betas"], group["weight_decay"], group["eps"]
         update = _compiled if shard.is_cuda else single_param_adam
         # no third average (amsgrad); decoupled decay; no stochastic rounding
-        update(shard, local(parameter.grad), state["step"], *averages, None, *settings, True, False)
+        update(shard, local(cast(Tensor, parameter.grad)), state["step"], *averages, None, *settings, True, False)
 
 
-def compressed(known: Tensor | None, shard: Tensor, is_signed: bool) -> Tensor:
-    """State of a shard as the optimiser keeps it.
+def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tensor:
+    """The state of a shard as the optimiser keeps it: in 8 bits where the shard is large enough, else float32.
 
-    What was decompressed (a checkpoint) becomes the bits that it was made from: the table of values has 1 and -1, so
-    that the largest element of a block is its scale exactly.
+    State that a checkpoint holds decompressed gets back the bits that it had: the table of values contains 1 and -1,
+    so that the largest element of a block is exactly its scale.
 
     Args:
-        known: state so far, compressed or float32, of the shard or a DTensor of which this is it; None is zero.
+        previous: state so far, compressed or float32: a plain tensor of the shard's shape, or a DTensor whose local
+            shard it is; None starts at zero.
         shard: this rank's shard of the parameter.
         is_signed: whether values can be negative.
     """
-    if isinstance(known, OptimState8bit):
-        return known
-    values = torch.zeros_like(shard) if known is None else local(known)
+    if isinstance(previous, OptimState8bit):
+        return cast(Tensor, previous)
+    values = torch.zeros_like(shard) if previous is None else local(previous)
     if shard.numel() < SMALLEST or shard.numel() % BLOCK:
         return values
     state = OptimState8bit.zeros(shard.shape, is_signed, BLOCK, shard.device, dtype=shard.dtype)
     if is_signed:
+        # torchao's table ends above -1, so that a block whose largest element is negative would change its scale.
         state.qmap[0] = -1.0
     return state.copy_(values)
 

@@ -17,7 +17,11 @@ from sfumato.parallel.shards import local, trainable_parameters
 
 
 class Ema:
-    """Averages of a module's trainable parameters, float32: a moving average, or any policy that follows another."""
+    """Float32 averages of a module's trainable parameters.
+
+    They are the moving average of a run, or one of the policies that RL derives from the trained one (old, ema,
+    reference).
+    """
 
     def __init__(self, module: nn.Module, decay: float | Decay, interval: int = 1) -> None:
         """Starts at the module's weights.
@@ -33,7 +37,7 @@ class Ema:
         """Optimiser steps that were reported."""
         self.module = module
         self.averages = {name: weight.clone() for name, weight in self._weights().items()}
-        """This rank's shard of each."""
+        """This rank's shard of the average of each trainable parameter, by name."""
 
     @torch.no_grad()
     def update(self) -> None:
@@ -44,30 +48,33 @@ class Ema:
             return
         weights = self._weights()
         share = 1 - self.decay.at(step)
-        torch._foreach_lerp_(list(self.averages.values()), [weights[name] for name in self.averages], share)
+        torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
+            list(self.averages.values()), [weights[name] for name in self.averages], share
+        )
 
     @property
     def has_caught_up(self) -> bool:
-        """The averages are the weights as they were when ``update`` was last called, or in the beginning."""
+        """Whether the averages equal the weights as of the last ``update``, or of the beginning before the first."""
         return self.num_updates == 0 or (self.interval == 1 and self.decay.at(self.num_updates - 1) == 0)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module has the averaged weights."""
+        """A context in which the module has the averaged weights; afterwards it has the trained ones again."""
         weights = self._weights()
-        kept = {name: weight.clone() for name, weight in weights.items()}
+        trained_weights = {name: weight.clone() for name, weight in weights.items()}
         for name, average in self.averages.items():
             weights[name].copy_(average)
         try:
             yield
         finally:
+            # Looked up again, since that has FSDP put away the weights that it gathered for what ran inside.
             for name, weight in self._weights().items():
-                weight.copy_(kept[name])
+                weight.copy_(trained_weights[name])
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: local(parameter.detach()) for name, parameter in trainable_parameters(self.module).items()}
 
 
 def averaged_weights(ema: Ema | None) -> AbstractContextManager[None]:
-    """Averaged weights inside where there is an average, else the weights as they are."""
+    """A context with the averaged weights in the module; without an average the weights stay as they are."""
     return nullcontext() if ema is None else ema.applied()

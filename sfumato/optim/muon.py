@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert import find_experts, has_experts
@@ -29,12 +30,12 @@ SMALLEST_NORM = 1e-7
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
-    """Names of the parameters that Muon moves.
+    """Names of the parameters that Muon updates.
 
-    They are what stands in a list of layers (``nn.ModuleList``) and is the two-dimensional ``weight`` of a module that
-    is no embedding, or a three-dimensional weight of experts. What stands outside of all lists (embeddings, patch and
-    time embeddings, heads, final projections), norms, biases, convolutions and LoRA adapters are left to AdamW. A fused
-    matrix counts as one.
+    These are, inside lists of layers (``nn.ModuleList``), the two-dimensional ``weight`` of every module but embeddings
+    and the three-dimensional weights of experts. AdamW updates everything else: what lies outside all lists
+    (embeddings, patch and time embeddings, heads, final projections), norms, biases, convolutions and LoRA adapters. A
+    fused matrix counts as one matrix.
 
     Args:
         module: plain, or what ``parallelize`` made of it.
@@ -42,7 +43,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     shapes = whole_shapes(module)
     experts = set(find_experts(module, "").values()) if has_experts(module) else set()
     lists = tuple(f"{name}." for name, submodule in module.named_modules() if isinstance(submodule, nn.ModuleList))
-    found = set()
+    names = set()
     for prefix, owner in module.named_modules():
         if not prefix.startswith(lists) or isinstance(owner, nn.Embedding) or ".lora_" in prefix:
             continue
@@ -50,12 +51,12 @@ def hidden_matrices(module: nn.Module) -> set[str]:
             name = plain_name(f"{prefix}.{key}")
             ndim = len(shapes[name])
             if (ndim == 2 and key == "weight") or (ndim == 3 and owner in experts):
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Newton-Schulz steps: singular values become about 1 (0.7 to 1.2).
+    """Moves singular values to about 1 (0.7 to 1.2) by Newton-Schulz steps.
 
     Args:
         matrices: ``[..., rows, cols]``; the steps run in its dtype.
@@ -64,23 +65,24 @@ def orthogonalised(matrices: Tensor) -> Tensor:
         The same shape and dtype.
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.mT if is_tall else matrices
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
-    add = torch.addmm if found.ndim == 2 else torch.baddbmm
+    is_tall = matrices.shape[-2] > matrices.shape[-1]  # the Gram matrix of the shorter side is the smaller one
+    factor = matrices.mT if is_tall else matrices
+    factor = factor / factor.norm(dim=(-2, -1), keepdim=True).clamp(min=SMALLEST_NORM)
+    add = torch.addmm if factor.ndim == 2 else torch.baddbmm
     for _ in range(NUM_STEPS):
-        gram = found @ found.mT
-        found = add(found, add(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.mT if is_tall else found
+        gram = factor @ factor.mT
+        factor = add(factor, add(gram, gram, gram, beta=b, alpha=c), factor, beta=a)
+    return factor.mT if is_tall else factor
 
 
 class Muon(torch.optim.AdamW):
     """Muon for groups with ``orthogonal``, AdamW for the others.
 
-    Matrices may be cut over ranks (DTensor): each is gathered, one rank orthogonalises it while the others do so with
-    others of the same group, and sends it round. Experts ``[experts, rows, cols]`` are matrices of their own: they are
-    gathered only where what is inside of an expert is cut. Matrices that are whole on every rank (ddp) are computed by
-    each. State is one tensor for each matrix, ``momentum_buffer``, of its shape and placement.
+    Matrices may be cut over ranks (DTensor). Each is gathered; one rank orthogonalises it, while the other ranks do the
+    same with other matrices of the group, and broadcasts the result. Experts ``[experts, rows, cols]`` are separate
+    matrices: they are gathered only along mesh axes that cut within an expert. Matrices that every rank holds whole
+    (ddp) are computed by every rank. The state is one tensor for each matrix, ``momentum_buffer``, of its shape and
+    placement.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, compute_dtype: torch.dtype | None = None, **adamw: Any) -> None:
@@ -96,8 +98,11 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **adamw)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; gradients are summed over ranks and clipped before. Every rank must call it."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Takes one step and returns what ``closure`` returns, None without one.
+
+        Gradients must have been summed over ranks and clipped. Every rank must call it.
+        """
         loss = super().step(closure)
         for group in self.param_groups:
             if group["orthogonal"]:
@@ -108,10 +113,11 @@ class Muon(torch.optim.AdamW):
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a step in every state
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """What AdamW sees of a group: of matrices nothing."""
+        """Hides the groups of matrices from AdamW, whose ``step`` collects the parameters that it updates here."""
         return False if group["orthogonal"] else super()._init_group(group, *lists)
 
     def _step_orthogonal(self, group: dict[str, Any]) -> None:
+        # Only matrices that are gathered over the same ranks can share the work on them.
         by_axes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -122,8 +128,9 @@ class Muon(torch.optim.AdamW):
                 self._step_together(parameters[start : start + sharers.size], sharers, group)
 
     def _step_together(self, parameters: list[nn.Parameter], sharers: Sharers, group: dict[str, Any]) -> None:
-        """Moves as many matrices as there are ranks that share the work: each rank orthogonalises one."""
-        shapes, mine = [], None
+        """Updates at most as many matrices as ranks share the work: each rank orthogonalises one of them."""
+        shapes: list[torch.Size] = []
+        mine: Tensor | None = None
         for owner, parameter in enumerate(parameters):
             gathered = sharers.gather(self._direction(parameter), parameter)
             shapes.append(gathered.shape)
@@ -132,17 +139,20 @@ class Muon(torch.optim.AdamW):
         for owner, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
             shard = local(parameter)
             is_mine = owner == sharers.rank
-            found = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
-            found = _shard(sharers.send(found, owner), parameter)
+            # The last matrices of a group may be fewer than the ranks; ranks beyond them only receive.
+            update = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
+            update = _shard(sharers.send(cast(Tensor, update), owner), parameter)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
-            shard.add_(found, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
+            # An orthogonal matrix has elements of RMS sqrt(1 / max(rows, cols)); AdamW's updates are of RMS 0.2 to 0.4.
+            shard.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
     def _direction(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of the momentum one step ahead (Nesterov)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])
+        gradient = local(cast(Tensor, parameter.grad))
+        momentum = local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
@@ -154,9 +164,10 @@ class Sharers:
     """The ranks that gather matrices together and share the work on them."""
 
     def __init__(self, parameter: nn.Parameter, axes: tuple[int, ...]) -> None:
-        """The ranks along some axes of the mesh of a parameter; without axes this rank alone."""
+        """Takes the ranks along ``axes`` of the parameter's mesh; without axes this rank alone."""
         self.axes = axes
-        self._mesh = parameter.device_mesh if axes else None
+        # A parameter with axes is a DTensor. Without axes there may be no mesh, and no loop below looks at it.
+        self._mesh = cast(DeviceMesh, cast(DTensor, parameter).device_mesh if axes else None)
         self._sizes = [self._mesh.size(axis) for axis in axes]
         self.size = math.prod(self._sizes)
         self.rank = 0
@@ -164,23 +175,37 @@ class Sharers:
             self.rank = self.rank * size + self._mesh.get_local_rank(axis)
 
     def gather(self, shard: Tensor, like: nn.Parameter) -> Tensor:
-        """The tensor, whole along these axes, of which this rank has the shard that it has of a parameter."""
+        """Gathers a tensor along these axes.
+
+        Args:
+            shard: this rank's shard.
+            like: a parameter of the tensor's shape and placements.
+
+        Returns:
+            The tensor, whole along these axes; along other axes of the mesh it stays cut.
+        """
         if not self.axes:
             return shard
+        assert isinstance(like, DTensor)  # else it would have no axes
         placed = placed_like(shard, like)
         if len(self.axes) == like.device_mesh.ndim:
             return whole(placed)
-        kept = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]
-        return placed.redistribute(placements=kept).to_local()
+        placements = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]
+        return placed.redistribute(placements=placements).to_local()
 
     def send(self, tensor: Tensor, owner: int) -> Tensor:
-        """What the rank with that number has, on all of them: along one axis after the other."""
+        """Broadcasts the tensor of rank ``owner`` (0 to ``size`` - 1) to all of these ranks, axis by axis.
+
+        On the other ranks ``tensor`` has the same shape and dtype, and its values are overwritten.
+        """
         place = []
         for size in reversed(self._sizes):
             owner, rank = divmod(owner, size)
             place.insert(0, rank)
         tensor = tensor.contiguous()
         for index, axis in enumerate(self.axes):
+            # Of the groups along this axis only those take part whose place on all later axes is the owner's: one of
+            # their ranks has the tensor already. The later axes pass it on to the rest.
             later = zip(self.axes[index + 1 :], place[index + 1 :], strict=True)
             if all(self._mesh.get_local_rank(other) == rank for other, rank in later):
                 dist.broadcast(tensor, group=self._mesh.get_group(axis), group_src=place[index])
@@ -188,7 +213,10 @@ class Sharers:
 
 
 def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Axes of its mesh over which a matrix must be gathered, or is the same; not those that share whole experts."""
+    """Axes of a parameter's mesh along which its matrices are cut or replicated.
+
+    Along the remaining axes whole experts are cut (dimension 0 of three), which need not be gathered.
+    """
     if not isinstance(parameter, DTensor):
         return ()
     return tuple(
@@ -198,9 +226,9 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
     )
 
 
-def _shard(found: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of what is whole, or cut like the parameter along some dimensions already."""
+def _shard(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of a tensor that is whole in every dimension, or already cut as ``parameter`` is in some."""
     for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
-        if found.shape[dim] != size:
-            found = torch.cat([found.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-    return found
+        if tensor.shape[dim] != size:
+            tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return tensor

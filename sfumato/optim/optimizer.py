@@ -29,12 +29,12 @@ DECAYS = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "wsd": lambda progress: 1 - math.sqrt(progress),
 }
-"""What is left of the way from ``lr_min`` to ``lr``, from 1 to 0, at a progress from 0 to 1."""
+"""By ``train.lr_decay_style``: the share of ``lr - lr_min`` above ``lr_min``, from 1 to 0, at a progress 0 to 1."""
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """What the parameters of one group have in common; the order of its fields is that of the groups."""
+    """What the parameters of one optimiser group have in common."""
 
     is_scaled: bool
     """Groups at the configured rate come first: the rate that is logged is that of the first group."""
@@ -50,7 +50,7 @@ class ParameterGroup:
 def build_optimizer(
     module: nn.Module, config: TrainConfig, total_steps: int | Callable[[], int], mesh: Mesh | None = None
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """The optimiser over what requires gradients, and the schedule of its rate.
+    """The optimiser over the parameters that require gradients, and its learning-rate schedule.
 
     Matrices have weight decay, vectors (norms, biases) have none, unless ``train.param_groups`` says otherwise.
 
@@ -66,14 +66,15 @@ def build_optimizer(
     """
     parameters = trainable_parameters(module)
     hidden = hidden_matrices(module) & parameters.keys() if config.optimizer == "muon" else set()
-    taken = {name: _entry_of(name, config) for name in parameters}
-    _check_choices(module, config, taken, hidden, mesh)
+    entries = {name: _find_entry(name, config) for name in parameters}
+    _check_choices(module, config, entries, hidden, mesh)
 
     shapes = whole_shapes(module)
     grouped: dict[ParameterGroup, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        group = _group_of(parameter, len(shapes[name]) < 2, name in hidden, taken[name], config)
+        group = _make_group(parameter, len(shapes[name]) < 2, name in hidden, entries[name], config)
         grouped.setdefault(group, []).append(parameter)
+    # The sort is stable, so that within these two keys groups stay in the order of the module's parameters.
     order = sorted(grouped, key=lambda group: (group.is_scaled, group.is_vector))
     groups = [
         {
@@ -84,9 +85,9 @@ def build_optimizer(
         }
         for group in order
     ]
-    # fused: one kernel for all parameters; on CPUs where fsdp keeps what a GPU computes with there (as CPU threads)
+    # Fused: one kernel for all parameters. It also runs on CPUs, where FSDP's offload keeps the shards and their state.
     fused = config.enable_fsdp_offload or any(parameter.is_cuda for parameter in parameters.values())
-    optimizer = _make(groups or [{"params": []}], config, fused)
+    optimizer = _make_optimizer(groups or [{"params": []}], config, fused)
 
     def factor(step: int) -> float:
         return lr_at(step, total_steps() if callable(total_steps) else total_steps, config) / config.lr
@@ -94,46 +95,58 @@ def build_optimizer(
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def _entry_of(name: str, config: TrainConfig) -> int | None:
-    """Which entry of ``train.param_groups`` a parameter follows: the first whose expression its name contains."""
+def _find_entry(name: str, config: TrainConfig) -> int | None:
+    """Index of the first entry of ``train.param_groups`` whose expression matches a parameter's name, if any."""
     return next((index for index, entry in enumerate(config.param_groups) if re.search(entry.match, name)), None)
 
 
 def saved_shard(value: Tensor) -> Tensor:
     """This rank's shard of a tensor of optimiser state as a checkpoint holds it: a plain tensor.
 
-    8-bit state is decompressed to float32. Compressed again, in the same shard, it gives the same bits; the optimiser
-    does that by itself at its next step.
+    8-bit state is decompressed to float32. The optimiser compresses it again at its next step, and gets the same bits
+    where the shard is the same.
     """
     shard = local(value)
+    # An exact comparison: torchao's 8-bit state is a subclass of Tensor, which isinstance would let through.
     return shard if type(shard) is Tensor else shard.dequantize()
 
 
-def _group_of(
+def _make_group(
     parameter: nn.Parameter, is_vector: bool, is_hidden: bool, entry: int | None, config: TrainConfig
 ) -> ParameterGroup:
     decay = 0.0 if is_vector else config.weight_decay
     lr_scale = 1.0
     if entry is not None:
-        chosen = config.param_groups[entry]
-        lr_scale, decay = chosen.lr_scale, decay if chosen.weight_decay is None else chosen.weight_decay
+        settings = config.param_groups[entry]
+        lr_scale = settings.lr_scale
+        decay = decay if settings.weight_decay is None else settings.weight_decay
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return ParameterGroup(lr_scale != 1.0, is_vector, is_hidden, lr_scale, decay, mesh)
 
 
 def _check_choices(
-    module: nn.Module, config: TrainConfig, taken: dict[str, int | None], hidden: set[str], mesh: Mesh | None
+    module: nn.Module, config: TrainConfig, entries: dict[str, int | None], hidden: set[str], mesh: Mesh | None
 ) -> None:
-    """Whether every entry of param_groups, and Muon, has something to do, in this or in another pipeline stage."""
-    used, has_hidden = set(taken.values()), bool(hidden)
+    """Raises ConfigError when an entry of param_groups, or Muon, has no parameter in any pipeline stage.
+
+    Args:
+        module: this rank's module, or stage of it.
+        config: the section ``train``.
+        entries: index of the entry that sets each parameter, by name; None where none does.
+        hidden: names of the parameters that Muon updates.
+        mesh: the ranks; without one nothing is checked under pipeline parallelism.
+    """
+    used = set(entries.values())
+    has_hidden = bool(hidden)
     if config.pipeline_parallel_size > 1:
         if mesh is None:
             return
         stages = mesh.gather((used, has_hidden), over="pp")
-        used, has_hidden = set().union(*(used_here for used_here, _ in stages)), any(has_here for _, has_here in stages)
+        used = set().union(*(used_here for used_here, _ in stages))
+        has_hidden = any(has_here for _, has_here in stages)
     for index, entry in enumerate(config.param_groups):
         if index not in used:
-            names = list(taken)
+            names = list(entries)
             matching = [name for name in names if re.search(entry.match, name)]
             why = f"entries before it take all {len(matching)} that it matches" if matching else "it matches none"
             raise ConfigError(
@@ -155,12 +168,12 @@ def _check_choices(
         )
 
 
-def _make(groups: list[dict[str, Any]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+def _make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "muon":
         return Muon(groups, fused=fused, **settings)
     for group in groups:
-        group.pop("orthogonal", None)
+        group.pop("orthogonal", None)  # Muon's own key
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=fused, **settings)
     try:
@@ -193,7 +206,7 @@ def say_unfinished_warmup(config: dict[str, Any], total_steps: int, say: Callabl
     """Says when a run ends before its warm-up does.
 
     Args:
-        config: the whole configuration as plain values; empty of a run without one.
+        config: the whole configuration as plain values; empty for a run that has none.
         total_steps: steps of the run.
         say: takes a line for the person who watches.
     """

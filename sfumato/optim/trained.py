@@ -1,4 +1,4 @@
-"""A module with what trains it."""
+"""A trained module with its optimiser and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 @dataclass
 class Trained:
-    """A module with what trains it."""
+    """A trained module with its optimiser and learning-rate schedule."""
 
     module: nn.Module
     """As ``parallelize`` returned it."""

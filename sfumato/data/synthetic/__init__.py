@@ -1,1 +1,1 @@
-"""Data that is made: glyphs, digits, arithmetic, problems of reasoning-gym."""
+"""Data made in code: rendered words, handwritten digits, arithmetic, dialled numbers, problems of reasoning-gym."""

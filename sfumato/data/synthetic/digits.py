@@ -1,10 +1,9 @@
-"""scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, some of which are held out. Nothing is downloaded."""
+"""scikit-learn's handwritten digits: 1,797 scans of 8 x 8 pixels, a share of them held out. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -18,20 +17,26 @@ EDGE = 32
 
 @cache
 def scans_of(held_out: float, is_held_out: bool) -> np.ndarray:
-    """Numbers of the scans of training, or of those that it never shows: int64 ``[n]``. Raises as ``label``.
+    """Indices of the held-out scans, or of the scans for training: int64 ``[n]``.
 
-    ``held_out`` is the share of the latter; whether a scan is among them depends on its number alone.
+    Args:
+        held_out: share of all scans that training never shows; whether a scan is held out depends on its index alone.
+        is_held_out: whether to return the held-out scans.
+
+    Raises:
+        DataError: when no scan is left.
+        MissingDependencyError: without scikit-learn.
     """
     digests = (hashlib.blake2b(f"digits/{scan}".encode(), digest_size=8) for scan in range(len(_load()[1])))
     fractions = np.array([int.from_bytes(digest.digest(), "big") / 2**64 for digest in digests])
-    found = np.flatnonzero((fractions < held_out) == is_held_out)
-    if not len(found):
+    scans = np.flatnonzero((fractions < held_out) == is_held_out)
+    if not len(scans):
         raise DataError(f"data.synthetic.held_out {held_out} leaves no handwritten digits: bring it closer to 0.5")
-    return found
+    return scans
 
 
 def label(scan: int) -> str:
-    """The digit that a scan shows. Raises MissingDependencyError without scikit-learn."""
+    """The digit that a scan shows, ``0`` to ``9``. Raises MissingDependencyError without scikit-learn."""
     return str(_load()[1][scan])
 
 
@@ -43,7 +48,8 @@ def picture(scans: list[int]) -> bytes:
 
 
 @cache
-def _load() -> tuple[Any, Any]:
+def _load() -> tuple[np.ndarray, np.ndarray]:
+    """The scans, float64 ``[1797, 8, 8]`` from 0 (white) to 16, and their digits, int64 ``[1797]``."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -51,5 +57,5 @@ def _load() -> tuple[Any, Any]:
             f"data.synthetic.problem digits shows scans that lie in scikit-learn, which is not installed ({error}): "
             "pip install 'sfumato[digits]'"
         ) from error
-    found = load_digits()
-    return found.images, found.target
+    dataset = load_digits()
+    return dataset.images, dataset.target

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -18,23 +18,29 @@ from sfumato.config.sections import GlyphConfig
 from sfumato.data.media.pictures import Picture
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from PIL.ImageFont import FreeTypeFont, ImageFont
+
 MOST_DRAWS = 10_000
-"""Random words that are tried before it is said that there are none."""
+"""Random words that are tried before an error says that there are none of the wanted kind."""
 
 
 class GlyphDataset:
     """Images of single words, black on white; image i is a function of (seed, i).
 
-    One tenth of the words (``config.held_out``, chosen by a hash of the word alone) never appears; with ``held_out``
-    no other words do.
+    A share of the words (``config.held_out``, a tenth by default, chosen by a hash of the word alone) never appears;
+    with ``held_out`` only these words do.
     """
 
     is_paired: ClassVar[bool] = False
+    """Whether a row holds two images, the preferred one first."""
 
     def __init__(
         self, config: GlyphConfig, height: int, width: int, seed: int, num_frames: int = 1, held_out: bool = False
     ) -> None:
-        self.config, self.seed, self.held_out = config, seed, held_out
+        self.config = config
+        self.seed = seed
+        self.held_out = held_out
         self.size = (height, width, num_frames)
 
     def __len__(self) -> int:
@@ -50,13 +56,22 @@ class GlyphDataset:
         return self._render([word], generator)[0]
 
     def picture(self, index: int) -> Picture:
-        """As of ``ImageTextDataset``: words are rendered in their size, and nothing is cut off."""
+        """Image ``index`` with its framing, as ``ImageTextDataset.picture`` gives it.
+
+        Words are rendered at the size of the image, so that nothing is cut off: the framing is the size and the offset
+        (0, 0).
+        """
         pixels = self.pixels(index)
         framing = torch.tensor([*self.size[:2], 0, 0], dtype=torch.int32)
         return Picture(pixels, framing.expand(2, 4) if self.is_paired else framing)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """The first frame of a video; for an image, another word: uint8 ``[height, width, 3]``."""
+        """Source of the edit to image ``index``, uint8 ``[height, width, 3]``.
+
+        Args:
+            index: of the image.
+            pixels: of the image, or of the video, whose first frame is its source; an image's source is another word.
+        """
         if pixels.ndim == 4:
             return pixels[:, 0].permute(1, 2, 0).numpy()
         return source_image(self._word(index)[0], self.config, *self.size[:2])
@@ -81,6 +96,7 @@ class GlyphDataset:
 
     def _word(self, index: int) -> tuple[str, torch.Generator]:
         generator = keyed_generator(self.seed, "glyph", index)
+        # The generator is returned, too: the rendering goes on with it after the word.
         return self._draw(generator), generator
 
     def _draw(self, generator: torch.Generator, other_than: str = "") -> str:
@@ -93,14 +109,17 @@ class GlyphDataset:
         raise ConfigError(f"data.glyphs: there are {few}; change held_out, length or characters")
 
     def _render(self, words: list[str], generator: torch.Generator) -> torch.Tensor:
-        """Words in one size and place: uint8 ``[N, 3, height, width]``, or of videos ``[N, 3, F, height, width]``."""
+        """Renders words in one font size and at one place: uint8 ``[N, 3, height, width]``.
+
+        Videos are ``[N, 3, frames, height, width]``.
+        """
         font = default_font(self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)])
         x, y = (_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
         height, width, num_frames = self.size
         if num_frames == 1:
             return torch.stack([render_word(word, font, height, width, [x, y]) for word in words])
-        places = [[x + round(move), y] for move in np.linspace(-width / 8, width / 8, num_frames)]
-        videos = [[render_word(word, font, height, width, place) for place in places] for word in words]
+        shifts = [[x + round(offset), y] for offset in np.linspace(-width / 8, width / 8, num_frames)]
+        videos = [[render_word(word, font, height, width, shift) for shift in shifts] for word in words]
         return torch.stack([torch.stack(frames, dim=1) for frames in videos])
 
 
@@ -110,13 +129,16 @@ class GlyphPairs(GlyphDataset):
     is_paired: ClassVar[bool] = True
 
     def pixels(self, index: int) -> torch.Tensor:
-        """Pair ``index``, the named word first: uint8 ``[2, ...]``, each as ``GlyphDataset`` has it."""
+        """Pair ``index``, the word that the caption names first: uint8 ``[2, ...]``, each as in ``GlyphDataset``."""
         word, generator = self._word(index)
         wrong = self._draw(keyed_generator(self.seed, "wrong glyph", index), other_than=word)
         return self._render([word, wrong], generator)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """Source of both, uint8 ``[2, ...]``, as in ``GlyphDataset``; of videos the named one's first frame."""
+        """Source of the edit to both images, uint8 ``[height, width, 3]``, as in ``GlyphDataset``.
+
+        For videos it is the first frame of the video that the caption names.
+        """
         return super().source(index, pixels[0])
 
     def fingerprint(self) -> str:
@@ -124,22 +146,25 @@ class GlyphPairs(GlyphDataset):
         return f"pairs|{super().fingerprint()}|{self.held_out}"
 
 
-def render_word(word: str, font: object, height: int, width: int, shift: list[int]) -> torch.Tensor:
-    """Draws a word in black on white: uint8 ``[3, height, width]``."""
+def render_word(word: str, font: FreeTypeFont | ImageFont, height: int, width: int, shift: list[int]) -> torch.Tensor:
+    """Draws a word in black on white: uint8 ``[3, height, width]``.
+
+    ``shift`` moves it from the centre: pixels to the right and down.
+    """
     from PIL import Image, ImageDraw
 
     image = Image.new("L", (width, height), 255)
     draw = ImageDraw.Draw(image)
-    left, top, right, bottom = draw.textbbox((0, 0), word, font=font)
-    x = (width - (right - left)) / 2 - left + shift[0]
-    y = (height - (bottom - top)) / 2 - top + shift[1]
+    x_min, y_min, x_max, y_max = draw.textbbox((0, 0), word, font=font)
+    x = (width - (x_max - x_min)) / 2 - x_min + shift[0]
+    y = (height - (y_max - y_min)) / 2 - y_min + shift[1]
     draw.text((x, y), word, font=font, fill=0)
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
 @functools.cache
-def default_font(size: int) -> object:
-    """Pillow's own font."""
+def default_font(size: int) -> FreeTypeFont | ImageFont:
+    """The font that comes with Pillow, so that no file is needed."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
@@ -168,7 +193,7 @@ def caption_of(word: str, config: GlyphConfig) -> str:
 
 
 def is_held_out(word: str, config: GlyphConfig) -> bool:
-    """Whether training never shows this word: a function of the word alone, so all runs agree."""
+    """Whether training never shows this word: a function of the word and the held-out share, so all runs agree."""
     digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64 < config.held_out
 
@@ -200,4 +225,5 @@ def _draw_word(generator: torch.Generator, config: GlyphConfig) -> str:
 
 
 def _integer(generator: torch.Generator, low: int, high: int) -> int:
+    """Draws an integer from ``low`` to ``high``, both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))

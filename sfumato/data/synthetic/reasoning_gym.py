@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, made by the name of a task: rows for prompts, which its reward can score."""
+"""Rows of problems that reasoning-gym makes, by the name of a task; the reward ``reasoning_gym`` can score them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sfumato.errors import ConfigError, MissingDependencyError
 
 
 def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Problems of a task, the same ones for the same arguments and version of reasoning-gym.
+    """Makes the problems of a task: the same ones for the same arguments and version of reasoning-gym.
 
     Args:
         task: name in reasoning-gym, such as ``basic_arithmetic``.
@@ -20,8 +20,8 @@ def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None =
         parameters: fields of the task's configuration, such as ``{"max_digits": 2}``; JSON.
 
     Returns:
-        Rows with ``question`` and ``answer`` (one that is correct; others may be, too), texts, and ``metadata``: what
-        the reward ``reasoning_gym`` needs to make the problem again.
+        Rows with the texts ``question`` and ``answer`` (a correct answer; others may be correct, too), and with
+        ``metadata``, from which the reward ``reasoning_gym`` makes the problem again.
 
     Raises:
         MissingDependencyError: reasoning-gym is not installed.
@@ -38,10 +38,10 @@ def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None =
         close = difflib.get_close_matches(task, DATASETS, 3)
         hint = f"did you mean {', '.join(close)}?" if close else f"known are {', '.join(sorted(DATASETS))}"
         raise ConfigError(f"reasoning-gym has no task {task!r}; {hint}")
-    known = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
-    if unknown := set(settings) - known:
+    names = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"size", "seed"}
+    if unknown := set(settings) - names:
         raise ConfigError(
-            f"task {task!r} of reasoning-gym has no parameter {min(unknown)!r}: it has {', '.join(sorted(known))}"
+            f"task {task!r} of reasoning-gym has no parameter {min(unknown)!r}: it has {', '.join(sorted(names))}"
         )
     if size < 1:
         raise ConfigError(f"size of task {task!r} must be at least 1, not {size}")
@@ -52,8 +52,8 @@ def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None =
         raise ConfigError(
             f"task {task!r} of reasoning-gym refuses {settings or 'its size and seed'}: {error}"
         ) from error
-    own = {"task": task, "size": size, "seed": seed, "parameters": settings}
+    task_metadata = {"task": task, "size": size, "seed": seed, "parameters": settings}
     return [
-        {"question": entry["question"], "answer": str(entry["answer"]), "metadata": {**own, "index": index}}
+        {"question": entry["question"], "answer": str(entry["answer"]), "metadata": {**task_metadata, "index": index}}
         for index, entry in enumerate(entries)
     ]

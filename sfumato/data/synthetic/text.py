@@ -1,4 +1,4 @@
-"""Problems with one correct answer, made in code: text, conversations and pairs of answers that need no download."""
+"""Problems with one correct answer, made in code: texts, conversations and pairs of answers without any download."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ NUMBERS = (*PICTURED, "dial")
 
 @dataclass(frozen=True)
 class Problem:
-    """A question of one kind: a word, a number, or two; of handwritten digits the numbers of their scans."""
+    """A question of one kind about a word, a number, or two numbers."""
 
     kind: str
+    """A key of ``QUESTIONS``."""
     operands: tuple[str, ...]
+    """The word or numbers; of handwritten digits the indices of their scans, in one text with spaces."""
 
     @property
     def prompt(self) -> str:
@@ -74,11 +76,11 @@ class Problem:
 
     @property
     def scans(self) -> list[int]:
-        """Numbers of the handwritten digits that are shown."""
+        """Indices of the scans of handwritten digits that are shown."""
         return [int(scan) for scan in self.operands[0].split()]
 
     def picture(self, generator: torch.Generator) -> bytes:
-        """A PNG file of the number."""
+        """A PNG file that shows the number."""
         return digits.picture(self.scans) if self.kind == "digits" else render(self.answer, generator)
 
     @property
@@ -92,12 +94,12 @@ class Problem:
         return STATEMENTS[self.kind].format(*self.operands, self.answer)
 
     def fraction(self) -> float:
-        """A number in [0, 1), by a hash of the problem alone.
+        """A number in [0, 1), by a hash of the problem alone, which decides whether it is held out.
 
-        Problems that answer each other, as those of abc and cba or of 1 + 2 and 2 + 1, have the same.
+        Problems that give each other's answer away have the same number: those of abc and cba, or 1 + 2 and 2 + 1.
         """
         twins = [self.operands[0], self.answer] if self.kind == "reverse" else self.operands
-        kind = "read" if self.kind in PICTURED else self.kind  # what is never read is never drawn
+        kind = "read" if self.kind in PICTURED else self.kind  # a number held out from reading is held out from drawing
         digest = hashlib.blake2b("/".join([kind, *sorted(twins)]).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
 
@@ -111,8 +113,10 @@ class SyntheticRows:
     """
 
     def __init__(self, config: SyntheticTextConfig, seed: int, held_out: bool) -> None:
-        """Args are the kind of problems, the seed of the rows, and whether they are those that training never shows."""
-        self.config, self.seed, self.held_out = config, seed, held_out
+        """Takes the kind of problems, the seed of the rows, and whether they are the ones that training never shows."""
+        self.config = config
+        self.seed = seed
+        self.held_out = held_out
 
     def __len__(self) -> int:
         return max(1, round(self.config.num_rows * self.config.held_out)) if self.held_out else self.config.num_rows
@@ -121,8 +125,10 @@ class SyntheticRows:
         if not 0 <= index < len(self):
             raise IndexError(index)
         generator = keyed_generator(self.seed, "held-out problems" if self.held_out else "problems", index)
+        # All draws below come from this one generator: their order must stay, or every row changes.
         problems = [self._draw(generator) for _ in range(self.config.turns)]
-        last, wrong = problems[-1], wrong_answer(problems[-1], generator)
+        last = problems[-1]
+        wrong = wrong_answer(problems[-1], generator)
         answers = [self._shown_answer(problem, generator) for problem in problems]
         return {
             "text": " ".join(problem.statement for problem in problems),
@@ -135,7 +141,7 @@ class SyntheticRows:
             "chosen": last.answer,
             "rejected": wrong,
             "answer": last.answer,
-        } | self._media(problems, generator)
+        } | self._make_media(problems, generator)
 
     def describe(self, index: int) -> str:
         """Where the row comes from, for messages."""
@@ -145,8 +151,8 @@ class SyntheticRows:
         """Identifies the rows, for caches."""
         return f"{self.config.model_dump_json()} {self.seed} {self.held_out}"
 
-    def _media(self, problems: list[Problem], generator: torch.Generator) -> dict[str, list[bytes]]:
-        """Columns of what is seen and heard."""
+    def _make_media(self, problems: list[Problem], generator: torch.Generator) -> dict[str, list[bytes]]:
+        """Columns with the sounds or pictures of the problems, as files; none for problems of text alone."""
         if problems[0].kind == "dial":
             return {"audios": [keypad.dialled(problem.answer, generator) for problem in problems]}
         if problems[0].kind in PICTURED:
@@ -160,10 +166,12 @@ class SyntheticRows:
         return problem.call if share and float(torch.rand((), generator=generator)) < share else problem.answer
 
     def _draw(self, generator: torch.Generator) -> Problem:
-        if self.config.problem == "digits":  # whose scans are held out, not the numbers that they make
-            scans, length = digits.scans_of(self.config.held_out, self.held_out), _draw_length(generator, self.config)
+        if self.config.problem == "digits":  # scans are held out, rather than the numbers that they make up
+            scans = digits.scans_of(self.config.held_out, self.held_out)
+            length = _draw_length(generator, self.config)
             return Problem("digits", (" ".join(str(scans[_integer(generator, len(scans))]) for _ in range(length)),))
         fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
+        # A hundred times as many draws as are expected until one is of the wanted kind, and a thousand more.
         for _ in range(min(MAX_DRAWS, 1000 + int(100 / fraction))):
             problem = _draw_problem(generator, self.config)
             if (problem.fraction() < self.config.held_out) == self.held_out:
@@ -176,7 +184,10 @@ class SyntheticRows:
 
 
 def render(text: str, generator: torch.Generator) -> bytes:
-    """A PNG file of a text in black on white, in one of two sizes, 16 pixels high and 8 for each letter wide."""
+    """A PNG file of a text in black on white, in one of two font sizes.
+
+    The picture is 16 pixels high, and 8 pixels wide for each letter, of at least two.
+    """
     word = render_word(text, default_font(11 + _integer(generator, 2)), 16, 8 * max(len(text), 2), [0, 0])
     return as_png(Image.fromarray(word.permute(1, 2, 0).numpy()))
 
@@ -185,11 +196,13 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
     if problem.kind in (*ARITHMETIC, *NUMBERS):
-        place = _integer(generator, len(correct))
-        no_leading_zero = place == 0 and len(correct) > 1
-        digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[place]]
-        return correct[:place] + digits[_integer(generator, len(digits))] + correct[place + 1 :]
-    pairs = [(i, j) for j in range(len(correct)) for i in range(j) if correct[i] != correct[j]]
+        position = _integer(generator, len(correct))
+        no_leading_zero = position == 0 and len(correct) > 1
+        digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[position]]
+        return correct[:position] + digits[_integer(generator, len(digits))] + correct[position + 1 :]
+    pairs = [  # of different letters, whose swap changes the word
+        (i, j) for j in range(len(correct)) for i in range(j) if correct[i] != correct[j]
+    ]
     letters = list(correct)
     if pairs:
         i, j = pairs[_integer(generator, len(pairs))]
@@ -221,8 +234,10 @@ def _draw_length(generator: torch.Generator, config: SyntheticTextConfig) -> int
 
 
 def _integer(generator: torch.Generator, below: int) -> int:
+    """Draws an integer from 0 to ``below - 1``."""
     return int(torch.randint(below, (), generator=generator))
 
 
 def _turn(prompt: str, answer: str) -> list[dict[str, str]]:
+    """A question and its answer as messages."""
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

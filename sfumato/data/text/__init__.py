@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """What formats of one's own import from here; it loads more than most who need a part of this package."""
+    """Gives users' own formats what they import from here, on first use: ``format`` loads more than the rest needs."""
     if name in ("Document", "TextFormat", "TextSample", "fingerprint_of", "fit", "find_key"):
         from sfumato.data.text import format
 

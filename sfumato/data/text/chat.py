@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes tokens, of which the loss mask holds those that the assistant generates."""
+"""Chat templates: the tokens of a conversation, and a loss mask of those that the assistant generates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,18 +23,23 @@ from sfumato.data.text.messages import with_text_arguments
 from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begins_texts
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATES = Path(__file__).parent / "templates"
 OWN = "the tokenizer's own"
-"""What messages call a template that no setting names."""
+"""What error messages call the template that comes with the tokenizer."""
 
 Message = dict[str, Any]
 Encoded = tuple[np.ndarray, np.ndarray]
+"""Token ids, int32 ``[L]``, and their loss mask, bool ``[L]``."""
 Span = tuple[int, int]
+"""First character and, exclusive, last character of a part of a text."""
 Rendered = tuple[str, list[Span], int]
-"""A text, the spans of its answers, and how many messages it renders."""
+"""A rendered text, the spans of its answers in the loss, and how many messages it renders."""
 Expand = Callable[[str, list[Span], int], tuple[str, list[Span]]]
-"""Puts what stands for the images of so many messages into their text, and moves spans with it."""
+"""Inserts what stands for media into a text that renders so many messages, and shifts its spans accordingly."""
 Result = TypeVar("Result")
 
 _TRACKER = threading.Lock()  # transformers tracks generation blocks in the compiled template, which threads share
@@ -43,34 +48,36 @@ _TRACKER = threading.Lock()  # transformers tracks generation blocks in the comp
 class ChatTemplate:
     """Encodes conversations as the Jinja template of a tokenizer renders them.
 
-    The loss mask holds the tokens that the model has to generate: those of a ``{% generation %}`` block where the
-    template has such blocks, else what stands between the prompt of an answer, as the template renders it for
-    inference, and the token that ends the turn, with that token, which is appended where the template writes none.
+    The loss mask holds the tokens that the model has to generate: those in ``{% generation %}`` blocks where the
+    template has such blocks; else all tokens from the end of the prompt, as the template renders it for inference, up
+    to and with the token that ends the turn, which is appended where the template writes none.
     """
 
-    def __init__(self, tokenizer: Any, text: str, tool_text: str, name: str) -> None:
-        """Asks the template how answers end.
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, tool_text: str, name: str) -> None:
+        """Finds out how answers end, by rendering test conversations.
 
         Args:
             tokenizer: a fast one.
-            text: the template.
-            tool_text: the one for conversations with tools, often the same.
-            name: for messages.
+            text: the Jinja source.
+            tool_text: the source for conversations with tools, often the same.
+            name: of the template, for messages.
 
         Raises:
-            ConfigError: when blocks of the template leave out what ends an answer, or it writes a date that changes.
+            ConfigError: when generation blocks leave out the token that ends an answer, or the template writes today's
+                date in a form that cannot be fixed.
         """
         self.tokenizer = tokenizer
-        self.name, self._source = name, text
+        self.name = name
+        self._source = text
         facts = facts_of(tokenizer)
         date = facts.date or datetime.date.today()
-        self.text, self.tool_text = (with_date(each, name, date) for each in (text, tool_text))
+        self.text, self.tool_text = (with_date(template_text, name, date) for template_text in (text, tool_text))
         self.encoder = Encoder(tokenizer, with_offsets=True)
-        """Makes the tokens that ``asks`` asks for."""
+        """Encodes the texts that ``asks`` yields."""
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
-        self._special_ids = np.array(sorted(tokenizer.convert_tokens_to_ids(specials)), dtype=np.int64)
+        self._special_ids = np.array(sorted(cast(list[int], tokenizer.convert_tokens_to_ids(specials))), dtype=np.int64)
         end = measure_answer_end(tokenizer, self._render_whole)
         if self.text != text:
             end = replace(
@@ -82,16 +89,16 @@ class ChatTemplate:
         self._stops = [token.text for token in self.answer_end.tokens]
         for template, tools in {self.tool_text: [EXAMPLE_TOOL], self.text: None}.items():
             if GENERATION.search(template):
-                check_blocks(name, self.answer_end, partial(self._marked, tools), tokenizer)
+                check_blocks(name, self.answer_end, partial(self._render_marked, tools), tokenizer)
 
     def adopt(self) -> None:
-        """Makes this template the tokenizer's own, which exports carry: what was trained is what is said then."""
+        """Makes this template the tokenizer's own, so that exports carry the template that was trained with."""
         facts_of(self.tokenizer).answer_end = self.answer_end
         if self.name != OWN:
             self.tokenizer.chat_template = self._source
 
     def encode(self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
-        """The tokens of a conversation, and their loss mask.
+        """Encodes a conversation.
 
         Args:
             messages: with ``role`` and ``content``; ``loss_mask`` 0 on an assistant message keeps it out of
@@ -100,13 +107,13 @@ class ChatTemplate:
             tools: JSON schemas, for templates that show them to the model.
 
         Returns:
-            ``[(input_ids, loss_mask)]``, int32 ``[L]`` and bool ``[L]``, usually one. A template that renders earlier
-            answers in another way once more messages follow (Qwen3 leaves out their thoughts) gives one for each
-            answer in the loss, with the history as the model sees it at inference.
+            Pairs ``(input_ids, loss_mask)``, int32 ``[L]`` and bool ``[L]``: usually one. A template that renders an
+            answer otherwise once more messages follow (Qwen3 leaves out its thoughts) gives one for each answer in the
+            loss, with the history as the model sees it at inference.
 
         Raises:
-            DataError: for an unknown role, a message that the template refuses or leaves out, or when there is
-                nothing to learn; it names ``where`` and the message.
+            DataError: for an unknown role, a message that the template refuses or leaves out, or when there is nothing
+                to learn; it names ``where`` and the message.
         """
         return ask_alone(self.asks(messages, where, tools), self.encoder)
 
@@ -117,19 +124,20 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         expand: Expand | None = None,
     ) -> Asking[list[Encoded]]:
-        """As ``encode``, for work whose texts are encoded together with those of other conversations.
+        """As ``encode``, as a generator, so that texts of several conversations can be encoded together.
 
-        With ``expand`` contents may be lists of parts.
+        It yields texts, is sent their tokens, and returns what ``encode`` returns. With ``expand`` contents of messages
+        may be lists of parts.
         """
         trained = check_messages(messages, where, parts=expand is not None)
-        shown = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
-        chat = _Chat(self, shown, tools, where)
+        shown_messages = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
+        chat = _Chat(self, shown_messages, tools, where)
         texts = chat.marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
         whole = [(text, spans) if expand is None else expand(text, spans, count) for text, spans, count in texts]
-        found = yield [text for text, _ in whole]
+        tokens_of_texts = yield [text for text, _ in whole]
         encoded = []
-        for (text, spans), tokens in zip(whole, found, strict=True):
-            encoded.append((yield from self._mask(text, spans, tokens, where)))
+        for (text, spans), tokens in zip(whole, tokens_of_texts, strict=True):
+            encoded.append((yield from self._make_mask(text, spans, tokens, where)))
         return encoded
 
     def render(
@@ -141,13 +149,13 @@ class ChatTemplate:
         prompt: bool = True,
         options: dict[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation as it is rendered for inference.
+        """Renders a conversation as for inference.
 
         Args:
             messages: with ``role`` and ``content``.
             where: file and row, for messages.
             tools: JSON schemas, for templates that show them to the model.
-            prompt: whether the beginning of an answer follows.
+            prompt: whether to add the beginning of an answer.
             options: variables of the template, such as ``enable_thinking``.
 
         Raises:
@@ -160,14 +168,14 @@ class ChatTemplate:
 
     @cached_property
     def joins_arguments(self) -> bool:
-        """Whether the template puts arguments of calls into a text as they are, and so takes JSON texts alone."""
+        """Whether the template fails on arguments of calls that are mappings, and takes them as JSON texts."""
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
         messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
         def renders(messages: list[Message]) -> bool:
             try:
                 self.tokenizer.apply_chat_template(messages, chat_template=self.tool_text, tokenize=False)
-            except Exception:  # whatever a template raises
+            except Exception:  # a template may raise anything
                 return False
             return True
 
@@ -176,56 +184,64 @@ class ChatTemplate:
     def _render_whole(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
         return _Chat(self, messages, tools, "").apply(len(messages))
 
-    def _marked(self, tools: list[dict[str, Any]] | None, messages: list[Message]) -> tuple[str, list[Span]]:
+    def _render_marked(self, tools: list[dict[str, Any]] | None, messages: list[Message]) -> tuple[str, list[Span]]:
         return _Chat(self, messages, tools, "").marked()
 
     def ended(self, text: str, start: int, following: str, calls: bool) -> tuple[str, int]:
-        """A text up to the token that ends its last answer, without the white space that the template adds behind it.
+        """Finds where the last answer of a text ends, with the token that ends it.
 
         Args:
-            text: of a conversation that an answer ends.
-            start: of the answer.
+            text: of a conversation whose last message is the answer.
+            start: first character of the answer.
             following: the text of the whole conversation.
             calls: whether the answer calls tools.
 
         Returns:
-            The text, to which that token was appended where the template writes none; and where the answer ends in it.
+            The text, to which the token that ends the answer was appended where the template writes none; and the
+            position in it after that token. White space that the template adds behind the token is not in the answer.
         """
-        known = self.answer_end
-        if known.tail_end and known.tail and text.endswith(known.tail, start):
-            return text, len(text) - len(known.tail) + known.tail_end
-        run: list[re.Match[str]] = []  # special tokens at the end
+        answer_end = self.answer_end
+        if answer_end.tail_end and answer_end.tail and text.endswith(answer_end.tail, start):
+            return text, len(text) - len(answer_end.tail) + answer_end.tail_end
+        markers: list[re.Match[str]] = []  # special tokens at the end, with nothing but white space between them
         for marker in reversed(list(self._special.finditer(text, start))):
-            if text[marker.end() : run[0].start() if run else len(text)].strip():
+            if text[marker.end() : markers[0].start() if markers else len(text)].strip():
                 break
-            run.insert(0, marker)
-        end = next((marker for marker in run if marker.group() in self._stops), run[-1] if run else None)
-        missing = known.taught_after_call if calls else None
-        missing = missing or (known.taught if known.is_appended else None)
-        if end is not None and (end.group() in self._stops or missing is None):
-            return text, end.end()
+            markers.insert(0, marker)
+        ending = next((marker for marker in markers if marker.group() in self._stops), markers[-1] if markers else None)
+        missing = answer_end.taught_after_call if calls else None
+        missing = missing or (answer_end.taught if answer_end.is_appended else None)
+        if ending is not None and (ending.group() in self._stops or missing is None):
+            return text, ending.end()
         if missing is None or not facts_of(self.tokenizer).appends_end:
             return text, len(text)
-        follows = next((stop for stop in self._stops if following.startswith(text + stop)), missing.text)
-        return text + follows, len(text + follows)
+        appended = next((stop for stop in self._stops if following.startswith(text + stop)), missing.text)
+        return text + appended, len(text + appended)
 
-    def _mask(self, text: str, spans: list[Span], tokens: Tokens, where: str) -> Asking[Encoded]:
-        """Tokens of the text, and the loss mask that holds those that begin within a span.
+    def _make_mask(self, text: str, spans: list[Span], tokens: Tokens, where: str) -> Asking[Encoded]:
+        """The tokens of a text, and the loss mask of those that begin within a span.
 
-        At inference the prompt is tokenised without the answer. Where the tokenizer would join the end of one and the
-        beginning of the other, they are tokenised apart, so that training sees the same tokens.
+        At inference the prompt is tokenised without the answer. Where the tokenizer would join the end of the prompt
+        and the beginning of the answer in one token, the two are tokenised separately, so that training sees the tokens
+        of inference.
         """
         input_ids, starts, ends = tokens
+        assert starts is not None and ends is not None  # ``encoder`` gives offsets
         begins = _begins(starts, ends)
         if not all(((ends[:-1] == start) & (starts[1:] == start)).any() for start, _ in spans):
             bounds = [0, *(start for start, _ in spans), len(text)]
+            # A boundary of a prompt is not one of tokens: tokenise the pieces between the boundaries.
             parts = yield [text[start:end] for start, end in itertools.pairwise(bounds)]
-            apart = np.concatenate([part[0] for part in parts])
+            parted_ids = np.concatenate([part[0] for part in parts])
             plain = ~np.isin(input_ids, self._special_ids)
-            if self._decode(apart) == self._decode(input_ids):
-                input_ids = apart
+            # Used only if they decode to the same text: some tokenizers put a space in front of every piece.
+            if self._decode(parted_ids) == self._decode(input_ids):
+                input_ids = parted_ids
                 begins = np.concatenate(
-                    [first + _begins(*part[1:]) for first, part in zip(bounds, parts, strict=False)]
+                    [
+                        first + _begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
+                        for first, part in zip(bounds, parts, strict=False)
+                    ]
                 )
             elif any((plain & (starts < start) & (start < ends)).any() for start, _ in spans):
                 raise DataError(
@@ -237,17 +253,17 @@ class ChatTemplate:
         loss_mask = np.zeros(len(input_ids), dtype=bool)
         for start, end in spans:
             loss_mask |= (start <= begins) & (begins < end)
-        loss_mask[:1] = False  # nothing predicts it
+        loss_mask[:1] = False  # nothing predicts the first token
         if not loss_mask.any():
             raise DataError(f"{where}: the conversation has nothing to learn from: no token of an answer")
         return input_ids, loss_mask
 
     def _decode(self, input_ids: np.ndarray) -> str:
-        return self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False)
+        return cast(str, self.tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False))
 
 
 class _Chat:
-    """One conversation, and the texts in which its answers are trained on."""
+    """One conversation, and the rendered texts in which its answers are trained on."""
 
     def __init__(
         self,
@@ -257,31 +273,37 @@ class _Chat:
         where: str,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.owner, self.tools, self.where = owner, tools, where
+        self.owner = owner
+        self.tools = tools
+        self.where = where
         has_calls = any(message.get("tool_calls") for message in messages)
         self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
         self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
     def marked(self) -> tuple[str, list[Span]]:
-        """The whole text, and the spans of its generation blocks."""
+        """Renders the whole conversation. Returns its text and the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _TRACKER:
             texts, blocks = render_jinja_template(
                 conversations=[self.messages],
-                tools=self.tools,
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
-                **self.owner.tokenizer.special_tokens_map,
+                **self.owner.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
             )
-        return texts[0], blocks[0]
+        return texts[0], cast(list[Span], blocks[0])
 
     def marked_texts(self, trained: list[int]) -> list[Rendered]:
-        """The whole text, with the spans of its generation blocks."""
-        text, blocks = self._attempt(self.marked)
+        """The text to train on, for a template with generation blocks: the whole conversation.
+
+        Args:
+            trained: indices of the messages in the loss.
+        """
+        text, blocks = self._render_checked(self.marked)
         for index in trained:
-            if not all(is_in_blocks(said, text, blocks) for said in _texts_of(self.messages[index])):
+            if not all(is_in_blocks(content, text, blocks) for content in _texts_in(self.messages[index])):
                 raise self._error(
                     index, "the generation blocks of the chat template leave out some of what it says: widen them"
                 )
@@ -297,7 +319,14 @@ class _Chat:
         return [(text, blocks, len(self.messages))]
 
     def prefixed_texts(self, trained: list[int]) -> list[Rendered]:
-        """The whole text with the spans of the answers, or one text for each answer."""
+        """The texts to train on, for a template without generation blocks.
+
+        It is the whole conversation with the spans of all answers, or one text for each answer where the template
+        renders an earlier answer otherwise once more messages follow.
+
+        Args:
+            trained: indices of the messages in the loss.
+        """
         whole = self.render(len(self.messages))
         prompts = {index: self.render(index, prompt=True) for index in trained}
         last = len(self.messages) - 1
@@ -312,7 +341,8 @@ class _Chat:
                 )
         spans = {}
         for index in trained:
-            start, calls = len(prompts[index]), bool(self.messages[index].get("tool_calls"))
+            start = len(prompts[index])
+            calls = bool(self.messages[index].get("tool_calls"))
             texts[index], end = self.owner.ended(texts[index], start, whole, calls)
             spans[index] = (start, end)
         whole = texts.get(last, whole)
@@ -322,25 +352,34 @@ class _Chat:
         return [(texts[index], [spans[index]], index + 1) for index in trained]
 
     def render(self, count: int, prompt: bool = False) -> str:
-        """The text of the first messages; ``prompt`` adds the beginning of an answer."""
+        """Renders the first ``count`` messages; ``prompt`` adds the beginning of an answer.
+
+        Raises DataError when the template refuses a message.
+        """
         if count == 0:
             raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
-        return self._attempt(lambda: self.apply(count, prompt), count)
+        return self._render_checked(lambda: self.apply(count, prompt), count)
 
     def apply(self, count: int, prompt: bool = False) -> str:
-        """As ``render``, with what the template raises."""
+        """As ``render``, but raises what the template raises."""
         with _TRACKER:
-            return self.owner.tokenizer.apply_chat_template(
+            text = self.owner.tokenizer.apply_chat_template(
                 self.messages[:count],
-                tools=self.tools,
+                tools=self.tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
                 **self.options,
             )
+        return cast(str, text)
 
-    def _attempt(self, render: Callable[[], Result], count: int | None = None) -> Result:
-        """What ``render`` returns; when the template refuses, the message that it does not take is named."""
+    def _render_checked(self, render: Callable[[], Result], count: int | None = None) -> Result:
+        """Returns what ``render`` returns, under the limits for templates.
+
+        Raises:
+            DataError: when the template refuses the first ``count`` messages (None: all), naming the message that it
+                refuses: the one after the longest beginning that it renders.
+        """
         import jinja2
 
         from sfumato.data.text.template_limits import EXPRESSION_ERRORS, TemplateLimitError, limited_rendering
@@ -352,27 +391,27 @@ class _Chat:
         except TemplateLimitError as error:
             raise DataError(f"{self.where}: the chat template {error}") from error
         except refusals as error:
-            for fine in range((count or len(self.messages)) - 1, 0, -1):
+            for num_accepted in range((count or len(self.messages)) - 1, 0, -1):
                 try:
-                    self.apply(fine)
+                    self.apply(num_accepted)
                 except refusals:
                     continue
                 break
             else:
-                fine = 0
-            raise self._error(fine, f"the chat template refuses it: {error}") from error
+                num_accepted = 0
+            raise self._error(num_accepted, f"the chat template refuses it: {error}") from error
 
     def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):
-            contents = _texts_of(message)
+            contents = _texts_in(message)
             if message["role"] != "assistant":
-                if any(said.strip() not in text and _in_json(said.strip()) not in text for said in contents):
+                if any(content.strip() not in text and _in_json(content.strip()) not in text for content in contents):
                     raise self._error(index, "the chat template leaves it out")
             elif index in answers:
-                for said in (*contents, message.get("reasoning_content") or ""):
-                    if not any(_squeeze(text) in squeezed[index] for text in (said, _in_json(said))):
+                for content in (*contents, message.get("reasoning_content") or ""):
+                    if not any(_squeeze(text) in squeezed[index] for text in (content, _in_json(content))):
                         raise self._error(index, "the chat template leaves out some of what it says")
                 for name in _tool_names(message.get("tool_calls") or []):
                     if name not in answers[index]:
@@ -381,12 +420,12 @@ class _Chat:
             if name not in text:
                 raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}")
 
-    def _error(self, index: int, what: str) -> DataError:
-        return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {what}")
+    def _error(self, index: int, problem: str) -> DataError:
+        return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 
-def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
-    """The chat template of a configuration.
+def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+    """Builds the chat template of a configuration.
 
     Args:
         name: ``chatml``, a Jinja file, or None for the tokenizer's own.
@@ -404,6 +443,7 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
         except ValueError as error:
             raise ConfigError(f"data.chat_template: {error}") from error
     else:
+        # The templates that come with sfumato do not write the token that begins a text.
         begins = "{{- bos_token }}" if (TEMPLATES / f"{name}.jinja").is_file() and begins_texts(tokenizer) else ""
         texts = [begins + _read_template(name)] * 2
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
@@ -411,11 +451,11 @@ def build_chat_template(name: str | None, tokenizer: Any) -> ChatTemplate:
         raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
         _check_syntax(text, name or OWN)
-    return ChatTemplate(tokenizer, *texts, name or OWN)
+    return ChatTemplate(tokenizer, *texts, name or OWN)  # pyright: ignore[reportCallIssue]  # two texts
 
 
-def check_fast(tokenizer: Any) -> None:
-    """Raises ConfigError when the tokenizer does not say which characters a token comes from."""
+def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError for a slow tokenizer, which cannot tell which characters a token comes from."""
     if not tokenizer.is_fast:
         raise ConfigError(
             f"the tokenizer {type(tokenizer).__name__} does not say which characters a token comes from: "
@@ -424,14 +464,18 @@ def check_fast(tokenizer: Any) -> None:
 
 
 def check_messages(messages: list[Message], where: str, parts: bool = False) -> list[int]:
-    """The indices of the answers that are trained on. With ``parts`` a content may be a list of text and images.
+    """Checks messages. Returns the indices of the answers that are trained on.
+
+    With ``parts`` a content may be a list of texts and media.
 
     Raises:
         DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is trained on.
     """
     trained = []
     for index, message in enumerate(messages):
-        role, content, mask = message.get("role"), message.get("content"), message.get("loss_mask")
+        role = message.get("role")
+        content = message.get("content")
+        mask = message.get("loss_mask")
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
@@ -450,8 +494,10 @@ def check_messages(messages: list[Message], where: str, parts: bool = False) -> 
 
 
 def has_content(message: Message) -> bool:
-    """Whether a message says what one of its role must: a system message, the result of a tool, and the text beside
-    calls of tools may be empty."""
+    """Whether a message has the content that its role requires.
+
+    The text of a system message, of a tool's result, or beside calls of tools may be empty.
+    """
     content = message.get("content")
     if message.get("role") == "assistant" and message.get("tool_calls"):
         return content is None or isinstance(content, str | list)
@@ -460,15 +506,17 @@ def has_content(message: Message) -> bool:
 
 
 def _read_template(name: str) -> str:
+    """Reads a template of sfumato by its name, or a file. Raises ConfigError when there is none."""
     shipped = TEMPLATES / f"{name}.jinja"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
-        raise ConfigError(f"data.chat_template: no Jinja file {name}; the templates with a name are {known}")
+        names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+        raise ConfigError(f"data.chat_template: no Jinja file {name}; the templates with a name are {names}")
     return read_text(path)
 
 
 def _check_syntax(text: str, name: str) -> None:
+    """Raises ConfigError when a template is not valid Jinja, or exceeds the limits when it is compiled."""
     import jinja2
 
     from sfumato.data.text.template_limits import TemplateLimitError, limit_template
@@ -482,26 +530,31 @@ def _check_syntax(text: str, name: str) -> None:
 
 
 def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Where tokens begin when the space in front of a word, which some offsets leave out, is part of its token."""
+    """The character at which each token begins, counting the space in front of a word to its token.
+
+    Some tokenizers leave that space out of the offsets: a token then begins where the one before it ends.
+    """
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
 
 
 def _tool_names(tools: Any) -> list[str]:
-    """Names of tools, or of calls of them; they stand at the top or below ``function``."""
+    """Names of tools or of calls of tools, which may be at the top of each or below ``function``."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]
     return [name for name in names if isinstance(name, str)]
 
 
-def _texts_of(message: Message) -> list[str]:
-    """What a message says, its images left out."""
+def _texts_in(message: Message) -> list[str]:
+    """The texts of a message's content, without its media."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def _in_json(text: str) -> str:
+    """A text as it is inside a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _squeeze(text: str) -> str:
+    """A text without its white space."""
     return "".join(text.split())

@@ -1,4 +1,4 @@
-"""Work that a document makes, by which micro-batches are made equal."""
+"""The work that a document takes, by which micro-batches are balanced."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ATTENTION_LENGTH = 24_576
 
 
 def default_cost(length: int) -> float:
-    """Work that a document of so many tokens makes, in units of that of a token without attention."""
+    """Work of a document of ``length`` tokens, in units of the work of one token without attention."""
     return length + length**2 / ATTENTION_LENGTH
 
 
 class SightedCost(NamedTuple):
-    """Work of a model that sees, in the units of the cost of documents."""
+    """Work of the encoders of a model with images or sound, in the units of ``default_cost``."""
 
     vision: Vision
-    """What makes batches."""
+    """Makes the tensors of the media in a batch."""
     of_images: Callable[[np.ndarray], float]
-    """Work that images of these ``Images.shapes`` make."""
+    """Work of the images of a document, from its ``Images.shapes``."""

@@ -1,4 +1,4 @@
-"""From a row to token sequences: what a format of data is, and what formats read rows with."""
+"""The base of data formats, which turn rows into token sequences, and what formats share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -20,31 +20,34 @@ from sfumato.data.text.chat import Encoded, check_fast
 from sfumato.data.text.tokenise import stay_in_one_thread
 from sfumato.errors import ConfigError, DataError, OverlongError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 VERSION = 2
-"""Raise it when the same rows become other tokens, so that stored tokens are not used any more."""
+"""To be raised when the same rows become other tokens, so that token stores made before are not used."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens that see each other, L of them."""
+    """One sequence of L tokens, which attend only to each other."""
 
     input_ids: np.ndarray
     """int32 ``[L]``, L is at least 2."""
     loss_mask: np.ndarray
-    """bool ``[L]``: whether the token is a target; the first never is, since nothing predicts it."""
+    """bool ``[L]``: whether the token is a target. The first never is, since nothing predicts it."""
     numbers: np.ndarray | None = None
-    """float32 ``[L]``: what a format says of a token, such as the label of the step that it ends; NaN elsewhere. All
-    documents of a format have them, or none."""
+    """float32 ``[L]``: a number that the data gives a token, such as the label of the step that it ends; NaN elsewhere.
+    Either all documents of a format have numbers, or none."""
     images: Images | None = None
-    """The images that stand in it, of formats with images."""
+    """The media in the document, for formats with media."""
     first_position: int = 0
-    """Of its first token. Above 0 it goes on after so many tokens of the last document before it that begins at 0, for
-    models that see it so (``PackedModel.shares_prompts``)."""
+    """Position of its first token. Above 0, the document continues the first so many tokens of the last document before
+    it that begins at 0 (a shared prompt), for models that attend so (``PackedModel.shares_prompts``)."""
 
 
 @dataclass(frozen=True)
 class TextSample:
-    """What is never taken apart: one document, or a better and a worse one."""
+    """What always goes into the same micro-batch: one document, or a better and a worse one."""
 
     documents: tuple[Document, ...]
 
@@ -60,20 +63,26 @@ class TextSample:
 
 
 class TextTransform(Protocol):
-    """Turns rows into samples. It can be pickled, since it runs in worker processes.
+    """Turns rows into samples. It must be picklable, since it runs in worker processes.
 
-    One whose documents say numbers of tokens has ``has_numbers = True``. One whose documents have images has
-    ``has_images = True``, is given rows that know their ``folder`` (``FiledRow``), and has a method
-    ``files(row, where)`` that returns all images of a row.
+    A transform whose documents have ``numbers`` sets ``has_numbers = True``. One whose documents have media sets
+    ``has_images = True``, gets rows that know their ``folder`` (``FiledRow``), and has a method ``files(row, where)``
+    that returns all media of a row.
 
-    Two methods more, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)`` is a
-    generator that yields lists of texts, is sent the tokens of each, and returns what a call returns; ``encode(texts)``
-    makes these tokens (see ``sfumato.data.text.row_samples``).
+    Two optional methods, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)``
+    is a generator that yields lists of texts, is sent the tokens of each, and returns what a call would return;
+    ``encode(texts)`` makes these tokens (see ``sfumato.data.text.row_samples``).
     """
 
-    documents_per_sample: int
-    fingerprint: str
-    """Identifies everything that changes the samples of a row."""
+    documents_per_sample: ClassVar[int]
+    if TYPE_CHECKING:  # read-only, so that a field of a frozen dataclass fits
+
+        @property
+        def fingerprint(self) -> str: ...
+
+    else:
+        fingerprint: str
+        """Identifies everything that changes the samples of a row."""
 
     def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
         """The samples of a row, at least one. Raises DataError that names ``where``."""
@@ -120,10 +129,12 @@ class TextFormat(ABC):
         """
 
 
-def build_transform(config: TextDataConfig, tokenizer: Any, reader: ImageReader | None = None) -> TextTransform:
-    """What turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
+def build_transform(
+    config: TextDataConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+) -> TextTransform:
+    """The transform that turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
 
-    ``reader`` is that of a model that sees.
+    ``reader`` is the one of a model with images or sound.
     """
     check_fast(tokenizer)
     stay_in_one_thread()
@@ -132,25 +143,26 @@ def build_transform(config: TextDataConfig, tokenizer: Any, reader: ImageReader 
     return config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
 
 
-def fingerprint_of(config: TextDataConfig, tokenizer: Any, templates: list[str]) -> str:
-    """A hash of what the tokens of a row depend on: settings, tokenizer, chat templates, the source of the format."""
+def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerFast, templates: list[str]) -> str:
+    """A hash of what the tokens of a row depend on: settings, tokenizer, chat templates and the code of the format."""
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}  # states of use
+    # The state of truncation and padding is left out, since calls of the tokenizer change it.
+    backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
     parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings, *source_of(config.data_type)]
-    if templates and (ends := facts_of(tokenizer).fingerprint):
-        parts.append(ends)
+    if templates and (end_fingerprint := facts_of(tokenizer).fingerprint):
+        parts.append(end_fingerprint)
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def source_of(text_format: TextFormat) -> list[str]:
-    """The file of a format that is not sfumato's own, whose changes may make other tokens; else nothing."""
+    """The source code of a user's own format, changes of which may make other tokens; empty for formats of sfumato."""
     module = sys.modules[type(text_format).__module__]
     return [] if module.__name__.startswith("sfumato.") else [inspect.getsource(module)]
 
 
 def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
-    """The first of the columns that the row has. Raises DataError that lists the row's columns."""
+    """The first of ``keys`` that the row has a value for. Raises DataError that lists the row's columns."""
     for key in keys:
         if row.get(key) is not None:
             return key
@@ -158,7 +170,7 @@ def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
 
 
 def refuse_equal(documents: Sequence[Document], names: Sequence[str], where: str) -> None:
-    """Raises DataError for a better and a worse answer that have the same tokens, which teach nothing."""
+    """Raises DataError when a better and a worse answer have the same tokens: such a pair teaches nothing."""
     better, worse = documents
     if np.array_equal(better.input_ids, worse.input_ids):
         raise DataError(
@@ -168,7 +180,13 @@ def refuse_equal(documents: Sequence[Document], names: Sequence[str], where: str
 
 
 def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:
-    """A document of at most ``max_seq_len`` tokens.
+    """Makes a document of at most ``max_seq_len`` tokens.
+
+    Args:
+        encoded: the tokens and their loss mask.
+        max_seq_len: most tokens.
+        overlong: what to do with a longer one: ``stop``, ``skip`` or ``truncate``.
+        where: file and row, for messages.
 
     Raises:
         OverlongError: when it is longer and ``overlong`` is ``stop``.

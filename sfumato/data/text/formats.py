@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from sfumato.data.text.step_labels import (
 from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, with_bos
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 __all__ = [
     "ImageConversation",
     "ImagePreference",
@@ -56,7 +59,7 @@ class PlainText(TextFormat):
     has_answers: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-sequence token, with which plain texts end: set eos_token")
         keys = config.text_keys or ["content_split", "text", "content"]
@@ -69,11 +72,11 @@ class Conversation(TextFormat):
 
     type: ClassVar[str] = "conversation"
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         template = build_chat_template(config.chat_template, tokenizer)
-        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         keys = config.text_keys or ["messages", "conversations"]
-        return ConversationTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+        return ConversationTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Preference(TextFormat):
     type: ClassVar[str] = "preference"
     documents_per_sample: ClassVar[int] = 2
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected"]
         if len(keys) not in (2, 3):
             raise ConfigError(
@@ -91,8 +94,8 @@ class Preference(TextFormat):
                 f"(prompt, better and worse answer), not {keys}"
             )
         template = build_chat_template(config.chat_template, tokenizer)
-        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
-        return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class PreferenceMargin(TextFormat):
     documents_per_sample: ClassVar[int] = 2
     numbers: ClassVar[str] = "margins"
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
         if len(keys) not in (3, 4):
             raise ConfigError(
@@ -111,8 +114,8 @@ class PreferenceMargin(TextFormat):
                 f" or four (prompt, better and worse answer, margin), not {keys}"
             )
         template = build_chat_template(config.chat_template, tokenizer)
-        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
-        return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, made_of, keys[-1])
+        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, fingerprint, keys[-1])
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,15 @@ class Unpaired(TextFormat):
     type: ClassVar[str] = "unpaired"
     numbers: ClassVar[str] = "labels"
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         keys = config.text_keys or ["prompt", "completion", "label"]
         if len(keys) != 3:
             raise ConfigError(
                 f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
             )
         template = build_chat_template(config.chat_template, tokenizer)
-        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
-        return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -144,35 +147,37 @@ class Process(TextFormat):
     steps_by: Literal["paragraph", "line"] = "paragraph"
     """What stands between two steps of an answer: an empty line, or a line break."""
 
-    def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
         keys = config.text_keys or ["prompt", "steps", "completions", "labels"]
         if len(keys) < 3:
             raise ConfigError(
                 f"data.text_keys of process data must be the columns of prompt, steps and labels, not {keys}"
             )
         template = build_chat_template(config.chat_template, tokenizer)
-        made_of = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
-        settings = (config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        settings = (config.max_seq_len, config.overlong, fingerprint)
         return ProcessTransform(template, keys, *settings, separator=SEPARATORS[self.steps_by])
 
 
 @dataclass(frozen=True)
 class PlainTextTransform:
-    """A text, with the token that begins one where the tokenizer puts it there, and the end-of-sequence token, cut into
-    pieces of at most ``max_seq_len`` tokens."""
+    """Cuts a text into pieces of at most ``max_seq_len`` tokens.
+
+    The text gets the end-of-sequence token, and in front the token that begins texts where the tokenizer puts one.
+    """
 
     documents_per_sample: ClassVar[int] = 1
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerFast
     keys: list[str]
     max_seq_len: int
     fingerprint: str
 
     def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
-        """The pieces of a row's text, which follow each other and leave nothing out."""
+        """The pieces of a row's text, in order and without gaps."""
         return ask_alone(self.asks(row, where), self.encode)
 
     def encode(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of texts, without their places."""
+        """The tokens of texts, without the characters that they come from."""
         return Encoder(self.tokenizer, with_offsets=False)(texts)
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
@@ -182,7 +187,7 @@ class PlainTextTransform:
         if len(tokens.input_ids) == 0:
             raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
         input_ids = with_bos(tokens.input_ids, self.tokenizer)
-        input_ids = np.append(input_ids, np.int32(self.tokenizer.eos_token_id))
+        input_ids = np.append(input_ids, np.int32(cast(int, self.tokenizer.eos_token_id)))
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn
@@ -191,7 +196,7 @@ class PlainTextTransform:
 
 @dataclass(frozen=True)
 class ConversationTransform:
-    """A conversation, of which the loss mask holds the assistant's tokens."""
+    """Encodes a conversation, whose loss mask holds the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     template: ChatTemplate
@@ -201,11 +206,11 @@ class ConversationTransform:
     fingerprint: str
 
     def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
-        """One sample, or one for each answer when the template renders the history of each in another way."""
+        """One sample; one for each answer where the template renders the history of each answer in another way."""
         return ask_alone(self.asks(row, where), self.encode)
 
     def encode(self, texts: list[str]) -> list[Tokens]:
-        """The tokens of texts, with their places."""
+        """The tokens of texts, with the characters that they come from."""
         return self.template.encoder(texts)
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
@@ -217,17 +222,17 @@ class ConversationTransform:
 
 @dataclass(frozen=True)
 class PreferenceTransform(ConversationTransform):
-    """A better and a worse answer to the same prompt; the loss masks hold the assistant's tokens.
+    """Encodes a better and a worse answer to the same prompt; the loss masks hold the assistant's tokens.
 
-    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
-    whole.
+    ``keys`` are the columns of the prompt, the better and the worse answer, or of two whole conversations.
     """
 
     documents_per_sample: ClassVar[int] = 2
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
-        pair, tools = read_pair(row, self.keys, where), read_tools(row, where)
+        pair = read_pair(row, self.keys, where)
+        tools = read_tools(row, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
@@ -243,7 +248,7 @@ class PreferenceTransform(ConversationTransform):
 
 @dataclass(frozen=True)
 class MarginTransform(PreferenceTransform):
-    """As ``PreferenceTransform``; the last token of the better document has the margin."""
+    """As ``PreferenceTransform``; ``numbers`` has the margin at the last token of the better document."""
 
     has_numbers: ClassVar[bool] = True
     margin_key: str = "margin"
@@ -258,15 +263,18 @@ class MarginTransform(PreferenceTransform):
 
 @dataclass(frozen=True)
 class UnpairedTransform(ConversationTransform):
-    """An answer that is good or bad; its last token has the label, 1 or 0. ``keys`` are the columns of the prompt, the
-    answer and the label."""
+    """Encodes an answer that is good or bad; ``numbers`` has the label, 1 or 0, at its last token.
+
+    ``keys`` are the columns of the prompt, the answer and the label.
+    """
 
     has_numbers: ClassVar[bool] = True
 
     def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
-        """One sample; of a pair two, the better one first."""
-        tools, found = read_tools(row, where), []
-        for messages, label in self._answers(row, where):
+        """One sample; of a row with a pair, two: the better one first."""
+        tools = read_tools(row, where)
+        samples = []
+        for messages, label in self._read_answers(row, where):
             encoded = yield from self.template.asks(messages, where, tools)
             if len(encoded) > 1:
                 raise DataError(
@@ -274,33 +282,35 @@ class UnpairedTransform(ConversationTransform):
                     "several assistant messages is no single text"
                 )
             document = fit(encoded[0], self.max_seq_len, self.overlong, where)
-            found.append(TextSample((with_last(document, label),)))
-        if len(found) == 2:
-            refuse_equal([sample.documents[0] for sample in found], ["chosen", "rejected"], where)
-        return found
+            samples.append(TextSample((with_last(document, label),)))
+        if len(samples) == 2:
+            refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)
+        return samples
 
-    def _answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
+    def _read_answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
+        """Conversations and their labels: one, or two of a row that holds a pair."""
         prompt_key, answer_key, label_key = self.keys
         prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
         prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
-        pairs = [(answer_key, None)]
+        pairs: list[tuple[str, float | None]] = [(answer_key, None)]
         if row.get(answer_key) is None and row.get("chosen") is not None:
             pairs = [("chosen", 1.0), ("rejected", 0.0)]
-        found = []
-        for key, known in pairs:
+        answers = []
+        for key, fixed_label in pairs:
             answer = as_messages(row[find_key(row, [key], where)], "assistant", where)
             if answer[0].get("role") != "assistant":
                 raise DataError(f"{where}: column {key!r} must begin with the assistant: the prompt has its own column")
-            found.append(
-                (prompt + answer, read_label(row.get(label_key), label_key, where) if known is None else known)
-            )
-        return found
+            label = read_label(row.get(label_key), label_key, where) if fixed_label is None else fixed_label
+            answers.append((prompt + answer, label))
+        return answers
 
 
 @dataclass(frozen=True)
 class ProcessTransform(ConversationTransform):
-    """An answer in steps; the token that ends a step has its label. ``keys`` are the columns of the prompt, the steps
-    (the first that a row has) and the labels."""
+    """Encodes an answer in steps; ``numbers`` has the label of a step at the token that ends it.
+
+    ``keys`` are the columns of the prompt, of the steps (several names, of which a row has one) and of the labels.
+    """
 
     has_numbers: ClassVar[bool] = True
     separator: str = "\n\n"

@@ -1,25 +1,28 @@
-"""What the ``{% generation %}`` blocks of a chat template must hold: an answer, and the token that ends it."""
+"""Checks that ``{% generation %}`` blocks of a chat template hold whole answers and the tokens that end them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.text.answer_end import AnswerEnd, marker_pattern
 from sfumato.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The beginning of such a block."""
+"""The beginning of a generation block."""
 
 _ANSWER, _QUESTION = "sfumatoanswer", "sfumatoquestion"
 
 Span = tuple[int, int]
 RenderMarked = Callable[[list[dict[str, Any]]], tuple[str, list[Span]]]
-"""The text of a conversation and the spans of its blocks."""
+"""Renders a conversation; returns its text and the spans of its generation blocks."""
 
 
-def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: Any) -> None:
+def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raises ConfigError when the blocks of a template leave out a part of an answer, or the token that ends it, in the
     middle or at the end of a conversation.
 
@@ -30,39 +33,40 @@ def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokeniz
         tokenizer: has the special tokens.
     """
     if answer_end.tail is None:
-        return  # a template that cannot be asked; each conversation is looked at, too
-    as_parts = _is_of_parts(render)
+        return  # the template renders no test conversation; each conversation of the data is checked, too
+    as_parts = _needs_parts(render)
     ends = {token.text for token in answer_end.tokens}
     markers = marker_pattern(tokenizer, ends)
     for following in ([], [_message("user", _QUESTION, as_parts)]):
-        asked = [_message("user", ".", as_parts), _message("assistant", _ANSWER, as_parts), *following]
+        messages = [_message("user", ".", as_parts), _message("assistant", _ANSWER, as_parts), *following]
         try:
-            text, blocks = render(asked)
-        except Exception:  # whatever a template raises: then it takes no such conversation
+            text, blocks = render(messages)
+        except Exception:  # a template may raise anything; it does not take such a conversation
             continue
         start = text.find(_ANSWER)
         if start < 0:
             continue
-        after, last = start + len(_ANSWER), text.find(_QUESTION) if following else len(text)
-        _check_answer(name, text, (start, after), blocks)
-        found = list(markers.finditer(text, after, last))
-        ended = next((marker for marker in found if marker.group() in ends), None)
-        if ended is None and not following:
+        stop = start + len(_ANSWER)
+        limit = text.find(_QUESTION) if following else len(text)
+        _check_answer(name, text, (start, stop), blocks)
+        markers_after = list(markers.finditer(text, stop, limit))
+        ending = next((marker for marker in markers_after if marker.group() in ends), None)
+        if ending is None and not following:
             raise ConfigError(
                 f"data.chat_template {name} writes nothing after an answer that ends it, and its generation blocks "
                 f"decide what is learned, so that no answer would learn to end: write {answer_end.taught} after the "
                 "answer, inside the block"
             )
-        if ended is not None and not _is_inside(ended.span(), blocks):
+        if ending is not None and not _is_covered(ending.span(), blocks):
             where = "in the middle of a conversation" if following else "at the end of a conversation"
             raise ConfigError(
-                f"data.chat_template {name}: its generation block leaves out {ended.group()}, which ends an answer "
+                f"data.chat_template {name}: its generation block leaves out {ending.group()}, which ends an answer "
                 f"{where}, so that no answer would learn to end: move {{% endgeneration %}} behind it"
             )
 
 
 def _check_answer(name: str, text: str, answer: Span, blocks: Sequence[Span]) -> None:
-    if not _is_inside(answer, blocks):
+    if not _is_covered(answer, blocks):
         raise ConfigError(
             f"data.chat_template {name}: its generation blocks leave out (a part of) what the assistant says, which "
             f"would not be learned; a block ends within {text[max(answer[0] - 20, 0) : answer[1] + 20]!r}: put the "
@@ -70,18 +74,18 @@ def _check_answer(name: str, text: str, answer: Span, blocks: Sequence[Span]) ->
         )
 
 
-def is_in_blocks(said: str, text: str, blocks: Sequence[Span]) -> bool:
-    """Whether a text that stands in a rendered conversation stands inside its blocks, white space aside.
+def is_in_blocks(content: str, text: str, blocks: Sequence[Span]) -> bool:
+    """Whether the content of a message stands inside the generation blocks of a conversation, white space aside.
 
-    True of one that the template does not show as it is.
+    Also true when the template does not show the content unchanged.
     """
-    squeezed = "".join(said.split())
-    inside = "".join("".join(text[slice(*block)].split()) for block in blocks)
-    return squeezed in inside or squeezed not in "".join(text.split())
+    squeezed = "".join(content.split())
+    block_texts = "".join("".join(text[slice(*block)].split()) for block in blocks)
+    return squeezed in block_texts or squeezed not in "".join(text.split())
 
 
-def _is_inside(span: Span, blocks: Sequence[Span]) -> bool:
-    """Whether blocks that follow each other cover a span."""
+def _is_covered(span: Span, blocks: Sequence[Span]) -> bool:
+    """Whether blocks without gaps between them cover a span."""
     place = span[0]
     for start, end in sorted(blocks):
         if start <= place < end:
@@ -89,12 +93,12 @@ def _is_inside(span: Span, blocks: Sequence[Span]) -> bool:
     return place >= span[1]
 
 
-def _is_of_parts(render: RenderMarked) -> bool:
-    """Whether the template shows contents as lists of parts alone."""
+def _needs_parts(render: RenderMarked) -> bool:
+    """Whether the template shows a content only if it is a list of parts."""
     for as_parts in (False, True):
         try:
             text, _ = render([_message("user", ".", as_parts), _message("assistant", _ANSWER, as_parts)])
-        except Exception:  # as above
+        except Exception:  # as in ``check_blocks``
             continue
         if _ANSWER in text:
             return as_parts

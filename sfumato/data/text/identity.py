@@ -1,8 +1,8 @@
-"""What a resume must find unchanged of text."""
+"""What a resumed run must find unchanged about its text data."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.sources import Sources
@@ -20,44 +20,55 @@ from sfumato.data.text.row_samples import filed_row
 from sfumato.errors import DataError
 from sfumato.tracking.identity import Identity, identify
 
+if TYPE_CHECKING:
+    from sfumato.data.files.rows import RowTable
+
 
 def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
-    """The identity of a text task; see ``identify``. Its position counts samples: the size of a step may change."""
+    """The identity of a text task; see ``identify``.
+
+    The size of a step is not part of it and may change, since the position in the data counts samples.
+    """
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
-    own = ", the file of data.data_type" if source_of(config.data.data_type) else ""
-    tokens = {f"model.tokenizer_path, data.chat_template{own}": transform.fingerprint}
+    source_note = ", the file of data.data_type" if source_of(config.data.data_type) else ""
+    tokens = {f"model.tokenizer_path, data.chat_template{source_note}": transform.fingerprint}
     if getattr(transform, "has_images", False) and sources.files is None:
         files = [file for rows in sources.rows for file in media_of_rows(rows, transform)]
         tokens |= content_of_media(config, files, "data.train_path (its images and other media)")
     return identify(config, content | tokens | content_of_named_files(config, content_of_model_file))
 
 
-def media_of_rows(rows: Any, transform: Any) -> list[File]:
-    """The files of images and other media of conversations; as of ``pictures_of``."""
-    files: list[File] = []
+def media_of_rows(rows: RowTable, transform: Any) -> list[File]:
+    """The files of the media of all rows; an empty list if a row holds the bytes of a medium itself.
+
+    Broken rows are left out.
+    """
+    all_files: list[File] = []
     for index in range(len(rows)):
         try:
             media = transform.files(filed_row(rows, index), rows.describe(index))
         except DataError:
             continue
-        row = [getattr(medium, "file", medium) for medium in media]
-        if any(isinstance(file, bytes) for file in row):
+        row_files = [getattr(medium, "file", medium) for medium in media]
+        if any(isinstance(file, bytes) for file in row_files):
             return []
-        files += row
-    return files
+        all_files += row_files
+    return all_files
 
 
 def content_of_sources(sources: Sources | None) -> str:
-    """The digest of text: the sources with their mixture.
+    """The digest of the rows of sources and of how they are mixed.
 
-    Of files that are streamed, all sizes, and as much of their bytes as is read of one file otherwise.
+    Of streamed files it covers all sizes, and samples of the bytes: of all files together about as many as it would
+    read of a single file.
     """
     if sources is None:
         return digest_value(["nothing"])
     if sources.files is not None:
         files = [file.path for files in sources.files for file in files]
-        every, blocks = -(-len(files) // BLOCKS), max(BLOCKS // len(files), 1)
+        every = -(-len(files) // BLOCKS)
+        blocks = max(BLOCKS // len(files), 1)
         sizes = [path.stat().st_size for path in files]
         return digest_value(
             [sources.names, sources.mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])]

@@ -1,4 +1,4 @@
-"""Micro-batches of text for each step of a run, the same samples on any number of processes, and its validation set."""
+"""Micro-batches of text for each step of a run, the same samples on any number of processes; and the validation set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.background import STEPS_AHEAD, in_background
@@ -36,12 +36,15 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.identity import Identity
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 class TextLoader:
     """This rank's micro-batches, step by step, from any step on.
 
-    The samples of a step are those that follow each other in the order of the data, from the position that the steps
-    before it have come to. Ranks and micro-batches only divide them.
+    A step takes consecutive samples in the order of the data, from where the step before it ended. Ranks and
+    micro-batches only divide them.
     """
 
     def __init__(
@@ -57,15 +60,20 @@ class TextLoader:
         media: MediaCache | None = None,
     ) -> None:
         """Use ``build_text_loader``."""
-        self._sight, self._media = sight, media
+        self._sight = sight
+        self._media = media
         self.source_names = source_names
         """Names of the sources, which ``TokenBatch.source_ids`` numbers."""
         self.epoch_ended = False
-        """Whether an epoch ended within the step that was yielded last."""
-        self._steps, self._data, self._train = steps, data, train
-        self._pad, self._mesh, self._cost = pad_token_id, mesh, cache(cost)
+        """Whether an epoch ended within the latest step that was yielded."""
+        self._steps = steps
+        self._data = data
+        self._train = train
+        self._pad = pad_token_id
+        self._mesh = mesh
+        self._cost = cache(cost)
         self.fingerprint = steps.fingerprint
-        """Identifies the samples and their order."""
+        """Identifies the samples and their order, for ``restore``."""
         self.num_samples = steps.num_samples
         """Samples of the data; None for streams."""
         self.tokens_per_epoch = steps.tokens_per_epoch
@@ -75,21 +83,21 @@ class TextLoader:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run: those before ``restore`` and those that are left after it."""
+        """Steps of the whole run: those before the restored state, and those that are left from there."""
         if self._total_steps is None:
             self._total_steps = self._state["step"] + self._steps.num_steps(self._state)
-        return self._total_steps
+        return cast(int, self._total_steps)
 
     def state(self) -> State:
-        """Where the run is after the step that was yielded last, as JSON, whatever the ranks and batch sizes.
+        """The position in the data after the latest step that was yielded, as values that JSON can hold.
 
-        ``samples`` is the position: the samples that were used so far. ``step`` and ``tokens`` count with it. A stream
-        adds its place in the rows of each source.
+        It does not depend on ranks and batch sizes. ``samples`` is the position: how many samples have been used.
+        ``step`` and ``tokens`` are counted along. A stream adds its place in the rows of each source.
         """
         return {"fingerprint": self.fingerprint, **self._state}
 
     def restore(self, state: State) -> None:
-        """Goes on from a state; call it before ``steps``. Afterwards ``total_steps`` counts what is left from there.
+        """Continues from a state. To be called before ``steps``; ``total_steps`` then counts what is left from there.
 
         Raises:
             DataError: when it is the state of other data, or of another order.
@@ -110,27 +118,36 @@ class TextLoader:
         self._total_steps = None
 
     def steps(self, from_step: int = 0) -> Iterator[tuple[int, list[TokenBatch]]]:
-        """Steps, counted from 0, with this rank's micro-batches: as many on each rank, some may be placeholders.
+        """Yields the number of each step, from 0 on, and this rank's micro-batches.
+
+        All ranks have equally many, of which some may be placeholders.
 
         Args:
-            from_step: the step of the state that was restored; 0 without one.
+            from_step: the step of the restored state; 0 without one.
+
+        Raises:
+            ValueError: when the data is at another step.
         """
         if from_step != self._state["step"]:
             raise ValueError(f"the data is at step {self._state['step']}, not {from_step}: restore the loader's state")
         prepared = ((step, self._micro_batches(step)) for step in self._steps.steps(self._state))
         for number, (step, batches) in enumerate(in_background(prepared, STEPS_AHEAD), start=from_step):
-            self._state, self.epoch_ended = step.after, step.epoch_ended
+            # Set only now: the thread is steps ahead, and a checkpoint must hold the position of the steps taken.
+            self._state = step.after
+            self.epoch_ended = step.epoch_ended
             yield number, batches
 
     def is_epoch_due(self, every: int) -> bool:
-        """Whether the step that was yielded last ended an epoch, of which each ``every``-th counts; 0 is none."""
+        """Whether the latest step ended an epoch whose number ``every`` divides; never where ``every`` is 0."""
         return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
 
     def _micro_batches(self, step: Step) -> list[TokenBatch]:
         """This data-parallel rank's micro-batches of a step."""
-        train, count = self._train, step.document_lengths.shape[1]
+        train = self._train
+        documents_per_sample = step.document_lengths.shape[1]
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
-        capacity = train.micro_batch_size * (self._data.max_seq_len * count if train.dyn_bsz else 1)
+        capacity = train.micro_batch_size * (self._data.max_seq_len * documents_per_sample if train.dyn_bsz else 1)
+        # Costs balance the ranks; lengths, or with ``dyn_bsz`` off the number of samples, limit a micro-batch.
         costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
         if self._sight is not None:
             costs = [
@@ -138,15 +155,16 @@ class TextLoader:
                 for position, cost in enumerate(costs)
             ]
         by_rank = pack(lengths, costs, capacity, self._mesh.data_size, *micro_batch_rule(train))
-        first = step.after["samples"] - len(step.sources)
-        own = by_rank[self._mesh.data_rank]
+        first_id = step.after["samples"] - len(step.sources)
+        rank_bins = by_rank[self._mesh.data_rank]
         settings = (step.sources, train.rmpad_with_pos_ids, self._pad, self._mesh)
         if self._sight is None:
-            return _batches(own, step.read, first, *settings, None)
-        places = [position for positions in own for position in positions]
+            return _make_batches(rank_bins, step.read, first_id, *settings, None)
+        # Threads open the media of all of the rank's samples at the same time.
+        places = [position for positions in rank_bins for position in positions]
         tensors = (self._media or self._sight.vision.reader).tensors
         samples = dict(zip(places, open_ahead([step.read(position) for position in places], tensors), strict=True))
-        return _batches(own, samples.__getitem__, first, *settings, self._sight.vision)
+        return _make_batches(rank_bins, samples.__getitem__, first_id, *settings, self._sight.vision)
 
 
 def build_text_loader(
@@ -161,23 +179,24 @@ def build_text_loader(
     cost: Callable[[int], float] = default_cost,
     sight: SightedCost | None = None,
 ) -> TextLoader:
-    """The loader that a configuration asks for. Every rank must call it.
+    """Builds the loader that a configuration asks for. Every rank must call it.
 
-    Data of the kind ``mapping`` is tokenised here, by rank 0, unless that was done before. Data of the kind
-    ``iterable`` is read and tokenised while steps are taken, by every rank, of which each trains its part.
+    With ``data.datasets_type: mapping`` rank 0 tokenises all data here, unless that was done before. With ``iterable``
+    every rank reads and tokenises all rows while steps are taken, and trains on its part of the samples.
 
     Args:
         data, train: the task's sections.
         tokenizer_pad_id: token that fills rows up.
-        transform, sources: what makes samples of which rows.
+        transform: makes samples of rows.
+        sources: the rows.
         mesh: the ranks.
         say, watch: for messages and a progress bar, see ``build_token_store``.
-        cost: work that a document of some tokens makes, by which ranks are balanced.
-        sight: of a model that sees.
+        cost: work of a document of so many tokens, by which ranks are balanced.
+        sight: the same of media, for a model with images or sound.
 
     Raises:
-        ConfigError: when the end of the run cannot be known.
-        DataError: when rows cannot be used.
+        ConfigError: when the number of steps cannot be known.
+        DataError: when too many rows cannot be used, or a step would take each sample too often.
     """
     global_batch = train.global_batch_size or train.micro_batch_size * mesh.data_size
     num_tokens = data.max_seq_len * transform.documents_per_sample
@@ -187,13 +206,13 @@ def build_text_loader(
     order_key = [train.seed if data.shuffle else None, sources.mixing]  # what the order depends on besides the samples
     if data.datasets_type == "mapping":
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
-        with mesh.first_rank_first():
+        with mesh.first_rank_first():  # rank 0 makes the store, which the others then only open
             limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
             store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
             if data.cache_media:
                 media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
-        taken = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
-        refuse_repetition("train.global_batch_size", taken, len(store))
+        step_samples = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
+        refuse_repetition("train.global_batch_size", step_samples, len(store))
         mixing = (sources.weights, sources.level, sources.stopping)
         order = Order(store.lengths, store.source_of, store.names, *mixing, train.seed, data.shuffle)
         steps: StoreSteps | StreamSteps = StoreSteps(
@@ -220,14 +239,14 @@ def build_text_loader(
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """The beginning of a validation sample, and how it goes on."""
+    """A prompt from a validation sample, and the answer that is expected."""
 
     input_ids: list[int]
     """Tokens of the prompt."""
     answer: list[int]
     """Tokens of the expected answer."""
     images: Images | None = None
-    """The images that stand in the prompt."""
+    """The media of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -235,9 +254,9 @@ class Validation:
     """The validation set of a task that trains on text."""
 
     batches: list[TokenBatch]
-    """This rank's micro-batches, as many as on the other ranks."""
+    """This rank's micro-batches, as many as on every other rank."""
     prompts: list[AnsweredPrompt]
-    """Prompts to answer, the same on every rank."""
+    """Prompts to generate answers to, the same on every rank."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
 
@@ -255,65 +274,69 @@ class TextData(NamedTuple):
 
 def open_text_data(
     config: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerFast,
     mesh: Mesh,
     say: Callable[[str], None],
     watch: Watch | None = None,
     cost: Callable[[int], float] = default_cost,
     sight: SightedCost | None = None,
 ) -> TextData:
-    """Everything that a task reads; every rank must call it.
+    """Opens the training and validation data of a task. Every rank must call it.
 
     Args:
         config: the task's configuration, with the sections data, train and eval.
-        tokenizer: a fast tokenizer with a token for padding.
+        tokenizer: a fast tokenizer with a padding token.
         mesh, say, watch, cost, sight: see ``build_text_loader``.
 
     Raises:
         UserError: as ``build_transform``, ``open_sources``, ``build_text_loader`` and ``build_validation`` do.
     """
-    data, train, pad = config.data, config.train, tokenizer.pad_token_id
+    data = config.data
+    train = config.train
+    pad_token_id = cast(int, tokenizer.pad_token_id)
     facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
     ends = adopt_answer_end(transform, tokenizer).describe()
-    for line in ends if facts_of(tokenizer).appends_end else []:  # a model of rewards ends nothing
+    for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
         say(line)
     sources, held_out = open_sources(data), open_validation(data)
-    if mesh.is_first:  # which alone writes the log: all rows may be read for it
+    if mesh.is_first:  # it alone writes the log, and all rows may be read for these lines
         for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
             say(line)
     identity = identify_text(config, sources, held_out, transform)
-    loader = build_text_loader(data, train, pad, transform, sources, mesh, say, watch, cost, sight)
+    loader = build_text_loader(data, train, pad_token_id, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision
-    validation = build_validation(held_out, data, train, config.eval, transform, pad, mesh, say, vision)
-    return TextData(loader, _with_stops(validation, data, transform, tokenizer), identity)
+    validation = build_validation(held_out, data, train, config.eval, transform, pad_token_id, mesh, say, vision)
+    return TextData(loader, _add_stops(validation, data, transform, tokenizer), identity)
 
 
-def adopt_answer_end(transform: TextTransform, tokenizer: Any) -> AnswerEnd:
-    """Makes a format's chat template the tokenizer's own, which exports carry. Returns how answers end."""
+def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
+    """Makes a format's chat template the tokenizer's own, as exports carry it. Returns how answers end."""
     template = getattr(transform, "template", None)
     if isinstance(template, ChatTemplate):
         template.adopt()
     return answer_end_of(tokenizer)
 
 
-def _with_stops(
-    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: Any
+def _add_stops(
+    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: PreTrainedTokenizerFast
 ) -> Validation | None:
-    """With the tokens that end an answer, up to the first of which answers are expected. A format of one's own without
-    a chat template ends its answers as it likes: by the last token of each."""
+    """Adds the tokens that end an answer to a validation set, and cuts the expected answers after the first of them.
+
+    A user's format without a chat template may end answers with any token: the last token of each answer counts, too.
+    """
     if validation is None:
         return None
     stops = {*answer_end_of(tokenizer).stop_token_ids}
     if data.data_type.has_answers and not isinstance(getattr(transform, "template", None), ChatTemplate):
         stops |= {prompt.answer[-1] for prompt in validation.prompts}
-    prompts = [replace(prompt, answer=_up_to(prompt.answer, stops)) for prompt in validation.prompts]
+    prompts = [replace(prompt, answer=_cut_after_stop(prompt.answer, stops)) for prompt in validation.prompts]
     return replace(validation, prompts=prompts, stop_token_ids=tuple(sorted(stops)))
 
 
-def _up_to(tokens: list[int], stops: set[int]) -> list[int]:
-    """Tokens up to the first of those that end an answer, with it."""
-    ends = [place for place, token in enumerate(tokens) if token in stops]
+def _cut_after_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    """Tokens up to and with the first one that is in ``stops``; all of them where none is."""
+    ends = [position for position, token in enumerate(tokens) if token in stops]
     return tokens[: ends[0] + 1] if ends else tokens
 
 
@@ -328,7 +351,7 @@ def build_validation(
     say: Callable[[str], None],
     vision: Vision | None = None,
 ) -> Validation | None:
-    """Reads the first rows of each validation source. Broken rows are left out and named; they stop no run.
+    """Reads the first rows of each validation source. Broken rows are left out with a message and stop no run.
 
     Returns:
         None when there is no validation set.
@@ -342,25 +365,26 @@ def build_validation(
     origins: list[int] = []
     for number, rows in enumerate(sources.rows):
         indices = range(min(len(rows), -(-evaluation.num_rows // len(sources.rows))))
-        for _, found in samples_of(transform, rows, indices):
-            if isinstance(found, DataError):
-                say(f"validation row left out: {found}")
+        for _, result in samples_of(transform, rows, indices):
+            if isinstance(result, DataError):
+                say(f"validation row left out: {result}")
                 continue
-            samples += found
-            origins += [number] * len(found)
+            samples += result
+            origins += [number] * len(result)
     if not samples:
         raise DataError("data.eval_path: no row of the validation set can be used")
     lengths = [sample.num_tokens for sample in samples]
     capacity = train.micro_batch_size * data.max_seq_len * transform.documents_per_sample
     if not train.rmpad_with_pos_ids:  # padded rows cost their number times the longest
-        lengths, capacity = [1] * len(samples), train.micro_batch_size
+        lengths = [1] * len(samples)
+        capacity = train.micro_batch_size
     by_rank = pack(lengths, [float(length) for length in lengths], capacity, mesh.data_size)
-    own = by_rank[mesh.data_rank]
-    batches = _batches(own, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh, vision)
-    return Validation(batches, [_prompt(sample) for sample in samples[: evaluation.num_samples]])
+    bins = by_rank[mesh.data_rank]
+    batches = _make_batches(bins, samples.__getitem__, 0, origins, train.rmpad_with_pos_ids, pad_token_id, mesh, vision)
+    return Validation(batches, [_split_prompt(sample) for sample in samples[: evaluation.num_samples]])
 
 
-def _batches(
+def _make_batches(
     bins: Bins,
     read: Callable[[int], TextSample],
     first_id: int,
@@ -370,7 +394,16 @@ def _batches(
     mesh: Mesh,
     vision: Vision | None,
 ) -> list[TokenBatch]:
-    """Micro-batches of the samples at these positions, ``read`` one by one; see ``make_batch``."""
+    """Makes a micro-batch of each bin of positions of samples.
+
+    Args:
+        bins: positions of the samples of each micro-batch.
+        read: returns the sample at a position.
+        first_id: sample id of position 0.
+        sources: number of the source of the sample at each position.
+        packed, pad_token_id, vision: see ``make_batch``.
+        mesh: the ranks.
+    """
     return [
         make_batch(
             [read(position) for position in positions],
@@ -385,13 +418,18 @@ def _batches(
     ]
 
 
-def _prompt(sample: TextSample) -> AnsweredPrompt:
-    """Splits the first document where the last run of its loss mask begins; plain text in its middle."""
+def _split_prompt(sample: TextSample) -> AnsweredPrompt:
+    """Splits the first document of a sample into prompt and answer.
+
+    The answer is the last run of tokens in the loss mask. Plain text, which is in the loss throughout, is split in its
+    middle.
+    """
     document = sample.documents[0]
-    ids, loss_mask = document.input_ids.tolist(), document.loss_mask.tolist()
-    start, stop = len(ids) // 2, len(ids)
+    token_ids = document.input_ids.tolist()
+    loss_mask = document.loss_mask.tolist()
+    start, stop = len(token_ids) // 2, len(token_ids)
     if not all(loss_mask[1:]):
         start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)
         while loss_mask[start - 1]:
             start -= 1
-    return AnsweredPrompt(ids[:start], ids[start:stop], document.images)
+    return AnsweredPrompt(token_ids[:start], token_ids[start:stop], document.images)

@@ -1,8 +1,9 @@
-"""Messages in the forms that published data has, as chat templates take them: role, content and tool_calls.
+"""Reads messages in the forms of published data into the form of chat templates: role, content and tool_calls.
 
-What a person wrote in JSON stays, null included. In a column of a table each row has the keys of all rows, with None
-where it has none: such keys are left out (see ``StructValue``). A null that a person put there looks the same and goes,
-too: arguments and schemas with nulls of meaning are written as JSON texts, or as columns of the type Json of datasets.
+JSON stays as it was written, null included. In a column of a table each row has the keys of all rows, with None where
+it has no value: such keys are left out (see ``StructValue``). A null that was meant looks the same there and is left
+out, too, so that arguments and schemas with meaningful nulls must be JSON texts, or columns of the type Json of
+datasets.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ ROLE_NAMES = {
     "tool_response": "tool",
     "ipython": "tool",
 }
-"""Other names of roles: of ShareGPT, Gemma, Llama, ms-swift, and of OpenAI's older protocol."""
+"""Roles by other names that data has for them: of ShareGPT, Gemma, Llama, ms-swift, and OpenAI's older protocol."""
 
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of messages whose content is the JSON of calls, which the assistant makes."""
+"""Roles of messages whose content is the JSON of calls: they become messages of the assistant."""
 
 LEARNED_KEYS = ("loss_mask", "loss", "train", "training", "trainable", "train_on_turn", "weight")
-"""Keys that say of a message whether it is learned: 1 or true, 0 or false."""
+"""Keys whose value says whether a message is learned: 1 or true, 0 or false."""
 MASKED_KEY = "masked"
-"""The key that says the opposite."""
+"""The key whose value says the opposite."""
 UNSUPPORTED_KEYS = ("train_detail", "training_detail")
-"""Keys that say of parts of a message whether they are learned."""
+"""Keys that mask parts of a message, which is refused."""
 
 MESSAGE_KEYS = {
     "role",
@@ -54,21 +55,21 @@ MESSAGE_KEYS = {
     *LEARNED_KEYS,
     MASKED_KEY,
 }
-"""Keys of a message that have a meaning; any other has one only where the chat template knows it."""
+"""Keys of a message that have a meaning here. Any other key is used only if the chat template names it."""
 
 
 def read_messages(value: Any, where: str, system: Any = None) -> Messages:
-    """The conversation of a column.
+    """Reads the conversation in a column.
 
     Args:
         value: a list of messages or its JSON text, with ``role`` and ``content`` or ShareGPT's ``from`` and ``value``;
-            or the same turned around, lists of roles and of contents.
+            or the same as columns, a list of roles and one of contents.
         where: file and row, for messages.
-        system: text of a column beside it, which becomes the first message where it is not empty.
+        system: value of the column ``system``, which becomes the first message unless it is empty.
 
     Returns:
-        messages with ``role`` and ``content``. Calls of tools are ``tool_calls`` with ``function``, whose ``arguments``
-        are mappings. Where a message says whether it is learned, ``loss_mask`` does.
+        Messages with ``role`` and ``content``. Calls of tools are ``tool_calls`` with ``function``, whose ``arguments``
+        are mappings. A message that says whether it is learned has ``loss_mask``.
 
     Raises:
         DataError: names the row and the message.
@@ -79,6 +80,7 @@ def read_messages(value: Any, where: str, system: Any = None) -> Messages:
     messages: Messages = []
     for index, message in enumerate(value):
         read = _read_message(message, f"{where}: message {index + 1}")
+        # Data with one message for each call: calls that follow each other become one message of the assistant.
         if read.pop("_adds_calls", False) and messages and messages[-1].get("_has_calls_alone"):
             messages[-1]["tool_calls"] += read["tool_calls"]
             continue
@@ -89,8 +91,10 @@ def read_messages(value: Any, where: str, system: Any = None) -> Messages:
 
 
 def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
-    """The descriptions of tools in the column ``tools``, or of functions in the older column ``functions``, if there is
-    one. Raises DataError that names the row."""
+    """Reads the descriptions of tools in the column ``tools``, or of functions in the older column ``functions``.
+
+    Returns None without such a column. Raises DataError that names the row.
+    """
     if row.get("tools") is None:
         functions = parsed_json(row.get("functions"), where)
         return _tools_of_functions(without_absent(functions), where) if functions else None
@@ -103,7 +107,7 @@ def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
 
 
 def _tools_of_functions(functions: Any, where: str) -> list[dict[str, Any]]:
-    """The descriptions as OpenAI's API has them since calls are those of tools."""
+    """Turns descriptions of functions, as OpenAI's older API has them, into descriptions of tools."""
     functions = functions if isinstance(functions, list) else [functions]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise DataError(f"{where}: column 'functions' must be a list of descriptions with a name")
@@ -111,7 +115,7 @@ def _tools_of_functions(functions: Any, where: str) -> list[dict[str, Any]]:
 
 
 def with_text_arguments(messages: Messages) -> Messages:
-    """Messages whose calls of tools have their arguments as JSON texts."""
+    """The messages with the arguments of their calls as JSON texts."""
     return [
         message | {"tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -129,7 +133,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_absent(value: Any) -> Any:
-    """Leaves out keys that stand in a row only because other rows of its table have them."""
+    """Removes, at any depth, keys that a row has only because other rows of its table have them."""
     if isinstance(value, dict):
         is_struct = isinstance(value, StructValue)
         return {key: without_absent(item) for key, item in value.items() if item is not None or not is_struct}
@@ -137,27 +141,27 @@ def without_absent(value: Any) -> Any:
 
 
 def without_nulls(mapping: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the keys of a mapping, not those within, that say nothing."""
+    """Removes the keys of a mapping whose value is None; nested mappings stay."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 
 def parsed_json(value: Any, where: str) -> Any:
-    """What JSON text stands for (tables without nested columns hold such texts); anything else as it is."""
+    """Parses JSON text, which tables without nested columns hold; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     return parse_json(value, f"{where}: neither a list nor its JSON text")
 
 
 def unread_keys(rows: Sequence[dict[str, Any]], columns: set[str], template: str | None) -> list[str]:
-    """Keys of some rows and of their messages that nothing reads.
+    """Lists the columns of rows and the keys of their messages that nothing reads.
 
     Args:
         rows: of one table.
-        columns: that the format reads.
-        template: the text of the chat template, whose own keys count as read; None for data without messages.
+        columns: names of the columns that the format reads.
+        template: text of the chat template: a key that it mentions counts as read. None for data without messages.
 
     Returns:
-        ``column source`` or ``key id of messages``, each once.
+        Descriptions such as ``column 'source'`` or ``key 'id' of messages``, each once.
     """
     names: dict[str, None] = {}
     for row in rows:
@@ -175,15 +179,21 @@ def unread_keys(rows: Sequence[dict[str, Any]], columns: set[str], template: str
 
 
 def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """Reads one message. ``place`` names row and message in errors.
+
+    Beside the keys of messages the result may have ``_adds_calls`` and ``_has_calls_alone``, which ``read_messages``
+    removes: they mark a message of calls alone, which is joined to such a message before it.
+    """
     read = {key: without_absent(value) for key, value in without_nulls(message).items()}
     role = read.pop("role") if "role" in read else read.get("from")
     content = read.pop("content") if "content" in read else read.pop("value", None)
     read.pop("from", None)
     name = role.strip().lower() if isinstance(role, str) else role
-    learned = _read_learned(read, place)
-    calls = _read_calls(read, place)
+    learned = _take_learned(read, place)
+    calls = _take_calls(read, place)
     if name in CALL_ROLES:
-        calls, content = _calls_of(content, place), ""
+        calls = _parse_calls(content, place)
+        content = ""
         read |= {"_adds_calls": True, "_has_calls_alone": True}
         name = "assistant"
     elif isinstance(name, str):
@@ -192,7 +202,7 @@ def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
         content = [without_nulls(part) if isinstance(part, dict) else part for part in content]
     if content is None and (calls or name == "tool"):
         content = ""
-    if name == "tool" and isinstance(content, dict | int | float):  # what a tool gave, not yet as a text
+    if name == "tool" and isinstance(content, dict | int | float):  # the result of a tool that is not yet a text
         content = json.dumps(content, ensure_ascii=False)
     result = {"role": name, "content": content, **read}
     if calls:
@@ -202,32 +212,33 @@ def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return result
 
 
-def _read_learned(message: dict[str, Any], place: str) -> bool | None:
-    """Takes out the keys that say whether a message is learned. Returns what they say, None where there is none."""
+def _take_learned(message: dict[str, Any], place: str) -> bool | None:
+    """Removes the keys that say whether a message is learned. Returns what they say, or None if there are none."""
     for key in UNSUPPORTED_KEYS:
         if message.get(key):
             raise DataError(f"{place}: {key} cannot be followed, which masks parts of a message: mask whole messages")
         message.pop(key, None)
-    said: dict[str, bool] = {}
+    is_learned_by_key: dict[str, bool] = {}
     for key in (*LEARNED_KEYS, MASKED_KEY):
         if key not in message:
             continue
         value = message.pop(key)
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise DataError(f"{place}: {key} must be 0 or 1, not {value!r}")
-        said[key] = bool(value) != (key == MASKED_KEY)
-    if len(set(said.values())) > 1:
-        raise DataError(f"{place}: {' and '.join(said)} contradict each other")
-    return next(iter(said.values()), None)
+        is_learned_by_key[key] = bool(value) != (key == MASKED_KEY)
+    if len(set(is_learned_by_key.values())) > 1:
+        raise DataError(f"{place}: {' and '.join(is_learned_by_key)} contradict each other")
+    return next(iter(is_learned_by_key.values()), None)
 
 
-def _read_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
-    """Takes out the calls of a message, in OpenAI's form, its older one, or flat."""
-    calls = _calls_of(message.pop("tool_calls", None), place)
-    return calls + _calls_of(message.pop("function_call", None), place)
+def _take_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """Removes the calls of tools from a message and returns them, whether in OpenAI's form, its older one, or flat."""
+    calls = _parse_calls(message.pop("tool_calls", None), place)
+    return calls + _parse_calls(message.pop("function_call", None), place)
 
 
-def _calls_of(value: Any, place: str) -> list[dict[str, Any]]:
+def _parse_calls(value: Any, place: str) -> list[dict[str, Any]]:
+    """Reads one call or several, or the JSON text of them."""
     value = _rows_of_columns(parsed_json(value, f"{place}: calls of tools") if value else None)
     calls = [value] if isinstance(value, dict) else value or []
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -236,7 +247,7 @@ def _calls_of(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """A call whose ``function`` has a name and arguments, which are a mapping."""
+    """Reads a call. Its result has a ``function`` with a name, and with arguments that are a mapping."""
     outer = without_nulls(call)
     if isinstance(outer.get("function"), dict):
         function = without_nulls(outer["function"])
@@ -245,7 +256,8 @@ def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         outer.setdefault("type", "function")
     if "parameters" in function and "arguments" not in function:
         function["arguments"] = function.pop("parameters")
-    name, arguments = function.get("name"), function.get("arguments")
+    name = function.get("name")
+    arguments = function.get("arguments")
     if not isinstance(name, str) or not name:
         raise DataError(f"{place}: a call of a tool must have a name, not {name!r}")
     if isinstance(arguments, str):
@@ -256,7 +268,7 @@ def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _rows_of_columns(value: Any) -> Any:
-    """Lists of equal length by name, as datasets stores a sequence of mappings, as a list of mappings."""
+    """Turns lists of equal length by name, as datasets stores a sequence of mappings, into a list of mappings."""
     if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
         return value
     if len({len(column) for column in value.values()}) > 1:
@@ -265,7 +277,7 @@ def _rows_of_columns(value: Any) -> Any:
 
 
 def _with_system(messages: Messages, system: Any, where: str) -> Messages:
-    """The conversation with the text of the column ``system`` as its first message."""
+    """Puts the text of the column ``system`` in front of a conversation, unless its first message is the same."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages
     if not isinstance(system, str):

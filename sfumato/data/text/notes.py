@@ -1,4 +1,4 @@
-"""What is said of text data before a run: files and keys that nothing reads, evaluation rows that are trained on."""
+"""Warnings about text data before a run: files and keys that nothing reads, evaluation rows that are trained on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sfumato.data.text.messages import unread_keys
 from sfumato.errors import DataError
 
 LOOKED_AT = 64
-"""Rows of a source whose keys are looked at."""
+"""Rows of a source whose keys are compared with those that are read."""
 COMPARED = 50_000
-"""Training rows of a source that is streamed which ``sfumato check`` compares evaluation rows with; of others, all."""
+"""Training rows of a streamed source that evaluation rows are compared with; of other sources all rows are."""
 OTHER_COLUMNS = (
     "tools",
     "functions",
@@ -38,13 +38,13 @@ OTHER_COLUMNS = (
 def describe_text_data(
     data: TextDataConfig, sources: Sources, held_out: Sources | None, transform: TextTransform, num_eval_rows: int
 ) -> list[str]:
-    """Lines about what is left out in silence otherwise, of data that is not made in code.
+    """Lines about parts of the data that would be ignored silently; none for data that is made in code.
 
     Args:
         data: the data section.
-        sources, held_out: of training and validation.
-        transform: what reads their rows.
-        num_eval_rows: most rows of the validation that are used.
+        sources, held_out: the sources of training and of validation.
+        transform: makes samples of their rows.
+        num_eval_rows: most rows of the validation set that are used.
     """
     if data.synthetic is not None:
         return []
@@ -60,37 +60,43 @@ def describe_text_data(
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
     if held_out is not None:
-        most = COMPARED if data.datasets_type == "iterable" else None
-        lines += _shared_rows(sources, held_out, sorted(columns), num_eval_rows, most)
+        max_rows = COMPARED if data.datasets_type == "iterable" else None
+        lines += _describe_shared_rows(sources, held_out, sorted(columns), num_eval_rows, max_rows)
     return lines
 
 
-def _shared_rows(
-    sources: Sources, held_out: Sources, columns: list[str], num_eval_rows: int, most: int | None
+def _describe_shared_rows(
+    sources: Sources, held_out: Sources, columns: list[str], num_eval_rows: int, max_rows: int | None
 ) -> list[str]:
-    """Evaluation rows that hold in the columns that are read what one of the training rows holds.
+    """A line about evaluation rows that equal a training row in the columns that are read; none if there are none.
 
-    ``most`` is how many rows of each source of training are looked at; None is all.
+    Args:
+        sources, held_out: the sources of training and of validation.
+        columns: names of the columns that are read.
+        num_eval_rows: most rows of the validation set that are used.
+        max_rows: rows of each training source that are compared; None: all.
     """
-    places: dict[bytes, list[str]] = {}
+    rows_by_digest: dict[bytes, list[str]] = {}
     num_rows = 0
     for table in held_out.rows:
         for index in range(min(len(table), -(-num_eval_rows // len(held_out.rows)))):
             num_rows += 1
             try:
-                places.setdefault(_digest(table[index], columns), []).append(table.describe(index))
+                rows_by_digest.setdefault(_digest_row(table[index], columns), []).append(table.describe(index))
             except DataError:
                 continue  # a broken row is named where it is used
     trained: dict[bytes, str] = {}
     for table in sources.rows:
-        for index, row in islice(readable_rows(table), most):
-            digest = _digest(row, columns)
-            if digest in places and digest not in trained:
+        for index, row in islice(readable_rows(table), max_rows):
+            digest = _digest_row(row, columns)
+            if digest in rows_by_digest and digest not in trained:
                 trained[digest] = table.describe(index)
-    shared = [(where, trained[digest]) for digest, wheres in places.items() if digest in trained for where in wheres]
+    shared = [
+        (where, trained[digest]) for digest, wheres in rows_by_digest.items() if digest in trained for where in wheres
+    ]
     return shared_line(shared, num_rows)
 
 
-def _digest(row: dict[str, Any], columns: list[str]) -> bytes:
+def _digest_row(row: dict[str, Any], columns: list[str]) -> bytes:
     content = {column: row[column] for column in columns if row.get(column) is not None}
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()

@@ -1,8 +1,9 @@
-"""Micro-batches of token sequences: which samples fit together, with equal work on every rank, and their tensors."""
+"""The tensors of a micro-batch of token sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -26,30 +27,33 @@ def make_batch(
     """Puts samples into one micro-batch.
 
     Args:
-        samples: what goes into it; none make a placeholder, which ranks without samples compute on with the others.
+        samples: what goes into it. Without samples it is a placeholder, on which a rank computes while others train.
         sample_ids, sources: one integer for each sample.
-        packed: all documents in one row, one after the other; otherwise one document a row.
+        packed: puts all documents into one row, one after the other; otherwise one document into each row.
         pad_token_id: token that fills rows up.
-        min_tokens: shortest row.
-        vision: of a model that sees; opens the documents' images.
+        min_tokens: least width of the rows.
+        vision: for a model with images or sound: opens the media of the documents.
 
     Raises:
         DataError: when an image is broken.
     """
     documents = [document for sample in samples for document in sample.documents]
     origins = [source for sample, source in zip(samples, sources, strict=True) for _ in sample.documents]
-    num_documents, beside = len(documents), []
+    num_documents = len(documents)
+    inputs: list[MultimodalInputs] = []
     if vision is not None:
-        beside = [vision.beside(document.input_ids, document.images) for document in documents]
-        if not vision.is_complete([one.tensors for one in beside]):
+        inputs = [vision.beside(document.input_ids, document.images) for document in documents]
+        # Every rank must run the encoders, or collectives inside them would wait for ever: a batch that lacks a kind of
+        # media gets one more document, with a small medium of each kind, that is in no loss.
+        if not vision.is_complete([document_inputs.tensors for document_inputs in inputs]):
             documents.append(Document(vision.idle_ids, np.zeros(vision.idle_length, bool)))
-            beside.append(vision.idle())
+            inputs.append(vision.idle())
             origins.append(0)
     lengths = [len(document.input_ids) for document in documents]
     rows = [list(range(len(documents)))] if packed else [[number] for number in range(len(documents))] or [[]]
     width = max(min_tokens, *(sum(lengths[number] for number in row) for row in rows))
     fills = {"input_ids": pad_token_id, "position_ids": 0, "labels": IGNORED, "document_ids": 0, "source_ids": 0}
-    arrays = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
+    arrays: dict[str, np.ndarray] = {name: np.full((len(rows), width), fill, np.int64) for name, fill in fills.items()}
     if documents and documents[0].numbers is not None:
         arrays["targets"] = np.full((len(rows), width), np.nan, np.float32)
     for index, row in enumerate(rows):
@@ -58,58 +62,66 @@ def make_batch(
             document = documents[number]
             start = end
             end += lengths[number]
-            place = (index, slice(start, end))
-            arrays["input_ids"][place] = document.input_ids
-            arrays["position_ids"][place] = np.arange(lengths[number]) + document.first_position
-            arrays["labels"][place] = _shift_labels(document)
-            arrays["document_ids"][place] = number if number < num_documents else 0
-            arrays["source_ids"][place] = origins[number]
+            slot = (index, slice(start, end))
+            arrays["input_ids"][slot] = document.input_ids
+            arrays["position_ids"][slot] = np.arange(lengths[number]) + document.first_position
+            arrays["labels"][slot] = _shift_labels(document)
+            arrays["document_ids"][slot] = number if number < num_documents else 0  # the document for the encoders
+            arrays["source_ids"][slot] = origins[number]
             if "targets" in arrays:
-                arrays["targets"][place] = document.numbers
-        if packed or not row:
+                arrays["targets"][slot] = cast(np.ndarray, document.numbers)
+        if packed or not row:  # padding is a document of its own, whose positions begin at 0
             arrays["position_ids"][index, end:] = np.arange(width - end)
-        else:
+        else:  # padding continues the row's document
             arrays["position_ids"][index, end:] = np.arange(end, width)
             arrays["document_ids"][index, end:] = row[0]
             arrays["source_ids"][index, end:] = origins[row[0]]
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    tensors |= _place_modalities(beside, rows, tensors["position_ids"])
+    tensors |= _place_modalities(inputs, rows, tensors["position_ids"])
     return TokenBatch(
-        **tensors,
+        **tensors,  # pyright: ignore[reportArgumentType]
         document_lengths=lengths[:num_documents],
         sample_ids=list(sample_ids),
-        media=[document.tensors for document in beside],
+        media=[document_inputs.tensors for document_inputs in inputs],
         image_shapes=[shapes for sample in samples for shapes in sample.image_shapes],
     )
 
 
 def _place_modalities(
-    beside: Sequence[MultimodalInputs], rows: Sequence[Sequence[int]], position_ids: torch.Tensor
+    inputs: Sequence[MultimodalInputs], rows: Sequence[Sequence[int]], position_ids: torch.Tensor
 ) -> Tensors:
-    """Modalities and rotary positions of the tokens of models that see; those of padding are those of text."""
-    if not beside:
+    """The tensors ``modality_ids`` and ``rope_positions`` of a batch, where the model has them.
+
+    Args:
+        inputs: of each document; empty for a model of text alone.
+        rows: numbers of the documents in each row.
+        position_ids: int64 ``[B, T]``, from which padding takes its rotary positions, as text would.
+    """
+    if not inputs:
         return {}
-    modality_ids, rope_positions = torch.zeros_like(position_ids), None
-    if beside[0].rope_positions is not None:
-        rope_positions = position_ids[..., None].repeat(1, 1, 3).to(beside[0].rope_positions.dtype)
+    modality_ids = torch.zeros_like(position_ids)
+    rope_positions: torch.Tensor | None = None
+    if inputs[0].rope_positions is not None:
+        rope_positions = position_ids[..., None].repeat(1, 1, 3).to(inputs[0].rope_positions.dtype)
     for index, row in enumerate(rows):
         end = 0
         for number in row:
             start = end
-            end += len(beside[number].modality_ids)
-            modality_ids[index, start:end] = beside[number].modality_ids
+            document_modality_ids = cast(torch.Tensor, inputs[number].modality_ids)
+            end += len(document_modality_ids)
+            modality_ids[index, start:end] = document_modality_ids
             if rope_positions is not None:
-                rope_positions[index, start:end] = beside[number].rope_positions
+                rope_positions[index, start:end] = cast(torch.Tensor, inputs[number].rope_positions)
     return {"modality_ids": modality_ids} | ({} if rope_positions is None else {"rope_positions": rope_positions})
 
 
 def _shift_labels(document: Document) -> np.ndarray:
-    """The token that follows each token: int64 ``[L]``, -100 outside the loss mask, and at the end."""
+    """The label of each token, which is the next token: int64 ``[L]``, -100 outside the loss mask and at the end."""
     labels = np.full(len(document.input_ids), IGNORED, np.int64)
     labels[:-1] = np.where(document.loss_mask[1:], document.input_ids[1:], IGNORED)
     return labels
 
 
 def placeholder_tokens(mesh: Mesh) -> int:
-    """Tokens of the shortest row: enough for every rank that shares a sequence to have a part of it."""
+    """Least width of a row: enough for each context-parallel rank to hold two tokens of it."""
     return max(2, 2 * mesh.layout.cp)

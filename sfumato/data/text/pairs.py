@@ -1,4 +1,4 @@
-"""A better and a worse answer to one prompt: the conversations that a row of preference data holds."""
+"""Rows of preference data: the two conversations with a better and a worse answer to one prompt."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from sfumato.errors import DataError
 
 
 def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Messages, Messages]:
-    """Both conversations from their beginning; what they share is not in the loss.
+    """Both conversations from their beginning. The messages that they share are not in the loss.
 
     Args:
         row: of the data.
-        keys: columns of the prompt, the better and the worse answer; without the first when conversations are whole.
+        keys: columns of the prompt, the better and the worse answer; two columns where conversations are whole.
         where: file and row, for messages.
 
+    Returns:
+        The conversation with the better answer, and the one with the worse.
+
     Raises:
-        DataError: when they differ in anything but the assistant's answer, or in nothing.
+        DataError: when they are equal, or differ in more than the assistant's answer.
     """
     *prompt_key, chosen_key, rejected_key = keys
     prompt_value = row.get(prompt_key[0]) if prompt_key else None
@@ -44,12 +47,12 @@ def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Message
 
 
 def as_messages(value: Any, role: str, where: str, system: Any = None) -> Messages:
-    """A conversation as it is, a text as a message of that role; ``system`` as ``read_messages`` has it."""
+    """The messages of a conversation; a text becomes one message of ``role``. ``system`` is as in ``read_messages``."""
     return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)
 
 
 def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:
-    """The whole conversation, whether or not the column of the answer repeats the prompt."""
+    """The conversation of prompt and answer, where the column of the answer may repeat the prompt."""
     if answer[0].get("role") == "assistant":
         return prompt + answer
     if not all(message in answer for message in prompt):

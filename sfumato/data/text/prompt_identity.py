@@ -1,10 +1,10 @@
-"""What a resume must find unchanged of the prompts of a language model."""
+"""What a resumed run of RL must find unchanged about the prompts of a language model."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
@@ -13,14 +13,17 @@ from sfumato.data.media.vision import Images
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
 
+if TYPE_CHECKING:
+    from sfumato.config.text_rl import TextRLConfig
 
-def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
-    """The identity of a task of RL of language models; see ``identify``. Prompts count with their tokens."""
 
-    def content(some: list[TextPrompt]) -> str:
-        return digest_value([[prompt.token_ids, prompt.metadata, *_media(prompt.images)] for prompt in some])
+def identify_text_prompts(config: TextRLConfig, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
+    """The identity of a task of RL of language models; see ``identify``. Prompts are compared by their tokens."""
 
-    names = {"data.train_path": content(prompts), "data.eval_path": content(eval_prompts)}
+    def digest(split: list[TextPrompt]) -> str:
+        return digest_value([[prompt.token_ids, prompt.metadata, *_digest_media(prompt.images)] for prompt in split])
+
+    names = {"data.train_path": digest(prompts), "data.eval_path": digest(eval_prompts)}
     media = [file for prompt in prompts for file in _files_of(prompt.images)]
     names |= content_of_media(config, media, "data.train_path (its images and other media)")
     names |= content_of_named_files(config, content_of_model_file)
@@ -28,8 +31,11 @@ def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: 
     return identify(config, names, {f"rollout.{name}": getattr(config.rollout, name) for name in sizes})
 
 
-def _media(images: Images | None) -> list[Any]:
-    """Of images what they hold, or the names and sizes of their files; what these hold is compared beside it."""
+def _digest_media(images: Images | None) -> list[Any]:
+    """Name and size of each file of the media, or a digest of a medium that is in no file.
+
+    ``content_of_media`` compares the content of the files.
+    """
     return [
         [str(file), file.stat().st_size] if isinstance(file, Path) else hashlib.blake2b(file).hexdigest()
         for file in _files_of(images)
@@ -37,4 +43,5 @@ def _media(images: Images | None) -> list[Any]:
 
 
 def _files_of(images: Images | None) -> list[File]:
-    return [getattr(each, "file", each) for each in ([] if images is None else images.find())]
+    media = [] if images is None else images.find()
+    return [cast(File, getattr(medium, "file", medium)) for medium in media]

@@ -1,11 +1,11 @@
-"""How a conversation becomes the tokens that a language model goes on with."""
+"""Prompts of language models: how a conversation becomes the tokens that the model continues."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
@@ -16,53 +16,57 @@ from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.stop_strings import Decode
 
 Tools = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """Renders prompts with the chat template of a tokenizer, or leaves them as they are."""
+    """Renders prompts with the chat template of a tokenizer, or leaves them unchanged."""
 
-    tokenizer: Any
-    """A fast transformers tokenizer."""
+    tokenizer: PreTrainedTokenizerFast
     chat: ChatTemplate | None = None
-    """None leaves prompts as they are."""
+    """None leaves prompts unchanged."""
     options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     system_prompt: str | None = None
-    """First message of conversations that do not begin with one of role system."""
+    """Content of a system message in front of conversations that do not begin with one."""
     reader: ImageReader | None = None
-    """Of a model that sees: then contents may be lists of parts."""
+    """For a model with images or sound: contents of messages may then be lists of parts."""
     stop: tuple[str, ...] = ()
-    """Texts that end an answer; it says nothing from there on."""
+    """Stop strings, which end an answer and are not part of its text."""
     without_text: frozenset[int] = frozenset()
-    """Numbers of tokens that a model may draw, but this tokenizer has not."""
+    """Token ids that the model can draw but that the tokenizer does not have."""
 
     @cached_property
     def answer_end(self) -> AnswerEnd:
-        """How answers end. Prompts that are left as they are may have been rendered before, so that then the end of the
-        tokenizer's own chat template counts, too."""
+        """How answers end.
+
+        Prompts that are left unchanged may have been rendered before, so that the end of the tokenizer's own chat
+        template counts for them, too.
+        """
         if self.chat is not None:
             return self.chat.answer_end
         plain = plain_answer_end(self.tokenizer)
         if not self.tokenizer.chat_template:
             return plain
         try:
-            own = build_chat_template(None, self.tokenizer).answer_end
-        except ConfigError:  # of a template that is not used
+            chat_end = build_chat_template(None, self.tokenizer).answer_end
+        except ConfigError:  # the template is broken, but it is not used for rendering
             return plain
-        return replace(own, taught=None, taught_after_call=None, declared=own.tokens)
+        return replace(chat_end, taught=None, taught_after_call=None, declared=chat_end.tokens)
 
     @property
     def media_tokens(self) -> set[int]:
-        """Tokens that stand for images. One that is drawn ends an answer, since there is no image of which it says
-        something."""
+        """Tokens that stand for media. An answer ends where one is drawn, since no medium belongs to it."""
         return set() if self.reader is None else self.reader.media_tokens()
 
     def messages_of(self, content: str | list[Message], where: str) -> list[Message] | None:
-        """The conversation that a prompt begins, checked; None where the prompt is a text and remains one.
+        """The checked messages of a prompt; None for a text that no chat template renders.
 
         Raises DataError that names ``where`` and the message.
         """
@@ -80,55 +84,56 @@ class PromptTemplate:
         return messages
 
     def render(self, messages: list[Message], where: str, tools: Tools | None = None, prompt: bool = True) -> str:
-        """The text of a conversation, with the beginning of an answer; raises as ``ChatTemplate.render``."""
+        """The text of a conversation. ``prompt`` adds the beginning of an answer. Raises as ``ChatTemplate.render``."""
         assert self.chat is not None, "there is no chat template"
         return self.chat.render(messages, where, tools, prompt=prompt, options=self.options)
 
     def encode(self, texts: Sequence[str], is_beginning: bool = True) -> list[list[int]]:
-        """The tokens of texts that were rendered, or that are to remain as they are.
+        """Encodes rendered texts, or plain prompts.
 
         Args:
-            texts: special tokens in them become what they stand for.
-            is_beginning: nothing stands before; then a plain prompt gets the token that begins a text, where the
-                tokenizer puts one there by itself. Chat templates write it themselves.
+            texts: special tokens written in them are encoded as such.
+            is_beginning: whether nothing precedes the texts. A plain prompt then gets the beginning-of-sequence token
+                if the tokenizer puts one there by itself; chat templates write it themselves.
         """
-        known = [whole_characters(text) for text in texts]  # what tools and agents say may hold halves of characters
-        found = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(known)]
+        # Tools and agents may return halves of surrogate pairs, which a tokenizer refuses.
+        valid_texts = [whole_characters(text) for text in texts]
+        encoded = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(valid_texts)]
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
-        bos = self.tokenizer.bos_token_id
-        return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in found]
+        bos = cast(int, self.tokenizer.bos_token_id)  # used only if there is one
+        return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:
-        """The text of drawn tokens.
+        """Decodes the tokens of an answer.
 
         Args:
             token_ids: the tokens.
-            stop: without it, special tokens are left out; with it, only one of these at the end is, so that special
-                tokens which mark a call of a tool are seen.
-            is_cut: whether it ends before a text that ends an answer; calls of tools may end with such a text.
+            stop: token ids of which one at the end is left out, while other special tokens are shown, such as those
+                that mark a call of a tool. None leaves out all special tokens.
+            is_cut: whether the text ends before a stop string. Calls of tools may end with one, and need it.
         """
         ids = list(token_ids)
         if ids and ids[-1] in (self.answer_end.stop_token_ids if stop is None else stop):
             ids = ids[:-1]
         decode = partial(self.tokenizer.decode, skip_special_tokens=stop is None, clean_up_tokenization_spaces=False)
-        return before_stop(ids, self.stop, decode) if self.stop and is_cut else decode(ids)
+        return before_stop(ids, self.stop, cast("Decode", decode)) if self.stop and is_cut else cast(str, decode(ids))
 
     def completes_stop(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of the tokens of an answer completes a text that ends it."""
+        """Whether the last token of an answer completes a stop string."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return completes_stop(token_ids, self.stop, decode)
+        return completes_stop(token_ids, self.stop, cast("Decode", decode))
 
     def encode_one(self, content: str | list[Message], where: str, tools: Tools | None = None) -> list[int]:
-        """The tokens of a single prompt. Raises DataError as ``messages_of`` and ``render``."""
+        """Renders and encodes a single prompt. Raises DataError as ``messages_of`` and ``render``."""
         messages = self.messages_of(content, where)
         text = content if messages is None else self.render(messages, where, tools)
         return self.encode([str(text)])[0]
 
 
 def build_prompt_template(
-    config: TextPromptDataConfig, tokenizer: Any, reader: ImageReader | None = None
+    config: TextPromptDataConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
 ) -> PromptTemplate:
-    """The template of a configuration; ``reader`` is that of a model that sees.
+    """Builds the template of a configuration; ``reader`` is the one of a model with images or sound.
 
     Raises ConfigError when it does not fit the tokenizer.
     """
@@ -146,10 +151,13 @@ def build_prompt_template(
 
 
 def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -> None:
-    """Raises DataError for an unknown role, missing content, or a conversation that the assistant ends. Contents that
-    are lists of parts, where there may be some, were checked when they were read."""
+    """Raises DataError for an unknown role, missing content, or a conversation that ends with the assistant.
+
+    With ``has_parts`` a content may be a list of parts, which was checked when it was read.
+    """
     for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         place = f"{where}: message {index + 1}"
         if role not in ROLES:
             raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")

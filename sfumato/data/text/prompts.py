@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -27,27 +27,30 @@ from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from sfumato.config.text_rl import TextRLConfig
+
 Curriculum = Callable[[int, list[dict[str, Any]], int], Any]
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt with what its reward needs to know."""
+    """A prompt, with the metadata that its reward needs."""
 
     token_ids: tuple[int, ...]
-    """What the policy goes on with: chat template, tools and the beginning of an answer included."""
+    """The tokens that the policy continues: the whole rendered prompt, with tools and the beginning of the answer."""
     text: str
     """The prompt as people read it: a plain text, or the user's last message."""
     messages: Messages | None
-    """The whole conversation; None for a plain text that no chat template was laid around."""
+    """The whole conversation; None for a plain text that is not rendered by a chat template."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """What rewards need, such as ``answer``."""
     where: str = ""
     """File and row, for messages."""
     tools: Tools | None = None
-    """JSON schemas of the tools that the chat template has shown."""
+    """JSON schemas of the tools that the rendered prompt lists."""
     images: Images | None = None
-    """Those that stand in it."""
+    """The media in the prompt."""
 
 
 def load_text_prompts(
@@ -60,102 +63,110 @@ def load_text_prompts(
     tools: Tools | None = None,
     log: Callable[[str], None] = print,
 ) -> list[TextPrompt]:
-    """All prompts of a split, with their tokens.
+    """Reads and encodes all prompts of a split.
 
     Args:
         config: the data section.
         template: of ``build_prompt_template``.
         split: "train" or "eval".
         seed: of problems that are made in code.
-        limit: only the first so many; of the evaluation, eval.num_prompts.
-        tools: JSON schemas of the rollout's tools, shown with each prompt whose row brings none.
-        log: is told how many prompts were too long.
+        limit: how many prompts to read, the first of the split; None: all. For evaluation it is eval.num_prompts.
+        tools: JSON schemas of the rollout's tools, shown with each prompt whose row has no tools.
+        log: takes messages, such as how many prompts were too long.
 
     Raises:
-        DataError: when a file or row is missing or broken, a prompt is longer than ``max_prompt_tokens`` and that is
-            to be an error, or fewer than ``limit`` prompts are left.
+        DataError: when a file or row is missing or broken, a prompt is longer than ``max_prompt_tokens`` and
+            ``data.overlong`` makes that an error, or there are fewer than ``limit`` usable prompts.
     """
-    rows, read = _open(config, split, seed)
+    rows, read = _open_rows(config, split, seed)
     if config.synthetic is None and not config.data_type.makes_rows:
         for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
             log(line)
-    prompts, too_long, index = [], [], 0
+    prompts = []
+    too_long = []
+    index = 0
     while index < len(rows) and (limit is None or len(prompts) < limit):
         size = min(512, len(rows) - index) if limit is None else min(limit - len(prompts), len(rows) - index)
-        for prompt in _encode(range(index, index + size), rows, read, template, tools):
+        # Up to 512 rows a time, which one call of the tokenizer encodes; no more than may still be needed.
+        for prompt in _encode_rows(range(index, index + size), rows, read, template, tools):
             if len(prompt.token_ids) > config.max_prompt_tokens:
                 too_long.append(f"{prompt.where} ({len(prompt.token_ids)} tokens)")
-                prompt = _fitted(prompt, config)
+                prompt = _fit_prompt(prompt, config)
             if prompt is not None:
                 prompts.append(prompt)
         index += size
     if too_long:
-        what = "left out" if config.overlong == "drop" else f"cut to their last {config.max_prompt_tokens} tokens"
+        action = "left out" if config.overlong == "drop" else f"cut to their last {config.max_prompt_tokens} tokens"
         log(
             f"data.{split}_path: {len(too_long)} of {index} prompts are longer than data.max_prompt_tokens "
-            f"{config.max_prompt_tokens} and were {what}; the first is {too_long[0]}"
+            f"{config.max_prompt_tokens} and were {action}; the first is {too_long[0]}"
         )
     if not prompts or (limit is not None and len(prompts) < limit):
-        asked = "" if limit is None else f", but {limit} are asked for (eval.num_prompts)"
+        shortfall = "" if limit is None else f", but {limit} are asked for (eval.num_prompts)"
         dropped = f" and {len(too_long)} too long" if too_long and config.overlong == "drop" else ""
-        raise DataError(f"{_origin(config, split)}: has {len(prompts)} usable prompts{dropped}{asked}")
+        raise DataError(f"{_origin(config, split)}: has {len(prompts)} usable prompts{dropped}{shortfall}")
     return prompts
 
 
-def _open(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable, Callable[..., PromptRow]]:
-    """The rows, and what reads them."""
+def _open_rows(config: TextPromptDataConfig, split: str, seed: int) -> tuple[RowTable, Callable[..., PromptRow]]:
+    """Opens the rows of a split. Returns them and the function that reads a row, given the row and its place."""
     if config.synthetic is None:
         return config.data_type.open(config, split, seed), config.data_type.read
-    rows, about = SyntheticRows(config.synthetic, seed, held_out=split == "eval"), {"problem": config.synthetic.problem}
+    rows = SyntheticRows(config.synthetic, seed, held_out=split == "eval")
+    problem_metadata = {"problem": config.synthetic.problem}
 
     def read(row: FiledRow, where: str) -> PromptRow:
-        own = {name: row[name] for name in ("prompt", "answer", "images", "audios") if name in row}
-        return config.data_type.read(FiledRow(own | about), where)
+        columns = {name: row[name] for name in ("prompt", "answer", "images", "audios") if name in row}
+        return config.data_type.read(FiledRow(columns | problem_metadata), where)
 
     return rows, read
 
 
 def _origin(config: TextPromptDataConfig, split: str) -> str:
+    """The option that the prompts of a split come from, for messages."""
     if config.synthetic is not None:
         return "data.synthetic"
     return f"data.data_type {config.data_type.type}" if config.data_type.makes_rows else f"data.{split}_path"
 
 
-def _encode(
+def _encode_rows(
     indices: range, rows: RowTable, read: Callable[..., PromptRow], template: PromptTemplate, tools: Tools | None
 ) -> list[TextPrompt]:
-    """Some prompts, encoded in one call of the tokenizer."""
-    found, texts = [], []
+    """The prompts of some rows, encoded in one call of the tokenizer."""
+    rendered = []
+    texts = []
     for index in indices:
         where = rows.describe(index)
         row = read(filed_row(rows, index), where)
-        shown = row.tools or tools
-        messages, images = template.messages_of(row.content, where), None
-        text = row.content if messages is None else template.render(messages, where, shown)
+        shown_tools = row.tools or tools
+        messages = template.messages_of(row.content, where)
+        images = None
+        text = row.content if messages is None else template.render(messages, where, shown_tools)
         if template.reader is not None and messages is not None:
             replacements, shapes = template.reader.place_files(row.images, where)
-            text, _ = template.reader.expand(text, [], replacements, where)
+            text, _ = template.reader.expand(cast(str, text), [], replacements, where)
             images = images_of(row.images, shapes, where)
             messages = [message | {"content": as_text(message.get("content"))} for message in messages]
         texts.append(text)
-        found.append((row, messages, shown, where, images))
-    prompts, media = [], template.media_tokens
-    for (row, messages, shown, where, images), ids in zip(found, template.encode(texts), strict=True):
+        rendered.append((row, messages, shown_tools, where, images))
+    prompts = []
+    media_tokens = template.media_tokens
+    for (row, messages, shown_tools, where, images), ids in zip(rendered, template.encode(texts), strict=True):
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of the prompt")
-        if ids[-1] in media:
+        if ids[-1] in media_tokens:
             raise DataError(
                 f"{where}: the prompt ends with an image, a video or audio: let the chat template end it with a text"
             )
-        last = next((each["content"] for each in reversed(messages or []) if each["role"] == "user"), None)
-        text = row.content if isinstance(row.content, str) else last or messages[-1]["content"]
-        tools_shown = shown if messages else None
+        last = next((message["content"] for message in reversed(messages or []) if message["role"] == "user"), None)
+        text = row.content if isinstance(row.content, str) else last or cast(Messages, messages)[-1]["content"]
+        tools_shown = shown_tools if messages else None
         prompts.append(TextPrompt(tuple(ids), text, messages, row.metadata, where, tools_shown, images))
     return prompts
 
 
-def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | None:
-    """What becomes of a prompt that is too long; None leaves it out."""
+def _fit_prompt(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | None:
+    """Treats a prompt that is too long as ``data.overlong`` says: cuts it, returns None to drop it, or raises."""
     if config.overlong == "drop":
         return None
     if config.overlong == "truncate_left" and prompt.images is not None:
@@ -172,7 +183,10 @@ def _fitted(prompt: TextPrompt, config: TextPromptDataConfig) -> TextPrompt | No
 
 
 def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequence[TextPrompt]) -> list[str]:
-    """A line about evaluation prompts whose tokens are those of training prompts; none where there are none."""
+    """A line about evaluation prompts that have the same tokens as a training prompt; none if there are none.
+
+    Prompts with media are not compared, since equal tokens may stand for different media.
+    """
     trained: dict[tuple[int, ...], str] = {}
     for prompt in prompts:
         if prompt.images is None:
@@ -186,19 +200,19 @@ def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequenc
 
 
 def check_text_prompts(prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, dict[str, Any]], Any]]) -> None:
-    """Runs what rewards demand of a row on every prompt, before anything is sampled.
+    """Runs the rewards' checks of a row on every prompt, before anything is sampled.
 
-    Raises DataError that names file and row.
+    Each check gets the text and the metadata. Raises DataError that names file and row.
     """
     for prompt in prompts:
         for check in checks:
             try:
-                check(prompt.text, copy.deepcopy(prompt.metadata))  # what a reward does to it is its own matter
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # a reward may change its copy
             except DataError as error:
                 raise DataError(f"{prompt.where}: {error}") from error
 
 
-def _imported(path: str) -> Curriculum:
+def _import_curriculum(path: str) -> Curriculum:
     try:
         return import_function(path)
     except ConfigError as error:
@@ -206,9 +220,9 @@ def _imported(path: str) -> Curriculum:
 
 
 class TextPromptLoader(PromptLoader):
-    """Groups of an iteration, shuffled anew in each epoch or as a curriculum says, and prompts to replace some of them.
+    """The prompts of each iteration, shuffled anew in each epoch or in a curriculum's order, and replacements for them.
 
-    Everything is a function of (seed, iteration), so that a run that is resumed goes on as if it had not been ended.
+    Everything is a function of (seed, iteration), so that a resumed run continues as if it had never stopped.
     """
 
     def __init__(
@@ -227,25 +241,30 @@ class TextPromptLoader(PromptLoader):
 
         Raises:
             ConfigError: when there is no such function.
-            DataError: when an iteration takes each prompt absurdly often.
+            DataError: when an iteration takes each prompt over ``MOST_TIMES`` times.
         """
         super().__init__(len(prompts), num_prompts, group_size, seed)
-        self.count, self.seed, self.path = len(prompts), seed, curriculum
-        self._curriculum: Curriculum | None = None if curriculum is None else _imported(curriculum)
+        self.count = len(prompts)
+        self.seed = seed
+        self.path = curriculum
+        self._curriculum: Curriculum | None = None if curriculum is None else _import_curriculum(curriculum)
         self._metadata = [prompt.metadata for prompt in prompts]
-        self._known: tuple[int, list[int]] = (-1, [])
+        self._latest_order: tuple[int, list[int]] = (-1, [])
 
     @classmethod
-    def from_config(cls, prompts: Sequence[TextPrompt], config: Any) -> TextPromptLoader:
-        """Of a run of RL. Raises as the class itself."""
+    def from_config(cls, prompts: Sequence[TextPrompt], config: TextRLConfig) -> TextPromptLoader:
+        """The loader of a run of RL, from its configuration. Raises as the class itself."""
         rollout = config.rollout
         return cls(prompts, rollout.num_prompts, rollout.n, config.train.seed, config.data.curriculum)
 
     def groups(self, iteration: int) -> list[int]:
-        """The prompts of one iteration by number; the i-th is group i. Raises ConfigError as the curriculum errs."""
+        """Indices of the prompts of one iteration; the i-th is that of group i.
+
+        Raises ConfigError when the curriculum raises, or returns something wrong.
+        """
         if self._curriculum is None:
             return super().groups(iteration)
-        order = self._order_of(iteration)
+        order = self._ask_curriculum(iteration)
         if len(order) < self.num_prompts:
             raise ConfigError(
                 f"data.curriculum {self.path}: gave {len(order)} rows for iteration {iteration}, fewer than "
@@ -254,40 +273,40 @@ class TextPromptLoader(PromptLoader):
         return order[: self.num_prompts]
 
     def replacements(self, iteration: int, count: int) -> list[int]:
-        """Prompts that may stand in for others of the iteration: at most ``count``, each once, none of its own.
+        """Indices of prompts that may replace some of the iteration: at most ``count``, each once, none of its own.
 
-        With a curriculum those that follow in its order; else drawn from all, so that the next iteration is the same
-        whether or not they are used.
+        With a curriculum they are the next ones in its order. Otherwise they are drawn from all prompts, so that the
+        next iteration is the same whether or not they are used.
         """
-        own = set(self.groups(iteration))
+        group_rows = set(self.groups(iteration))
         if self._curriculum is not None:
-            order = self._order_of(iteration)
+            order = self._ask_curriculum(iteration)
         else:
             generator = keyed_generator(self.seed, "replacement prompts", iteration)
             order = torch.randperm(self.count, generator=generator).tolist()
-        return [row for row in dict.fromkeys(order) if row not in own][:count]
+        return [row for row in dict.fromkeys(order) if row not in group_rows][:count]
 
-    def _order_of(self, iteration: int) -> list[int]:
-        """What the curriculum says, asked once for an iteration."""
-        if self._known[0] != iteration:
+    def _ask_curriculum(self, iteration: int) -> list[int]:
+        """The order that the curriculum gives for an iteration; the latest one is kept, so that it is asked once."""
+        if self._latest_order[0] != iteration:
             assert self._curriculum is not None
             try:
-                given = self._curriculum(iteration, copy.deepcopy(self._metadata), self.seed)
-            except Exception as error:  # whatever a function of one's own raises
+                order = self._curriculum(iteration, copy.deepcopy(self._metadata), self.seed)
+            except Exception as error:  # a user's function may raise anything
                 raise ConfigError(
                     f"data.curriculum {self.path}: raised {type(error).__name__}: {error} for iteration {iteration}"
                 ) from error
-            self._known = (iteration, self._checked(given, iteration))
-        return self._known[1]
+            self._latest_order = (iteration, self._check_order(order, iteration))
+        return self._latest_order[1]
 
-    def _checked(self, given: Any, iteration: int) -> list[int]:
-        """Row numbers in order, drawn where the function gave weights."""
+    def _check_order(self, order: Any, iteration: int) -> list[int]:
+        """Checks what the curriculum returned. Returns row numbers in order, drawn by weight where it gave weights."""
         name = f"data.curriculum {self.path}: for iteration {iteration}"
-        values = given.tolist() if hasattr(given, "tolist") else list(given) if isinstance(given, Sequence) else None
+        values = order.tolist() if hasattr(order, "tolist") else list(order) if isinstance(order, Sequence) else None
         if values is None or not all(
             isinstance(value, numbers.Real) and not isinstance(value, bool) for value in values
         ):
-            raise ConfigError(f"{name} it must return a list of row numbers or of weights, not {type(given).__name__}")
+            raise ConfigError(f"{name} it must return a list of row numbers or of weights, not {type(order).__name__}")
         if all(isinstance(value, numbers.Integral) for value in values):
             wrong = [value for value in values if not 0 <= value < self.count]
             if wrong:
@@ -303,11 +322,12 @@ class TextPromptLoader(PromptLoader):
 def draw_by_weight(weights: Sequence[float], generator: torch.Generator) -> list[int]:
     """Rows of positive weight in a random order, each drawn by its share of the weights that are left.
 
-    Sorts exponential variables divided by the weights, which is the same (Efraimidis and Spirakis, 2006).
+    It sorts exponential variables divided by the weights, which gives the same distribution (Efraimidis and Spirakis,
+    2006).
     """
     uniform = torch.rand(len(weights), generator=generator, dtype=torch.float64).numpy()
-    positive = np.asarray(weights, np.float64)
+    weight_array = np.asarray(weights, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        keys = np.where(positive > 0, -np.log1p(-uniform) / positive, np.inf)
+        keys = np.where(weight_array > 0, -np.log1p(-uniform) / weight_array, np.inf)
     order = np.argsort(keys, kind="stable")
-    return [int(row) for row in order if positive[row] > 0]
+    return [int(row) for row in order if weight_array[row] > 0]

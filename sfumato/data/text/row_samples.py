@@ -1,64 +1,73 @@
-"""Samples of rows whose texts are tokenised together; each row's samples stay what they are alone."""
+"""Makes samples of rows, whose texts are tokenised together. A row's samples do not depend on the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.data.files.rows import RowTable
 from sfumato.data.text.format import TextSample, TextTransform
 from sfumato.data.text.tokenise import Asking, Tokens
 from sfumato.errors import DataError
 
+if TYPE_CHECKING:
+    from sfumato.data.files.rows import FiledRows
+
+    class _AskingTransform(TextTransform, Protocol):
+        def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]: ...
+
+        def encode(self, texts: list[str]) -> list[Tokens]: ...
+
+
 BATCH_ROWS = 64
 """Most rows whose texts are encoded together."""
 
 BATCH_CHARACTERS = 2**18
-"""Characters of waiting texts from which on no row is added to a batch: encodings take some 100 bytes a token."""
+"""A batch takes no more rows once so many characters wait to be encoded: encodings take about 100 bytes per token."""
 
 
 class FiledRow(dict[str, Any]):
-    """A row that knows the folder that its paths are relative to; that of rows made in code is the working folder."""
+    """A row that knows the folder that its paths are relative to. For rows made in code it is the working folder."""
 
     folder = Path()
 
 
 def filed_row(rows: RowTable, index: int) -> FiledRow:
-    """A row for a transform with images. Raises DataError as the table does."""
+    """Reads a row for a transform with media. Raises DataError as the table does."""
     row = FiledRow(rows[index])
     if hasattr(rows, "folder"):
-        row.folder = rows.folder(index)
+        row.folder = cast("FiledRows", rows).folder(index)
     return row
 
 
 def samples_of(
     transform: TextTransform, rows: RowTable, indices: Iterable[int]
 ) -> Iterator[tuple[int, list[TextSample] | DataError]]:
-    """The samples of rows, or why a row has none, in order.
+    """Yields the index of each row with its samples, or with the DataError of a row that has none, in order.
 
-    Rows are read ahead, up to a batch, where the transform says what texts it needs: it has ``asks`` and ``encode``
-    (see ``TextTransform``). Any other is called with one row at a time, when its samples are wanted.
+    Where the transform has ``asks`` and ``encode`` (see ``TextTransform``), up to a batch of rows is read ahead. Any
+    other transform is called with one row at a time, when its samples are asked for.
 
     Raises:
-        Exception: what reading or transforming a row raises that is no DataError, when the row's turn comes.
+        Exception: any other error of reading or transforming a row, when the row's turn comes.
     """
     read = filed_row if getattr(transform, "has_images", False) else (lambda rows, index: rows[index])
     if not _asks(transform):
         for index in indices:
             try:
-                found: Any = transform(read(rows, index), rows.describe(index))
+                result: Any = transform(read(rows, index), rows.describe(index))
             except DataError as error:
-                found = error
-            yield index, found
+                result = error
+            yield index, result
         return
 
     def work(index: int) -> Asking[list[TextSample]]:
-        return (yield from transform.asks(read(rows, index), rows.describe(index)))
+        return (yield from cast("_AskingTransform", transform).asks(read(rows, index), rows.describe(index)))
 
     remaining = iter(indices)
-    while batch := _Batch(transform.encode):
+    while batch := _Batch(cast("_AskingTransform", transform).encode):
         for index in islice(remaining, BATCH_ROWS):
             batch.add(index, work(index))
             if batch.num_characters >= BATCH_CHARACTERS:
@@ -66,36 +75,41 @@ def samples_of(
         if not batch.results:
             return
         batch.finish()
-        for index, found in batch.results:
-            if isinstance(found, Exception) and not isinstance(found, DataError):
-                raise found
-            yield index, found
+        for index, result in batch.results:
+            if isinstance(result, Exception) and not isinstance(result, DataError):
+                raise result
+            yield index, result
 
 
 class _Batch:
-    """Rows that are worked on together, and what came of each: what it returned, or the error that ended it."""
+    """Rows that are transformed together.
+
+    The work on each row is a generator that asks for the tokens of texts; all texts that wait are encoded in one call.
+    """
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]]) -> None:
         self.results: list[tuple[int, Any]] = []
+        """Index of each row, and what its work returned or the exception that ended it."""
         self.num_characters = 0
         self._encode = encode
-        self._waiting: list[tuple[int, Asking[Any], list[str]]] = []
+        self._waiting: list[tuple[int, Asking[list[TextSample]], list[str]]] = []
 
-    def add(self, index: int, asking: Asking[Any]) -> None:
-        """Begins the work on a row."""
+    def add(self, index: int, asking: Asking[list[TextSample]]) -> None:
+        """Starts the work on a row, up to the texts that it asks for first."""
         self.results.append((index, None))
         self._advance(len(self.results) - 1, asking, lambda: next(asking))
 
     def finish(self) -> None:
-        """Encodes what is asked for until no work asks for more."""
+        """Encodes the texts that are asked for, until the work on every row has ended."""
         while self._waiting:
-            asked, self._waiting = self._waiting, []
+            pending = self._waiting
+            self._waiting = []
             try:
-                encoded = iter(self._encode([text for _, _, texts in asked for text in texts]))
-                answers = [list(islice(encoded, len(texts))) for _, _, texts in asked]
-            except Exception:  # of which text is found out one row at a time
-                answers = [None] * len(asked)
-            for (place, asking, texts), answer in zip(asked, answers, strict=True):
+                encoded = iter(self._encode([text for _, _, texts in pending for text in texts]))
+                answers: list[list[Tokens] | None] = [list(islice(encoded, len(texts))) for _, _, texts in pending]
+            except Exception:  # one text cannot be encoded: encoding row by row gives the error to its own row
+                answers = [None] * len(pending)
+            for (place, asking, texts), answer in zip(pending, answers, strict=True):
                 self._advance(
                     place,
                     asking,
@@ -104,7 +118,8 @@ class _Batch:
                     ),
                 )
 
-    def _advance(self, place: int, asking: Asking[Any], advance: Callable[[], list[str]]) -> None:
+    def _advance(self, place: int, asking: Asking[list[TextSample]], advance: Callable[[], list[str]]) -> None:
+        """Runs the work on a row until it asks for texts again, returns or raises."""
         index = self.results[place][0]
         try:
             texts = advance()
@@ -117,8 +132,11 @@ class _Batch:
             self.num_characters += sum(map(len, texts))
 
 
-def _asks(transform: Any) -> bool:
-    """Whether ``asks`` is as new as ``__call__``, which a class may have changed without it."""
+def _asks(transform: TextTransform) -> bool:
+    """Whether a transform may be asked through ``asks``.
+
+    A subclass that overrides ``__call__`` without ``asks`` would be bypassed by the ``asks`` that it inherits.
+    """
     for kind in type(transform).__mro__:
         if "asks" in vars(kind):
             return True

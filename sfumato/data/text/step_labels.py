@@ -1,10 +1,10 @@
-"""Labels of answers and of their steps, and where steps end in the tokens of a conversation."""
+"""Labels of answers and of their steps, and the tokens of a conversation at which steps end."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,17 +22,17 @@ SEPARATORS = {"paragraph": "\n\n", "line": "\n"}
 def place_steps(
     template: ChatTemplate, prompt: Messages, steps: list[Any], separator: str, where: str
 ) -> tuple[str, list[int]]:
-    """The text of a conversation whose answer has these steps, and where they end.
+    """Renders a conversation whose answer consists of steps, and finds where each step ends.
 
     Args:
-        template: of the conversation.
+        template: renders the conversation.
         prompt: messages before the answer.
-        steps: texts; white space around each is left out.
-        separator: what stands between two of them.
-        where: for messages.
+        steps: texts; white space around each is removed.
+        separator: stands between two steps.
+        where: file and row, for messages.
 
     Returns:
-        The text, and for each step the place after its last character.
+        The text, and for each step the position after its last character.
 
     Raises:
         DataError: when there is no step, one is empty or no text, or the template leaves out some of it.
@@ -43,41 +43,46 @@ def place_steps(
     messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
     text = template.render(messages, where, prompt=False)
     begin = template.render(prompt, where)
+    # The prompt may repeat a step, so that the search begins after it. Where a template renders the prompt otherwise
+    # once an answer follows, it begins at the last occurrence of the first step.
     place = len(begin) if text.startswith(begin) else text.rfind(steps[0])
     places = []
     for number, step in enumerate(steps, start=1):
-        found = text.find(step, max(place, 0))
-        if found < 0:
+        start = text.find(step, max(place, 0))
+        if start < 0:
             raise DataError(f"{where}: the chat template leaves out step {number} of the answer, or changes it")
-        place = found + len(step)
+        place = start + len(step)
         places.append(place)
     return text, places
 
 
 def step_ends(tokens: Tokens, places: list[int]) -> np.ndarray:
-    """The token that holds the last character of each step, int64 ``[steps]``."""
-    return np.searchsorted(tokens.starts, np.array(places) - 1, side="right") - 1
+    """Indices of the tokens that hold the last character of each step, int64 ``[steps]``.
+
+    ``places`` are from ``place_steps``, and the tokens must have offsets.
+    """
+    return np.searchsorted(cast(np.ndarray, tokens.starts), np.array(places) - 1, side="right") - 1
 
 
 def with_last(document: Document, number: float) -> Document:
-    """A document whose last token has a number."""
+    """A copy of a document with a number at its last token and NaN at the others."""
     numbers = np.full(len(document.input_ids), math.nan, np.float32)
     numbers[-1] = number
     return Document(document.input_ids, document.loss_mask, numbers)
 
 
-def read_list(value: Any, what: str, where: str) -> list[Any]:
-    """A list, or its JSON text. Raises DataError that names ``where``."""
+def read_list(value: Any, name: str, where: str) -> list[Any]:
+    """Reads a list or its JSON text. Raises DataError that names ``where``; ``name`` is what messages call the list."""
     value = (
-        parse_json(value, f"{where}: {what} are neither a list nor its JSON text") if isinstance(value, str) else value
+        parse_json(value, f"{where}: {name} are neither a list nor its JSON text") if isinstance(value, str) else value
     )
     if not isinstance(value, list | tuple | np.ndarray):
-        raise DataError(f"{where}: {what} must be a list, not {type(value).__name__}")
+        raise DataError(f"{where}: {name} must be a list, not {type(value).__name__}")
     return list(value)
 
 
 def read_label(value: Any, key: str, where: str) -> float:
-    """A label: true or false, or a share from 0 to 1. Raises DataError that names ``where``."""
+    """Reads a label: true, false, or a number from 0 to 1. Raises DataError that names ``where``."""
     number = float(value) if isinstance(value, bool | int | float | np.generic) else math.nan
     if not 0 <= number <= 1:
         raise DataError(
@@ -87,9 +92,9 @@ def read_label(value: Any, key: str, where: str) -> float:
 
 
 def read_number(row: dict[str, Any], key: str, where: str) -> float:
-    """A finite number of a column. Raises DataError that names ``where``."""
+    """Reads a finite number of a column. Raises DataError that names ``where``."""
     value = row.get(key)
     is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value)):
+    if not (is_number and math.isfinite(cast(float, value))):
         raise DataError(f"{where}: column {key!r} must be a finite number, not {value!r}")
-    return float(value)
+    return float(cast(float, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,74 +19,75 @@ if TYPE_CHECKING:
 class TokenBatch:
     """B rows of T tokens. B is 1 when documents are packed into one row.
 
-    ``make_batch`` makes it in host memory. What a model computes and what a loss is given is the same batch on the
-    model's device, as ``PackedModel.place_batch`` returns it: perhaps padded further, and under sequence parallelism
-    with this rank's part of the T tokens. Lists are always those of the whole batch.
+    ``make_batch`` makes it in host memory. ``PackedModel.place_batch`` returns the same batch on the model's device, as
+    models and losses get it: perhaps padded further, and under sequence parallelism with this rank's part of the T
+    tokens. Lists always describe the whole batch.
 
-    Padding has labels -100. In a packed row it is a document of its own by position, but has document and source 0; in
-    other rows it continues what stands before it.
+    Padding has labels -100. In a packed row its positions begin at 0 as those of a document, but its document and
+    source are 0; in other rows it continues the row's document.
     """
 
     input_ids: Int64[Tensor, "batch length"]
     position_ids: Int64[Tensor, "batch length"]
-    """Start at 0 with each document, but for one that goes on after the beginning of another."""
+    """Begin at 0 in each document, except in one that continues the prompt of another (``Document.first_position``)."""
     labels: Int64[Tensor, "batch length"]
-    """The next token of the same document where the loss mask holds it, -100 elsewhere: shifted already."""
+    """Already shifted: the next token of the same document where the loss mask holds that token, else -100."""
     document_ids: Int64[Tensor, "batch length"]
-    """Number of the document in this batch; the better and the worse one of a pair are 2k and 2k + 1."""
+    """Number of the token's document in this batch. The better and the worse document of a pair are 2k and 2k + 1."""
     source_ids: Int64[Tensor, "batch length"]
-    """Number of the data source that the document is of."""
+    """Number of the data source of the token's document."""
     document_lengths: list[int]
     """Tokens of each document, without padding; empty in a placeholder."""
     sample_ids: list[int]
-    """Positions of the samples in the stream of all samples of the run, from which anything random is keyed; in RL the
-    numbers of the samples."""
+    """Positions of the samples in the run's stream of all samples, which key everything random; in RL the numbers of
+    the samples."""
 
     targets: Float32[Tensor, "batch length"] | None = None
-    """Numbers that the data say of tokens, such as a margin or the label of a step; NaN elsewhere."""
+    """Numbers that the data gives tokens, such as a margin or the label of a step; NaN elsewhere."""
     modality_ids: Int64[Tensor, "batch length"] | None = None
-    """Of models that see or hear: 0 of text, 1 of images, 2 of videos, 3 of audio."""
+    """For models with images or sound: 0 for text, 1 for an image, 2 for a video, 3 for audio."""
     rope_positions: Int64[Tensor, "batch length 3"] | None = None
-    """Frame, row and column of each token, of models whose rotary positions have these; float32 for some."""
+    """Frame, row and column of each token, for models with such rotary positions; float32 in some of them."""
     media: list[dict[str, Tensor]] = field(default_factory=list)
-    """Of models that see, what their ``forward`` takes for the images of each document, in the order of the rows. A
-    batch without images, or without videos where there may be some, has one more document, a small one of each that is
-    in no loss, so that every rank computes the encoder."""
+    """For models with images or sound: the arguments of their ``forward`` for the media of each document, in the order
+    of the rows. A batch that lacks a kind of media that the data may have gets one more document, with a small medium
+    of each kind and in no loss, so that every rank runs the encoders."""
     image_shapes: list[np.ndarray] = field(default_factory=list)
     """``Images.shapes`` of each document that has images."""
 
     is_scored: Bool[Tensor, "batch length"] | None = None
-    """The token of each document at which a reward model's value is its score."""
+    """Marks the token of each document at which a reward model's value is the document's score."""
     reference_log_probs: Float32[Tensor, "batch length"] | None = None
     """``log p(label)`` of the reference in nats; 0 where there is no label."""
 
-    # What follows belongs to the tokens that a policy drew, at the places of their labels, and is 0 elsewhere.
+    # The following fields belong to tokens that a policy drew. They stand where these tokens are labels, and are 0
+    # elsewhere.
     sample_index: Int64[Tensor, "batch length"] | None = None
-    """Which of the samples of this batch a token is of."""
+    """Which sample of this batch a token belongs to."""
     decision_index: Int64[Tensor, "batch length"] | None = None
-    """Which of all tokens that the rank's samples drew the label is; -1 where it is none."""
+    """Index of the label among all tokens that were drawn for the rank's samples; -1 where it is none of them."""
     rollout_log_probs: Float32[Tensor, "batch length"] | None = None
-    """``log p`` that the token was drawn with, as the engine gave it."""
+    """``log p`` of the token when it was drawn, as the engine reported it."""
     proximal_log_probs: Float32[Tensor, "batch length"] | None = None
     """``log p`` of the policy when the update begins."""
     advantages: Float32[Tensor, "batch length"] | None = None
     values: Float32[Tensor, "batch length"] | None = None
-    """Of the critic when the update begins."""
+    """The critic's values when the update begins."""
     returns: Float32[Tensor, "batch length"] | None = None
-    """What the critic learns."""
+    """Targets of the critic."""
     loss_weights: Float32[Tensor, "batch length"] | None = None
-    """What the token's loss counts in the optimiser step, over all ranks; 0 throughout in a placeholder."""
+    """Weight of the token's loss in the optimiser step, over all ranks; 0 throughout a placeholder."""
 
     is_placeholder: bool = False
-    """Whether a rank without samples computes it only because the others compute: it is in no loss and no metric."""
+    """Whether a rank without samples computes it only to keep step with the others: it is in no loss and no metric."""
 
-    # What ``place_batch`` adds.
+    # ``place_batch`` adds the following fields.
     columns: Int64[Tensor, "batch length"] | None = None
     """Under sequence parallelism, the column of each token in the whole row."""
     output_columns: Int64[Tensor, "kept"] | None = None
     """Columns of a packed row for which the model's output is computed; None is all."""
     whole_rows: TokenBatch | None = None
-    """The rows before they were cut, for a model that cuts them itself once images stand in them."""
+    """The batch before its rows were cut, for a model that cuts them itself after it has put the images in."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,23 +105,24 @@ class TokenBatch:
         return int(self.loss_mask.sum())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors ``[B, T, ...]`` by their fields' names, as padding, devices and sequence parallelism treat
-        them."""
+        """The tensors ``[B, T, ...]`` by field: those that padding, devices and sequence parallelism treat alike."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor) and name != "output_columns"}
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> TokenBatch:
-        """The same with other tensors in the place of those with these names."""
+        """A copy with other tensors in the fields of these names."""
         return replace(self, **tensors)
 
     def scatter_to_labels(self, values: Float[Tensor, "decisions"]) -> Float[Tensor, "batch length"]:
-        """Values of all tokens that the rank's samples drew, at the places of the labels of those of this batch.
+        """Puts values of drawn tokens where these tokens are labels in this batch.
 
         Args:
-            values: ``[R]`` in host memory, in the order that ``decision_index`` counts.
+            values: ``[R]`` in host memory, one for each token that was drawn for the rank's samples, as
+                ``decision_index`` counts them.
 
         Returns:
-            ``[B, T]``, 0 where there is no label.
+            ``[B, T]``, 0 where the label is none of these tokens.
         """
-        spread = values[self.decision_index.clamp(min=0)]
-        return torch.where(self.decision_index >= 0, spread, torch.zeros((), dtype=values.dtype))
+        decision_index = cast(Tensor, self.decision_index)
+        spread = values[decision_index.clamp(min=0)]  # -1 would read the last value; the next line replaces it
+        return torch.where(decision_index >= 0, spread, torch.zeros((), dtype=values.dtype))

@@ -1,4 +1,4 @@
-"""Tokens of whole datasets: made once, kept as plain arrays on disk, read through memory maps."""
+"""Token stores: the tokens of a whole data set, made once, kept on disk as plain arrays and read by memory mapping."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -46,22 +46,25 @@ from sfumato.data.text.row_samples import filed_row, samples_of
 from sfumato.errors import DataError
 
 MEDIA = "media.json"
-"""Of a store whose documents may have images: how pictures are read, and which files of which sizes and times."""
+"""File of a store whose documents may have media: the version of the code that reads pictures, a signature of the sizes
+and times of the media files, and their paths."""
 
 CHUNK_ROWS = 256
 """Rows that a process tokenises at a time."""
 
 COLUMNS = {"tokens": "<i4", "learned": "|u1", "document_lengths": "<i8", "source_of": "<i2"}
-"""Files of a store and what they hold: per token, per token (the loss mask), per document, per sample."""
+"""Files of a store and their dtypes: one value per token (``tokens``, and the loss mask as ``learned``), per document
+and per sample."""
 
 NUMBERS = {"numbers": "<f4"}
-"""Likewise, per token, where the format says numbers of tokens."""
+"""A further file where the format gives tokens numbers: one value per token."""
 
 IMAGES = {"row_of": "<i8", "image_counts": "<i4", "image_shapes": "<i4"}
-"""Likewise, per sample, per document and per image (three each), where documents may have images. The images stay where
-they are."""
+"""Further files where documents may have media: one value per sample, per document, and three per medium. The media
+themselves are not copied."""
 
 Watch = Callable[[Iterable[Any], int], Iterable[Any]]
+"""Wraps a loop, given its items and their number, such as for a progress bar."""
 
 
 class TokenStore:
@@ -80,21 +83,24 @@ class TokenStore:
         self.names = list(sources.names)
         """Names of the sources."""
         self.documents_per_sample: int = manifest["documents_per_sample"]
-        """1, or 2 for pairs."""
+        """1, or 2 for pairs of a better and a worse answer."""
         self.fingerprint: str = manifest["fingerprint"]
         """Identifies the samples and their order, wherever the files lie."""
         self.bad_rows: list[str] = manifest["bad_rows"]
-        """Why rows were left out, one message for each."""
+        """Messages about the rows that were left out, one for each."""
         self.source_of: np.ndarray = columns["source_of"]
         """Number of the source of each sample: int16 ``[N]``."""
         self.document_lengths = columns["document_lengths"].reshape(-1, self.documents_per_sample)
         """Tokens of each document: int64 ``[N, documents_per_sample]``."""
         self.lengths: np.ndarray = self.document_lengths.sum(axis=1)
         """Tokens of each sample: int64 ``[N]``."""
-        self._tokens, self._loss_mask = columns["tokens"], columns["learned"]
+        self._tokens = columns["tokens"]
+        self._loss_mask = columns["learned"]
         self._numbers = columns.get("numbers")
         self._ends = np.cumsum(columns["document_lengths"])
-        self._rows, self._transform = sources.rows, transform
+        """Where each document ends in the files of tokens."""
+        self._rows = sources.rows
+        self._transform = transform
         self._row_of: np.ndarray | None = columns.get("row_of")
         if self._row_of is not None:
             self._image_ends = np.cumsum(columns["image_counts"], dtype=np.int64)
@@ -104,7 +110,7 @@ class TokenStore:
         return len(self.lengths)
 
     def sample(self, index: int) -> TextSample:
-        """The tokens of a sample, as views of the files."""
+        """A sample, whose arrays are views of the mapped files."""
         first = index * self.documents_per_sample
         documents = []
         for number in range(first, first + self.documents_per_sample):
@@ -116,10 +122,10 @@ class TokenStore:
         return TextSample(tuple(documents))
 
     def image_shapes(self, index: int) -> list[np.ndarray]:
-        """``Images.shapes`` of the documents of a sample that have images; nothing is opened."""
+        """``Images.shapes`` of those documents of a sample that have images. Opens no media file."""
         first = index * self.documents_per_sample
-        found = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
-        return [shapes for shapes in found if len(shapes)]
+        document_shapes = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
+        return [shapes for shapes in document_shapes if len(shapes)]
 
     def _shapes(self, number: int) -> np.ndarray:
         if self._row_of is None:
@@ -127,7 +133,7 @@ class TokenStore:
         return self._image_shapes[int(self._image_ends[number - 1]) if number else 0 : int(self._image_ends[number])]
 
     def media(self, index: int) -> list[MediaPlace]:
-        """Where the media of the documents of a sample are that have some; nothing is opened."""
+        """Where to find the media of those documents of a sample that have any. Opens no media file."""
         place = (int(self.source_of[index]), int(self._row_of[index])) if self._row_of is not None else (0, 0)
         return [MediaPlace(*place, shapes) for shapes in self.image_shapes(index)]
 
@@ -135,12 +141,12 @@ class TokenStore:
         shapes = self._shapes(number)
         if not len(shapes):
             return None
-        place = MediaPlace(int(self.source_of[index]), int(self._row_of[index]), shapes)
+        place = MediaPlace(int(self.source_of[index]), int(cast(np.ndarray, self._row_of)[index]), shapes)
         return find_images(self._rows, self._transform, place)
 
 
 class MediaPlace(NamedTuple):
-    """Where the media of a document are: source, row, and their ``Images.shapes``."""
+    """Where to find the media of a document: number of the source, row in it, and their ``Images.shapes``."""
 
     source: int
     row: int
@@ -148,27 +154,39 @@ class MediaPlace(NamedTuple):
 
 
 def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Images:
-    """The media of a document; ``rows`` are those of each source, from which ``transform`` made it."""
-    table, row, shapes = rows[place.source], place.row, place.shapes
+    """The media of a document, which are opened when a batch needs them.
+
+    Args:
+        rows: the rows of each source.
+        transform: made the document; its ``files`` returns the media of a row.
+        place: which row, and how many media of it.
+    """
+    table = rows[place.source]
+    row = place.row
+    shapes = place.shapes
     return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
 
 
 def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray) -> Sequence[Medium]:
-    """The first images of a row, and the first that are drawn, as many as there are shapes of each kind."""
+    """The media of a row that its document holds: the first of those that are read and the first that are drawn.
+
+    There are as many as shapes of each kind; (0, 0, 0) is the shape of a drawn image.
+    """
     media = transform.files(filed_row(rows, index), rows.describe(index))
     drawn = [medium for medium in media if isinstance(medium, DrawnFile)]
-    seen, count = [medium for medium in media if not isinstance(medium, DrawnFile)], int((shapes.sum(1) == 0).sum())
-    return [*seen[: len(shapes) - count], *drawn[:count]]
+    read = [medium for medium in media if not isinstance(medium, DrawnFile)]
+    num_drawn = int((shapes.sum(1) == 0).sum())
+    return [*read[: len(shapes) - num_drawn], *drawn[:num_drawn]]
 
 
 def find_token_store(sources: Sources, transform: TextTransform, folder: Path) -> TokenStore | None:
-    """The store of some data and a transform, if it has been made; arguments as in ``build_token_store``."""
-    place = folder / _key(sources, transform)
+    """Opens the store of some data and a transform if it has been made; arguments as in ``build_token_store``."""
+    place = folder / _folder_name(sources, transform)
     return TokenStore(place, sources, transform) if _is_whole(place, transform) else None
 
 
 def _is_whole(place: Path, transform: TextTransform) -> bool:
-    """Whether a store has been made, and the files of the media in it are still those of which it was made."""
+    """Whether a store is complete, and the media files that its documents refer to have not changed since."""
     if not (place / MANIFEST).is_file():
         return False
     if not getattr(transform, "has_images", False):
@@ -189,26 +207,27 @@ def build_token_store(
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> TokenStore:
-    """Opens the store of some data and a transform, making it first if it is not there.
+    """Opens the store of some data and a transform, and makes it first if it does not exist.
 
-    A process that finds another one making it waits. A store is complete or absent.
+    While another process makes it, this one waits. A store is either complete or absent.
 
     Args:
         sources: the data.
         transform: what makes samples of rows; runs in other processes when ``num_workers`` is above 1.
-        folder: of all stores; each (data, transform) has its own inside, so that a stale one is never used.
+        folder: of all stores; each pair of data and transform has a folder of its own inside, so that a stale store is
+            never used.
         num_workers: processes that tokenise.
-        max_bad_rows: rows that are left out, each named, before it stops.
+        max_bad_rows: how many rows may be left out, each with a message.
         say: takes messages.
-        watch: wraps the loop over parts (given the parts and their number), for a progress bar.
+        watch: wraps the loop over chunks of rows, for a progress bar.
 
     Raises:
-        DataError: for a row that cannot be used, beyond the limit, also one that was left out when the store was made;
-            and when a source has no row that can.
+        DataError: when more rows than ``max_bad_rows`` cannot be used, now or when the store was made; or when a source
+            has no row that can be used.
     """
-    place = folder / _key(sources, transform)
+    place = folder / _folder_name(sources, transform)
     make_cache_folder(folder)
-    with open_cache_lock(place.with_suffix(".lock")) as lock:  # the system opens the lock when a process is killed
+    with open_cache_lock(place.with_suffix(".lock")) as lock:  # the system releases the lock of a killed process
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _is_whole(place, transform):
             for leftover in folder.glob(f"{place.name}.*tmp"):  # of a process that was killed
@@ -239,17 +258,18 @@ def build_token_store(
 
 @dataclass
 class _TokenisedRows:
-    """The samples of some rows that follow each other, and why others of these rows are missing."""
+    """The samples of a chunk of rows, and the errors of rows that have none."""
 
     documents: list[Document] = field(default_factory=list)
+    """Of all samples, in order."""
     rows: list[int] = field(default_factory=list)
-    """The row of each sample, each of as many documents."""
+    """The row of each sample."""
     shapes: list[np.ndarray] = field(default_factory=list)
     """``Images.shapes`` of each document; the documents themselves have no images here."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
     media: list[str] = field(default_factory=list)
-    """Files of the images, videos and audio in them."""
+    """Paths of the media files of the documents."""
 
 
 def _build(
@@ -260,22 +280,25 @@ def _build(
     bad_rows: BadRows,
     watch: Watch | None,
 ) -> None:
+    """Tokenises all rows and writes the files of a store, the manifest last, which makes it complete."""
     chunks = [
         (source, range(start, min(start + CHUNK_ROWS, len(rows))))
         for source, rows in enumerate(sources.rows)
         for start in range(0, len(rows), CHUNK_ROWS)
     ]
-    first, started = np.cumsum([0, *map(len, sources.rows)]), time.time_ns()
+    first_rows = np.cumsum([0, *map(len, sources.rows)])
+    started_ns = time.time_ns()
     kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
     kinds |= IMAGES if getattr(transform, "has_images", False) else {}
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
-    num_samples, media = [0] * len(sources.rows), list[str]()
+    num_samples = [0] * len(sources.rows)
+    media = list[str]()
     with closing(in_workers(sources.rows, transform, _tokenise, chunks, num_workers)) as parts:
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
             for row, error in part.bad:
-                bad_rows.add(int(first[source]) + row, error)
+                bad_rows.add(int(first_rows[source]) + row, error)
                 broken.append(str(error))
             num_samples[source] += len(part.rows)
             media += part.media
@@ -283,7 +306,9 @@ def _build(
                 columns["tokens"].add(np.concatenate([document.input_ids for document in part.documents]))
                 columns["learned"].add(np.concatenate([document.loss_mask for document in part.documents]))
                 if "numbers" in columns:
-                    columns["numbers"].add(np.concatenate([document.numbers for document in part.documents]))
+                    columns["numbers"].add(
+                        np.concatenate([cast(np.ndarray, document.numbers) for document in part.documents])
+                    )
             columns["document_lengths"].add([len(document.input_ids) for document in part.documents])
             columns["source_of"].add([source] * len(part.rows))
             if "row_of" in columns and part.documents:
@@ -301,9 +326,10 @@ def _build(
         **{name: column.size for name, column in columns.items()},
     }
     if "row_of" in columns:
-        signature, is_settled = signature_of(media, started)
-        said = json.dumps([PICTURES, signature if is_settled else "", media])
-        write_atomically(folder / MEDIA, said.encode())
+        signature, is_settled = signature_of(media, started_ns)
+        # Files that changed a moment ago could change again unnoticed: such a store is made anew by the next run.
+        media_record = json.dumps([PICTURES, signature if is_settled else "", media])
+        write_atomically(folder / MEDIA, media_record.encode())
     write_atomically(folder / MANIFEST, json.dumps(manifest).encode())
 
 
@@ -312,34 +338,38 @@ class _Column:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.size = 0
-        self._dtype, self._file, self._hash = dtype, open_new(path), hashlib.blake2b(digest_size=20)
+        self._dtype = dtype
+        self._file = open_new(path)
+        self._hash = hashlib.blake2b(digest_size=20)
 
     def add(self, values: np.ndarray | list[int]) -> None:
         data = np.ascontiguousarray(values, self._dtype)
         self.size += len(data)
-        self._file.write(data)
-        self._hash.update(data)
+        self._file.write(data)  # pyright: ignore[reportArgumentType, reportCallIssue]  # arrays are buffers
+        self._hash.update(data)  # pyright: ignore[reportArgumentType]
 
     def close(self) -> str:
-        """Flushes everything to disk. Returns a digest of the content."""
-        close_on_disk(self._file)
+        """Flushes the file to disk and closes it. Returns a digest of its content."""
+        close_on_disk(cast(BinaryIO, self._file))
         return self._hash.hexdigest()
 
 
 def _map(path: Path, dtype: str, size: int) -> np.ndarray:
+    """Maps a file of ``size`` values. Raises DataError when it has another size."""
     expected = size * np.dtype(dtype).itemsize
     check_file(path, expected, "token store")
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
 
 
 def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, range]) -> _TokenisedRows:
-    """The samples of a chunk: a source, and rows of it."""
-    part, (source, indices) = _TokenisedRows(), chunk
-    for index, found in samples_of(transform, rows[source], indices):
-        if isinstance(found, DataError):
-            part.bad.append((index, found))
+    """The samples of a chunk, which is the number of a source and the indices of some rows of it."""
+    part = _TokenisedRows()
+    source, indices = chunk
+    for index, result in samples_of(transform, rows[source], indices):
+        if isinstance(result, DataError):
+            part.bad.append((index, result))
             continue
-        for sample in found:
+        for sample in result:
             part.media += _media_of(sample)
             part.documents += [replace(document, images=None) for document in sample.documents]
             part.shapes += [_shapes_of(document) for document in sample.documents]
@@ -348,7 +378,7 @@ def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, 
 
 
 def _media_of(sample: TextSample) -> list[str]:
-    """Paths of the files of the media of a sample."""
+    """Paths of the media files of a sample, each once; media whose bytes stand in the row have none."""
     media = [medium for document in sample.documents if document.images for medium in document.images.find()]
     files = [getattr(medium, "file", medium) for medium in media]
     return list(dict.fromkeys(str(file) for file in files if isinstance(file, Path)))
@@ -368,19 +398,22 @@ def in_workers(
     work: Callable[[list[RowTable], TextTransform, Job], Done],
     jobs: Sequence[Job],
     num_workers: int,
-) -> Iterator[Done]:
-    """``work`` of rows, transform and each job, in order, in other processes when ``num_workers`` is above 1."""
+) -> Generator[Done, None, None]:
+    """Yields ``work(rows, transform, job)`` of each job, in order.
+
+    With ``num_workers`` above 1 other processes do the work.
+    """
     num_workers = min(num_workers, len(jobs))
     if num_workers <= 1:
         yield from (work(rows, transform, job) for job in jobs)
         return
-    # Processes are spawned: a fork of one with threads, a process group or a GPU may hang.
+    # Processes are spawned, since a fork of a process with threads, a process group or a GPU may hang.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
     waiting: deque[Future[Done]] = deque()
     try:
         for job in jobs:
             waiting.append(pool.submit(_work_in_worker, work, job))
-            if len(waiting) > 2 * num_workers:  # what has been made and not yet written stays small
+            if len(waiting) > 2 * num_workers:  # bounds the results that wait in memory
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -389,27 +422,28 @@ def in_workers(
 
 
 _in_worker: tuple[list[RowTable], TextTransform] | None = None
-"""What a process of the pool works on."""
+"""The rows and the transform that a process of the pool works with, sent to it once."""
 
 
 def _begin_worker(rows: list[RowTable], transform: TextTransform) -> None:
     global _in_worker
     _in_worker = rows, transform
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends the pool
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-    connection.wait([parent_process().sentinel])
+    """Ends a worker whose parent was killed, which would wait for work for ever."""
+    connection.wait([parent_process().sentinel])  # pyright: ignore[reportOptionalMemberAccess]
     os._exit(1)
 
 
 def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Any], Any], job: Any) -> Any:
-    return work(*_in_worker, job)
+    return work(*cast(tuple[list[RowTable], TextTransform], _in_worker), job)
 
 
-def _key(sources: Sources, transform: TextTransform) -> str:
+def _folder_name(sources: Sources, transform: TextTransform) -> str:
+    """The name of the folder of a store: a digest of what its samples depend on."""
     parts = [transform.fingerprint, str(transform.documents_per_sample)]
     for name, rows in zip(sources.names, sources.rows, strict=True):
         parts += [name, str(len(rows)), rows.fingerprint()]

@@ -1,4 +1,4 @@
-"""Texts become tokens, many in one call of the tokenizer; work on a row asks for the tokens of its texts."""
+"""Tokenisation of many texts in one call of the tokenizer, for work on rows that asks for the tokens of its texts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Result = TypeVar("Result")
 Asking = Generator[list[str], list["Tokens"], Result]
-"""Work on a row that yields texts, is sent their tokens, and returns what it made of them."""
+"""Work on a row: a generator that yields texts, is sent their tokens, and returns what it made of them."""
 
 
 class Tokens(NamedTuple):
@@ -30,15 +33,15 @@ class Tokens(NamedTuple):
 class Encoder:
     """Encodes texts without special tokens around them, as a call of the tokenizer with each text would."""
 
-    tokenizer: Any
-    """A fast transformers tokenizer."""
+    tokenizer: PreTrainedTokenizerFast
     with_offsets: bool
-    """Whether to say which characters tokens come from, which takes time."""
+    """Whether to return which characters the tokens come from, which takes longer."""
 
     def __call__(self, texts: list[str]) -> list[Tokens]:
         """The tokens of each text."""
         if not _is_plain(self.tokenizer):
-            return [self._of_own(text) for text in texts]
+            return [self._encode_by_call(text) for text in texts]
+        # The backend keeps settings of earlier calls of the tokenizer: they are reset to what a call here would use.
         backend = self.tokenizer.backend_tokenizer
         if backend.truncation is not None:
             backend.no_truncation()
@@ -47,28 +50,35 @@ class Encoder:
         if backend.encode_special_tokens != self.tokenizer.split_special_tokens:
             backend.encode_special_tokens = self.tokenizer.split_special_tokens
         if not self.with_offsets:
-            found = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return [Tokens(np.array(encoding.ids, np.int32)) for encoding in found]
-        found = backend.encode_batch(texts, add_special_tokens=False)
-        return [_located(encoding.ids, encoding.offsets) for encoding in found]
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            return [Tokens(np.array(encoding.ids, np.int32)) for encoding in encodings]
+        encodings = backend.encode_batch(texts, add_special_tokens=False)
+        return [_with_offsets(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def _of_own(self, text: str) -> Tokens:
-        """Asks a tokenizer whose class has its own way of encoding."""
-        options = {"add_special_tokens": False, "return_offsets_mapping": self.with_offsets, "verbose": False}
+    def _encode_by_call(self, text: str) -> Tokens:
+        """Encodes one text with a tokenizer whose class overrides how transformers encodes."""
+        options: dict[str, Any] = {
+            "add_special_tokens": False,
+            "return_offsets_mapping": self.with_offsets,
+            "verbose": False,
+        }
         encoding = self.tokenizer(text, **options)
         if not self.with_offsets:
             return Tokens(np.array(encoding["input_ids"], np.int32))
-        return _located(encoding["input_ids"], encoding["offset_mapping"])
+        return _with_offsets(encoding["input_ids"], encoding["offset_mapping"])
 
 
-def begins_texts(tokenizer: Any) -> bool:
+def begins_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the tokenizer puts its beginning-of-sequence token in front of a text by itself."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
 
-def with_bos(input_ids: np.ndarray, tokenizer: Any) -> np.ndarray:
-    """Tokens of a text, int32 ``[L]``, after the token that begins a text where the tokenizer puts one there; once."""
+def with_bos(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Puts the beginning-of-sequence token in front of a text's tokens if the tokenizer does so by itself.
+
+    Tokens, int32 ``[L]``, that already begin with it stay as they are.
+    """
     bos = tokenizer.bos_token_id
     if input_ids[:1].tolist() == [bos] or not begins_texts(tokenizer):
         return input_ids
@@ -76,15 +86,15 @@ def with_bos(input_ids: np.ndarray, tokenizer: Any) -> np.ndarray:
 
 
 def stay_in_one_thread() -> None:
-    """Keeps tokenizers from starting a thread per core for a batch: more processes are ``data.num_workers``.
+    """Keeps tokenizers from starting a thread per core for a batch; ``data.num_workers`` sets the parallelism instead.
 
-    A person who sets TOKENIZERS_PARALLELISM decides otherwise. Processes that are started from here inherit it.
+    A value of TOKENIZERS_PARALLELISM that the user has set stays. Child processes inherit it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def ask_alone(asking: Asking[Result], encode: Callable[[list[str]], list[Tokens]]) -> Result:
-    """What the work on one row returns. Raises what it raises."""
+    """Runs the work on one row alone and returns its result. Raises what it raises."""
     try:
         texts = next(asking)
         while True:
@@ -93,14 +103,16 @@ def ask_alone(asking: Asking[Result], encode: Callable[[list[str]], list[Tokens]
         return end.value
 
 
-def _is_plain(tokenizer: Any) -> bool:
-    """Whether the tokenizer does with a text what transformers' fast tokenizers do."""
+def _is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the tokenizer encodes a text as transformers' fast tokenizers do, with none of its methods overridden."""
     from transformers import PreTrainedTokenizerFast
 
-    kind, base = type(tokenizer), PreTrainedTokenizerFast
+    kind = type(tokenizer)
+    base = PreTrainedTokenizerFast
     return kind.__call__ is base.__call__ and getattr(kind, "_encode_plus", None) is base._encode_plus
 
 
-def _located(ids: list[int], offsets: Iterable[tuple[int, int]]) -> Tokens:
+def _with_offsets(ids: list[int], offsets: Iterable[tuple[int, int]]) -> Tokens:
+    """Tokens with the first and the last character of each."""
     places = np.fromiter(chain.from_iterable(offsets), np.int64).reshape(-1, 2)
     return Tokens(np.array(ids, np.int32), places[:, 0], places[:, 1])

@@ -1,4 +1,4 @@
-"""What a format of prompts is."""
+"""The base of the formats of prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a row says."""
+    """What a format reads from a row."""
 
     content: str | Messages
     """The prompt: a text, or messages."""
@@ -27,7 +27,7 @@ class PromptRow:
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of tools, which the chat template shows."""
     images: Sequence[Medium] = ()
-    """Files of the images, videos and audio whose parts stand in the messages, in their order."""
+    """Files of the images, videos and audio that the messages refer to, in their order."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class PromptFormat(ABC):
 
 
 def other_columns(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The columns of a row that have a value, without those that were read."""
+    """The columns of a row that have a value, without ``names``."""
     return {key: value for key, value in row.items() if key not in names and value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Formats of prompts that lie in files."""
+"""Formats of prompts that are read from files."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Verl(PromptFormat):
         reward_model = row.get("reward_model")
         if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
             raise DataError(f"{where}: column 'reward_model' must hold ground_truth, not {reward_model!r}")
-        others = without_absent(other_columns(row, key, "tools"))
-        metadata = others | {"answer": reward_model["ground_truth"]}
+        other_values = without_absent(other_columns(row, key, "tools"))
+        metadata = other_values | {"answer": reward_model["ground_truth"]}
         return PromptRow(text_or_messages(row[key], where, key), metadata, read_tools(row, where))
 
 

@@ -1,9 +1,9 @@
-"""Prompts in which images, videos and audio stand, for models that see and hear."""
+"""Prompts with images, videos and audio, for models that take these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from sfumato.data.media.image_conversation import COLUMNS, as_text, take_media
 from sfumato.data.media.limits import ImageLimits, MediaLimits
@@ -12,6 +12,9 @@ from sfumato.data.text.messages import read_tools
 from sfumato.data.text.prompt_formats.base import PromptRow, other_columns, text_or_messages
 from sfumato.data.text.prompt_formats.files import Prompts
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.text.row_samples import FiledRow
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ImagePrompts(ImageLimits, Prompts):
         key = find_key(row, [self.prompt_key], where)
         content = text_or_messages(row[key], where, key)
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        messages, files = take_media(messages, row, where, self.media)
+        messages, files = take_media(messages, cast("FiledRow", row), where, self.media)
         for number, message in enumerate(messages, 1):
             if "content" in message and not as_text(message["content"]).strip():
                 raise DataError(f"{where}: message {number}: content must be a text or an image, not nothing")

@@ -33,12 +33,14 @@ class ReasoningGymTasks(PromptFormat):
             raise ConfigError("data.data_type: size and num_eval must be at least 1")
 
     def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
+        # The seed differs from that of training rows, but a small task may still make the same problems: these are
+        # removed from training.
         held_out = load(self.task, self.num_eval, 2 * seed + 1, self.parameters)
         if split == "eval":
             return _MadeRows(held_out, f"reasoning-gym {self.task}, held-out")
         questions = {row["question"] for row in held_out}
-        made = load(self.task, self.size, 2 * seed, self.parameters)
-        rows = [row for row in made if row["question"] not in questions]
+        problems = load(self.task, self.size, 2 * seed, self.parameters)
+        rows = [row for row in problems if row["question"] not in questions]
         if not rows:
             raise DataError(
                 f"data.data_type: all {self.size} training problems of task {self.task} are among the {self.num_eval} "
@@ -53,6 +55,8 @@ class ReasoningGymTasks(PromptFormat):
 
 @dataclass(frozen=True)
 class _MadeRows:
+    """Problems as a table of rows."""
+
     rows: list[dict[str, Any]]
     name: str
 

@@ -1,4 +1,4 @@
-"""Tasks of environments of the package verifiers (0.4 and newer), which keeps them as installed packages."""
+"""Tasks of environments of the package verifiers (0.4 and newer), each of which is an installed package."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class VerifiersTasks(PromptFormat):
 
     def open(self, config: TextPromptDataConfig, split: str, seed: int) -> RowTable:
         del config, seed
-        made = json.dumps(self.config, sort_keys=True)
-        tasks = load_tasks(self.environment, made)
+        settings = json.dumps(self.config, sort_keys=True)
+        tasks = load_tasks(self.environment, settings)
         numbers = range(self.num_eval) if split == "eval" else range(self.num_eval, len(tasks))
         if not 0 < self.num_eval < len(tasks):
             raise DataError(
@@ -51,6 +51,8 @@ class VerifiersTasks(PromptFormat):
 
 @dataclass(frozen=True)
 class _TaskRows:
+    """A part of an environment's tasks as a table of rows."""
+
     environment: str
     config: dict[str, Any]
     tasks: list[Any]
@@ -61,8 +63,8 @@ class _TaskRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = self.numbers[index]
-        about = {"environment": self.environment, "config": self.config, "task": number}
-        return {"prompt": self.tasks[number].data.prompt_text.strip() or f"task {number}", KEY: about}
+        task_key = {"environment": self.environment, "config": self.config, "task": number}
+        return {"prompt": self.tasks[number].data.prompt_text.strip() or f"task {number}", KEY: task_key}
 
     def describe(self, index: int) -> str:
         return f"environment {self.environment}, task {self.numbers[index]}"
@@ -73,16 +75,16 @@ class _TaskRows:
 
 @cache
 def load_tasks(environment: str, config: str) -> list[Any]:
-    """The tasks of an environment. Arguments and errors as ``load_environment``."""
+    """The tasks of an environment, loaded once. Arguments and errors as ``load_environment``."""
     return list(load_environment(environment, config).taskset)
 
 
 def load_environment(environment: str, config: str) -> Any:
-    """An environment of verifiers.
+    """Loads an environment of verifiers, each once in a process.
 
     Args:
         environment: id of its taskset.
-        config: further settings as JSON.
+        config: further settings as a JSON text, which can be a key of the cache.
 
     Raises:
         MissingDependencyError: when verifiers is not installed.
