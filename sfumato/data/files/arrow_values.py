@@ -48,8 +48,8 @@ Convert = Callable[[Any, str], Any]
 def _converters(schema: Any) -> dict[str, Convert]:
     """How the values of each column are converted; columns that stay as they are have no entry."""
     features = _json_features(schema)
-    found = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
-    return {name: convert for name, convert in found.items() if convert is not None}
+    converters = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
+    return {name: convert for name, convert in converters.items() if convert is not None}
 
 
 def _json_features(schema: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _converter(kind: Any, feature: Any) -> Convert | None:
     if is_list:
         inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
         convert = _converter(kind.value_type, inner)
-        return None if convert is None else lambda value, where: _each(convert, value, where)
+        return None if convert is None else lambda value, where: _convert_items(convert, value, where)
     return None
 
 
@@ -94,7 +94,7 @@ def _struct_converter(kind: Any, features: dict[str, Any]) -> Convert:
     return convert
 
 
-def _each(convert: Convert, value: Any, where: str) -> Any:
+def _convert_items(convert: Convert, value: Any, where: str) -> Any:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
 
 

@@ -82,9 +82,9 @@ def describe_bad_rows(reasons: Sequence[str]) -> str:
 
 def _describe_kinds(kinds: Counter[str]) -> str:
     listed = "; ".join(f"{count} x {kind}" for kind, count in kinds.most_common(MOST_KINDS))
-    others = "" if len(kinds) <= MOST_KINDS else f"; and {len(kinds) - MOST_KINDS} other kinds"
+    unlisted = "" if len(kinds) <= MOST_KINDS else f"; and {len(kinds) - MOST_KINDS} other kinds"
     count = kinds.total()
-    return f"{count} row{'s' if count > 1 else ''} left out: {listed}{others}"
+    return f"{count} row{'s' if count > 1 else ''} left out: {listed}{unlisted}"
 
 
 def _kind_of(reason: str) -> str:

@@ -90,10 +90,10 @@ def digest_of_file(path: Path) -> bytes:
 def stat_of(path: str | Path) -> Stat | None:
     """Size, mtime and ctime of a file; None where there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def is_settled(stat: Stat, at_ns: int) -> bool:

@@ -60,7 +60,7 @@ def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Pa
 
     Raises DataError when a file is missing, given twice, or of another kind.
     """
-    files = [file for found in _find_parts(path, option, held_out) for file in found.files]
+    files = [file for part in _find_parts(path, option, held_out) for file in part.files]
     refuse_twice(files, option)
     for file in files:
         ending = data_ending(file)
@@ -77,7 +77,7 @@ def describe_left_out(path: str | Path | None, option: str, held_out: bool = Fal
     """What is not read of the folders that a path names, and which subsets are read together; a line for each."""
     if path is None or Path(path).suffix.lower() in (".yaml", ".yml"):
         return []
-    return [f"{option}: {note}" for found in _find_parts(path, option, held_out) for note in found.notes]
+    return [f"{option}: {note}" for part in _find_parts(path, option, held_out) for note in part.notes]
 
 
 def shared_line(shared: Sequence[tuple[str, str]], num_rows: int) -> list[str]:
@@ -153,7 +153,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
         raise DataError(f"{option}: the folder {folder} has no {' or '.join(ENDINGS)} file; it holds {endings}")
-    others = [
+    unread = [
         file
         for file in inside
         if file not in set(readable) and file.name not in NOT_DATA and not NOT_ROWS.fullmatch(file.name)
@@ -161,7 +161,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     by_split: dict[str | None, list[Path]] = {}
     for file in readable:
         by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
-    notes = [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
+    notes = [f"files of the folder {folder} that are not read: {_name_files(unread, folder)}"] if unread else []
     wanted = ("validation", "test") if held_out else ("train", None)
     split = next((name for name in wanted if name in by_split), None)
     has_held_out = "validation" in by_split or "test" in by_split
@@ -170,8 +170,8 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
         name = "files that name no split" if split is None else f"its {split} split"
         notes.insert(
             0,
-            f"the folder {folder} holds several splits, of which {name} is read ({_listed(by_split[split], folder)}); "
-            f"left out: {_listed(left_out, folder)}",
+            f"the folder {folder} holds several splits, of which {name} is read ({_name_files(by_split[split], folder)}); "
+            f"left out: {_name_files(left_out, folder)}",
         )
         readable = by_split[split]
     subsets = sorted(
@@ -186,6 +186,6 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     return FolderFiles(readable, notes)
 
 
-def _listed(files: list[Path], folder: Path) -> str:
+def _name_files(files: list[Path], folder: Path) -> str:
     names = ", ".join(str(file.relative_to(folder)) for file in files[:NAMED])
     return names if len(files) <= NAMED else f"{names} and {len(files) - NAMED} more"

@@ -120,39 +120,39 @@ class Order:
         while True:
             if number + 1 == len(self._starts):
                 self.epoch(number)
-            start, end = (sum(given) for _, given in self._starts[number : number + 2])
+            start, end = (sum(num_given) for _, num_given in self._starts[number : number + 2])
             if position < end:
                 return number, position - start
             number += 1
 
     def _mix(self, number: int) -> np.ndarray:
         """An epoch of weighted sources; notes where the next one starts."""
-        taken, given = self._starts[number]
-        mixer = Mixer(self._weights, taken, sum(given))
+        taken, num_given = self._starts[number]
+        mixer = Mixer(self._weights, taken, sum(num_given))
         sizes = [len(members) for members in self._members]
-        amounts = [self._amounts(source, start) for source, start in enumerate(given)]
-        left = [size - start % size for size, start in zip(sizes, given, strict=True)]
-        passes = [start // size for size, start in zip(sizes, given, strict=True)]
+        amounts = [self._amounts(source, start) for source, start in enumerate(num_given)]
+        num_left = [size - start % size for size, start in zip(sizes, num_given, strict=True)]
+        passes = [start // size for size, start in zip(sizes, num_given, strict=True)]
         reached = max if self.stopping == "first_exhausted" else min
         pattern = array("H")
         while True:
             source = mixer.choose()
             mixer.add(source, next(amounts[source]))
             pattern.append(source)
-            left[source] -= 1
-            if left[source] == 0:
-                left[source], passes[source] = sizes[source], passes[source] + 1
+            num_left[source] -= 1
+            if num_left[source] == 0:
+                num_left[source], passes[source] = sizes[source], passes[source] + 1
                 if reached(passes) > number:
                     break
         sources = np.frombuffer(pattern, np.uint16)
         order = np.empty(len(sources), np.int64)
-        after = list(given)
-        for source, start in enumerate(given):
+        num_given_after = list(num_given)
+        for source, start in enumerate(num_given):
             places = np.flatnonzero(sources == source)
-            after[source] += len(places)
-            order[places] = self._run_of(source, start, after[source])
+            num_given_after[source] += len(places)
+            order[places] = self._run_of(source, start, num_given_after[source])
         if len(self._starts) == number + 1:
-            self._starts.append((mixer.taken, after))
+            self._starts.append((mixer.taken, num_given_after))
         return order
 
     def _amounts(self, source: int, start: int) -> Iterator[int]:
@@ -189,7 +189,9 @@ class Order:
         amounts = [int(self.lengths[members].sum()) if by_tokens else len(members) for members in self._members]
         needed = [amount / weight for amount, weight in zip(amounts, self._weights, strict=True)]
         epoch = min(needed) if self.stopping == "first_exhausted" else max(needed)
-        size = sum(len(members) * epoch / own for members, own in zip(self._members, needed, strict=True))
+        size = sum(
+            len(members) * epoch / samples_needed for members, samples_needed in zip(self._members, needed, strict=True)
+        )
         if size > MAX_EPOCH:
             raise DataError(
                 f"with these weights an epoch would have {size:.2g} samples until source "

@@ -46,11 +46,11 @@ def content_of_named_files(config: BaseModel, content_of_file: Callable[[Path], 
         config: of a task.
         content_of_file: the digest of a file.
     """
-    own = os.path.realpath(getattr(config.train, "output_dir", ""))  # type: ignore[attr-defined]
+    output_dir = os.path.realpath(getattr(config.train, "output_dir", ""))  # type: ignore[attr-defined]
     content: dict[str, str] = {}
-    for name, value in _named(config, ""):
+    for name, value in _iterate_named(config, ""):
         path = Path(value.rpartition(":")[0] if name.endswith(".path") else value)
-        if name.startswith(SKIPPED) or not value or os.path.realpath(path).startswith(f"{own}{os.sep}"):
+        if name.startswith(SKIPPED) or not value or os.path.realpath(path).startswith(f"{output_dir}{os.sep}"):
             continue  # a run's own export changes with it
         if path.is_file():
             content[f"{name} {SOURCE}" if name.endswith(".path") else name] = content_of_file(path)
@@ -76,7 +76,7 @@ def _is_trained(file: Path, folder: Path, config: BaseModel) -> bool:
     return file.suffix == ".safetensors" and (not is_pipeline or file.parent.name in DENOISERS)
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _iterate_named(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Fields that name files, with their values."""
     if isinstance(value, BaseModel):
         parts: Mapping[str, Any] = {field: getattr(value, field) for field in type(value).model_fields}
@@ -92,7 +92,7 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield name, value
         return
     for key, part in parts.items():
-        yield from _named(part, f"{name}.{key}" if name else str(key))
+        yield from _iterate_named(part, f"{name}.{key}" if name else str(key))
 
 
 def _digest(files: list[Path], folder: Path, content_of_file: Callable[[Path], str]) -> str:

@@ -118,18 +118,18 @@ class FolderRows:
 
     def _describe_unused(self, files: Iterable[Path]) -> list[str]:
         used = {*self.files()}
-        left = [path for path in files if path not in used]
+        unused = [path for path in files if path not in used]
         pictured = {_stem(path) for path in self._files}
-        lonely = [path for path in left if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
+        lonely = [path for path in unused if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
         missing = [path for path, caption in zip(self._files, self._captions, strict=True) if caption is None]
-        unread = [path for path in left if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
+        unread = [path for path in unused if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
         stems = Counter(_stem(path) for path in self._files)
         same = [path for path in self._files if stems[_stem(path)] > 1]
         return [
-            *_line(missing, self.root, "pictures without a caption, which are broken rows"),
-            *_line(lonely, self.root, "captions without a picture or video that is read"),
-            *_line(unread, self.root, "pictures or videos of kinds that are not read here"),
-            *_line(same, self.root, "pictures that share their caption with another of the same name"),
+            *_describe_files(missing, self.root, "pictures without a caption, which are broken rows"),
+            *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
+            *_describe_files(unread, self.root, "pictures or videos of kinds that are not read here"),
+            *_describe_files(same, self.root, "pictures that share their caption with another of the same name"),
         ]
 
 
@@ -153,13 +153,13 @@ def describe_unlisted(
         if not isinstance(value, str):  # the table holds the pictures itself
             return []
         named.add(os.path.normpath(rows.folder(index) / value))
-    left = [
+    unlisted = [
         path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
     ]
-    return _line(left, folder, "pictures that its table does not name") if named else []
+    return _describe_files(unlisted, folder, "pictures that its table does not name") if named else []
 
 
-def _line(paths: list[Path], root: Path, what: str) -> list[str]:
+def _describe_files(paths: list[Path], root: Path, description: str) -> list[str]:
     """A line about files; none where there are none."""
     if not paths:
         return []
@@ -167,7 +167,7 @@ def _line(paths: list[Path], root: Path, what: str) -> list[str]:
     counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common())
     shown = ", ".join(json.dumps(str(path.relative_to(root)), ensure_ascii=False) for path in paths[:SHOWN])
     more = ", ..." if len(paths) > SHOWN else ""
-    return [f"{root}: {len(paths):,} {what} ({counts}): {shown}{more}"]
+    return [f"{root}: {len(paths):,} {description} ({counts}): {shown}{more}"]
 
 
 def _stem(path: Path) -> str:

@@ -108,7 +108,7 @@ class RowWriter:
         for name, spec in [*self._specs.items(), ("index", {"shape": [16], "dtype": "uint8"})]:
             path = store.folder / f"{name}.bin"
             if path.is_file():
-                _cut(path, self._count * _num_bytes(spec))
+                _truncate(path, self._count * _num_bytes(spec))
 
     def append(self, keys: list[bytes], rows: Mapping[str, torch.Tensor]) -> None:
         """Adds rows, which are whole on disk when it returns.
@@ -147,14 +147,14 @@ def _num_bytes(spec: Mapping[str, Any]) -> int:
     return math.prod(spec["shape"]) * torch.empty((), dtype=getattr(torch, spec["dtype"])).element_size()
 
 
-def _cut(path: Path, num_bytes: int) -> None:
+def _truncate(path: Path, num_bytes: int) -> None:
     """Raises DataError for a link, which no run has made."""
     try:
         with open_to_append(path) as file:
             file.truncate(num_bytes)
     except OSError as error:
-        what = "is a link; remove it" if path.is_symlink() else error.strerror
-        raise DataError(f"data.cache_dir: {path}: {what}") from error
+        reason = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {reason}") from error
 
 
 def _append(path: Path, content: bytes) -> None:

@@ -72,10 +72,10 @@ class SourcesFile(Section):
     """Whether an epoch ends with the first source that is used up, or with the last, the others starting again."""
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> SourcesFile:
-        for what, given in (("names", self.names), ("weights", self.schedule and self.schedule[0].weights)):
-            if given is not None and len(given) != len(self.sources):
-                raise ValueError(f"{len(given)} {what} for {len(self.sources)} sources")
+    def _check_lengths(self) -> SourcesFile:
+        for field_name, values in (("names", self.names), ("weights", self.schedule and self.schedule[0].weights)):
+            if values is not None and len(values) != len(self.sources):
+                raise ValueError(f"{len(values)} {field_name} for {len(self.sources)} sources")
         names = self.names or self.sources
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -113,7 +113,7 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, hel
         file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
     else:
         file = load_config(SourcesFile, path)
-        places = [*_places(path, file.sources)]
+        places = [*_iterate_places(path, file.sources)]
     files = [
         [RowFile(path, text_column, entry) for path in find_files(place, entry, held_out)] for place, entry in places
     ]
@@ -124,17 +124,17 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, hel
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
 
 
-def _places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
+def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
     """The files of each source of a YAML file, and what names it in messages."""
     for number, source in enumerate(sources):
         entry = f"{path}: sources.{number}"
         if Path(source).suffix.lower() in (".yaml", ".yml"):
             raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
-        yield _beside(path, source), entry
+        yield _resolve_paths(path, source), entry
 
 
-def _beside(path: str, source: str) -> str:
+def _resolve_paths(path: str, source: str) -> str:
     """The paths of a source, those that lie relative to the YAML file's folder first."""
-    here = Path(path).parent
-    parts = [source] if (here / source).exists() else [part.strip() for part in source.split(",")]
-    return ",".join(str(here / part) if part and (here / part).exists() else part for part in parts)
+    yaml_folder = Path(path).parent
+    parts = [source] if (yaml_folder / source).exists() else [part.strip() for part in source.split(",")]
+    return ",".join(str(yaml_folder / part) if part and (yaml_folder / part).exists() else part for part in parts)

@@ -49,8 +49,8 @@ def open_cache_lock(path: Path) -> IO[bytes]:
     try:
         return open_lock(path)
     except OSError as error:
-        what = "is a link; remove it" if path.is_symlink() else error.strerror
-        raise DataError(f"data.cache_dir: {path}: {what}, and not all is cached") from error
+        reason = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {reason}, and not all is cached") from error
 
 
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TarRows(FileRows):
         """Raises DataError when it is broken, compressed, or its rows are not apart."""
         super().__init__(path)
         self._rows: list[tuple[str, list[Member]]] = []
-        size, known = path.stat().st_size, set()
+        size, seen_keys = path.stat().st_size, set()
         try:
             with tarfile.open(path, "r:") as shard:
                 for info in shard:
@@ -53,11 +53,11 @@ class TarRows(FileRows):
                     key, _, ending = name.partition(".")
                     key, member = f"{folder}/{key}", Member(ending.lower(), info.offset_data, info.size)
                     if not self._rows or self._rows[-1][0] != key:
-                        if key in known:
+                        if key in seen_keys:
                             raise DataError(f"{path}: member {info.name} does not follow the others of its row")
-                        known.add(key)
+                        seen_keys.add(key)
                         self._rows.append((key, []))
-                    if any(other.ending == member.ending for other in self._rows[-1][1]):
+                    if any(earlier.ending == member.ending for earlier in self._rows[-1][1]):
                         raise DataError(f"{path}: member {info.name} is there twice")
                     self._rows[-1][1].append(member)
         except (tarfile.TarError, EOFError) as error:
@@ -88,10 +88,10 @@ class TarRows(FileRows):
                     row[member.ending] = _text(content, where)
                 else:
                     row[member.ending] = content
-        for kind, found in media.items():
-            if found:  # what the member json says of the same column is the name of the file
+        for kind, contents in media.items():
+            if contents:  # what the member json says of the same column is the name of the file
                 row = {name: value for name, value in row.items() if name not in (kind, f"{kind}s")}
-                row |= {kind: found[0]} if len(found) == 1 else {f"{kind}s": found}
+                row |= {kind: contents[0]} if len(contents) == 1 else {f"{kind}s": contents}
         return row
 
     def describe(self, index: int) -> str:

@@ -105,13 +105,13 @@ class OneSize:
 
     def picture(self, index: int) -> Picture:
         """As of the dataset. Raises DataError also when the image is of another bucket than before the run."""
-        found = self.dataset.picture(int(self.indices[index]))
-        if tuple(found.pixels.shape[-2:]) != self.size[:2]:
+        picture = self.dataset.picture(int(self.indices[index]))
+        if tuple(picture.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(
                 f"{self.describe(index)}: the image has another size than when it was sorted into a bucket: start the "
                 "run again"
             )
-        return found
+        return picture
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """As of the dataset."""
@@ -142,21 +142,21 @@ def sort_into_buckets(
     """
     if config.buckets is None:
         return None
-    kept = None
+    cache_path = None
     if config.cache_dir is not None:
-        kept = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
-    found = mesh.first(_load(kept, len(dataset)) if mesh.is_first else None, "world")
+        cache_path = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
+    found = mesh.first(_load_sizes(cache_path, len(dataset)) if mesh.is_first else None, "world")
     if found is None:
-        started, own = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
-        parts = mesh.gather(read_sizes(dataset, own), "world")
+        started, indices = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
+        parts = mesh.gather(read_sizes(dataset, indices), "world")
         found = np.concatenate([sizes for sizes, _ in parts])
-        if kept is not None and mesh.is_first:
+        if cache_path is not None and mesh.is_first:
             paths = [path for _, listed in parts for path in listed]
-            _keep(kept, found, paths, *signature_of(paths, started))
-    distinct, place = np.unique(found, axis=0, return_inverse=True)
-    given = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
-    numbers = np.array([nearest_size(*size, config.sizes) for size in given], np.int16)
-    buckets = Buckets(config.sizes, numbers[place.reshape(-1)])
+            _save_sizes(cache_path, found, paths, *signature_of(paths, started))
+    distinct, row_of_distinct = np.unique(found, axis=0, return_inverse=True)
+    known_sizes = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
+    numbers = np.array([nearest_size(*size, config.sizes) for size in known_sizes], np.int16)
+    buckets = Buckets(config.sizes, numbers[row_of_distinct.reshape(-1)])
     say(buckets.describe())
     return buckets
 
@@ -183,33 +183,33 @@ def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list
         return file, dataset.describe(index)
 
     paths: list[str] = []
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     with ThreadPoolExecutor(HEADS) as pool:
         for start in range(0, len(indices), BLOCK):  # rows are found here, since a table need not know threads
-            found += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
-    return np.array(found, np.int32).reshape(-1, 2), paths
+            sizes += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
+    return np.array(sizes, np.int32).reshape(-1, 2), paths
 
 
-def _load(kept: Path | None, count: int) -> np.ndarray | None:
+def _load_sizes(cache_path: Path | None, count: int) -> np.ndarray | None:
     """Sizes that were found before, of files that have stayed."""
-    if kept is None or not kept.is_file():
+    if cache_path is None or not cache_path.is_file():
         return None
     try:
-        with np.load(kept, allow_pickle=False) as content:
-            found, said = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
-        signature, paths = json.loads(said)
+        with np.load(cache_path, allow_pickle=False) as content:
+            sizes, manifest = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
+        signature, paths = json.loads(manifest)
     except (*BROKEN_ARRAY, TypeError, RecursionError):
         return None  # what is damaged is read again
-    stayed = found.shape == (count, 2) and found.dtype == np.int32 and signature == signature_of(paths)[0]
-    return found if stayed else None
+    stayed = sizes.shape == (count, 2) and sizes.dtype == np.int32 and signature == signature_of(paths)[0]
+    return sizes if stayed else None
 
 
-def _keep(kept: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
+def _save_sizes(cache_path: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
     """Writes sizes whole or not at all. Raises DataError when there is no room."""
-    said = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
-    make_cache_folder(kept.parent)
+    manifest = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
+    make_cache_folder(cache_path.parent)
     try:
-        with replace_file(kept) as file:
-            np.savez(file, sizes=sizes, said=np.frombuffer(said, np.uint8))
+        with replace_file(cache_path) as file:
+            np.savez(file, sizes=sizes, said=np.frombuffer(manifest, np.uint8))
     except OSError as error:
-        raise DataError(f"data.cache_dir: {kept} cannot be written: {error.strerror}") from error
+        raise DataError(f"data.cache_dir: {cache_path} cannot be written: {error.strerror}") from error

@@ -187,7 +187,7 @@ class ImageTextDataset:
 
         Raises DataError that names a broken row.
         """
-        return self._examples(count, self.caption)
+        return self._read_examples(count, self.caption)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
@@ -196,7 +196,7 @@ class ImageTextDataset:
         def edit(index: int) -> tuple[str, np.ndarray]:
             return self.caption(index), self.source(index, self.picture(index, size).pixels)
 
-        return self._examples(count, edit)
+        return self._read_examples(count, edit)
 
     def fingerprint(self) -> str:
         """Identifies the table of images and captions: the source with its size and time, and how it is read.
@@ -212,17 +212,17 @@ class ImageTextDataset:
         """How files become pixels, besides their size."""
         return [VERSION, self.config.num_frames, self.config.crop]
 
-    def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
-        found: list[Item] = []
+    def _read_examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
+        examples: list[Item] = []
         for index in range(len(self)):
             try:
-                found.append(read(index))
+                examples.append(read(index))
             except DataError:
-                if index + 1 - len(found) > bad_row_limit(self.config.max_bad_rows, len(self)):
+                if index + 1 - len(examples) > bad_row_limit(self.config.max_bad_rows, len(self)):
                     raise
-            if len(found) == count:
+            if len(examples) == count:
                 break
-        return found
+        return examples
 
     def _image_key(self, row: dict[str, Any]) -> str:
         key = self.config.image_key

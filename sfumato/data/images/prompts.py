@@ -112,8 +112,8 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
     prompts = []
     for index in range(len(rows) if limit is None else limit):
         row, where = rows[index], rows.describe(index)
-        own = {config.prompt_key, config.source_image_key}
-        metadata = {key: value for key, value in row.items() if key not in own}
+        prompt_columns = {config.prompt_key, config.source_image_key}
+        metadata = {key: value for key, value in row.items() if key not in prompt_columns}
         text = text_field(row, config.prompt_key, where)
         has_source = row.get(config.source_image_key) is not None
         source = FileSource(rows, index, config.source_image_key) if has_source else None

@@ -82,16 +82,16 @@ class MediaCache:
                 self._say(f"{images.where}: its media are not in {self.folder}: they are opened as without the cache")
                 self._say = None
             return self.reader.tensors(replace(images, find=lambda: media))
-        shapes, found = unpack(self._read(place))
+        shapes, tensors = unpack(self._read(place))
         self.reader.check_shapes(shapes, images)
-        return found
+        return tensors
 
     def _find(self, key: bytes) -> int | None:
-        first = int(np.searchsorted(self._heads, (head := _head(np.frombuffer(key, "V16")))[0]))
-        while first < len(self._heads) and self._heads[first] == head[0]:
-            if self._entries["key"][first].tobytes() == key:
-                return first
-            first += 1
+        position = int(np.searchsorted(self._heads, (head := _head(np.frombuffer(key, "V16")))[0]))
+        while position < len(self._heads) and self._heads[position] == head[0]:
+            if self._entries["key"][position].tobytes() == key:
+                return position
+            position += 1
         return None
 
     def _read(self, place: int) -> bytearray:
@@ -134,23 +134,23 @@ def build_media_cache(
         DataError: when a medium is broken, has another size than its tokens say, or there is no room.
     """
     reader: ImageReader = transform.reader
-    own = folder / f"media_{fingerprint_of_media(reader)}"
-    make_cache_folder(own)
-    done = own / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
-    with open_cache_lock(own / "lock") as lock:  # the system opens the lock when a process is killed
+    cache_folder = folder / f"media_{fingerprint_of_media(reader)}"
+    make_cache_folder(cache_folder)
+    complete_mark = cache_folder / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
+    with open_cache_lock(cache_folder / "lock") as lock:  # the system opens the lock when a process is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            _remove_parts(own)
+        if not complete_mark.exists():
+            _remove_parts(cache_folder)
             places = [store.media(index) for index in range(len(store))]
             jobs = [places[start : start + SAMPLES] for start in range(0, len(places), SAMPLES)]
             jobs = [found for job in jobs if (found := [place for sample in job for place in sample])]
-            _opened.cache_clear()
-            work = in_workers(rows, transform, partial(_write, own), jobs, num_workers)
+            _cached_keys.cache_clear()
+            work = in_workers(rows, transform, partial(_write, cache_folder), jobs, num_workers)
             with closing(work) as parts:
                 size = sum(watch(parts, len(jobs)) if watch else parts)
-            write_atomically(done, b"")
-            say(f"media: {size / 2**30:.2f} GiB were added to {own}")
-    return MediaCache(own, reader, say)
+            write_atomically(complete_mark, b"")
+            say(f"media: {size / 2**30:.2f} GiB were added to {cache_folder}")
+    return MediaCache(cache_folder, reader, say)
 
 
 def fingerprint_of_media(reader: ImageReader) -> str:
@@ -181,33 +181,33 @@ def key_of(media: Sequence[Medium], where: str) -> bytes | None:
 def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
     """Tensors and ``Images.shapes`` as bytes: of float tensors with few distinct values codes of one byte, or two."""
     arrays = {"": np.ascontiguousarray(shapes, "<i4")} | {name: value.numpy() for name, value in tensors.items()}
-    head, parts, end = [], [], 0
+    columns, parts, end = [], [], 0
     for name, array in arrays.items():
         array = np.ascontiguousarray(array)
-        codes, table = _coded(array)
-        described = [name, array.dtype.str, list(array.shape), codes.dtype.str, len(table)]
+        codes, table = _encode(array)
+        description = [name, array.dtype.str, list(array.shape), codes.dtype.str, len(table)]
         for part in (table, codes):
-            head.append([*described, end, part.nbytes])
+            columns.append([*description, end, part.nbytes])
             parts.append(part.tobytes().ljust(-(-part.nbytes // ALIGNED) * ALIGNED, b"\0"))
             end += len(parts[-1])
-    said = json.dumps(head).encode()
-    said = said.ljust(-(-(len(said) + 8) // ALIGNED) * ALIGNED - 8)
-    return b"".join([len(said).to_bytes(8, "little"), said, *parts])
+    header = json.dumps(columns).encode()
+    header = header.ljust(-(-(len(header) + 8) // ALIGNED) * ALIGNED - 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def unpack(content: bytearray) -> tuple[np.ndarray, Tensors]:
     """Shapes and tensors of ``pack``, to the bit."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    head, arrays = json.loads(content[8:begin]), {}
-    for (name, dtype, shape, _, _, start, size), second in zip(head[0::2], head[1::2], strict=True):
+    columns, arrays = json.loads(content[8:begin]), {}
+    for (name, dtype, shape, _, _, start, size), second in zip(columns[0::2], columns[1::2], strict=True):
         codes = np.frombuffer(content, second[3], second[6] // np.dtype(second[3]).itemsize, begin + second[5])
         table = np.frombuffer(content, dtype, size // np.dtype(dtype).itemsize, begin + start)
-        arrays[name] = (codes if not len(table) else _decoded(codes, table)).reshape(shape)
+        arrays[name] = (codes if not len(table) else _decode(codes, table)).reshape(shape)
     shapes = arrays.pop("")
     return shapes, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _coded(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _encode(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The array flat and no table, or where it has few values, their numbers and their table; compared as bits."""
     flat = array.reshape(-1)
     if array.dtype == np.float32 and array.size > MANY:
@@ -217,7 +217,7 @@ def _coded(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return flat, np.zeros(0, array.dtype)
 
 
-def _decoded(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
     """``table[codes]``; of codes of one byte two at a time, which takes half as long."""
     if codes.dtype.itemsize > 1 or len(codes) % 2:
         return table[codes]
@@ -229,22 +229,22 @@ def _decoded(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[MediaPlace]) -> int:
     """Writes a shard with what the cache has not of these documents' media. Returns its bytes; runs in any process."""
-    known, reader = _opened(folder), transform.reader
+    cached_keys, reader = _cached_keys(folder), transform.reader
     entries, name = [], uuid.uuid4().hex
-    part, end, seen = folder / f"{name}.part", 0, set()
+    part, num_bytes, new_keys = folder / f"{name}.part", 0, set()
     try:
         with open_new(part) as file:
             for place in places:
                 images = find_images(rows, transform, place)
                 media = images.find()
                 key = key_of(media, images.where)
-                if key is None or key in known or key in seen:
+                if key is None or key in cached_keys or key in new_keys:
                     continue
                 content = pack(reader.tensors(replace(images, find=lambda media=media: media)), images.shapes)
                 file.write(content)
-                seen.add(key)
-                entries.append((key, end, len(content), zlib.crc32(content)))
-                end += len(content)
+                new_keys.add(key)
+                entries.append((key, num_bytes, len(content), zlib.crc32(content)))
+                num_bytes += len(content)
             close_on_disk(file)
         if entries:
             part.rename(part.with_suffix(".bin"))
@@ -261,24 +261,24 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
         part.unlink(missing_ok=True)
         if not part.with_suffix(".npy").exists():
             part.with_suffix(".bin").unlink(missing_ok=True)
-    known.update(seen)
-    return end
+    cached_keys.update(new_keys)
+    return num_bytes
 
 
 @functools.lru_cache(1)
-def _opened(folder: Path) -> set[bytes]:
+def _cached_keys(folder: Path) -> set[bytes]:
     """The keys in a folder as this process found it, and those that it adds."""
     return {key.tobytes() for path in folder.glob("*.npy") for key in _read_index(path)["key"]}
 
 
 def _read_index(path: Path) -> np.ndarray:
     try:
-        found = np.load(path, allow_pickle=False)
+        index = np.load(path, allow_pickle=False)
     except BROKEN_ARRAY as error:
         raise DataError(f"damaged media cache: {path}: {error}; delete its folder") from error
-    if found.dtype != ENTRY or found.ndim != 1:
+    if index.dtype != ENTRY or index.ndim != 1:
         raise DataError(f"damaged media cache: {path} is no index; delete its folder")
-    return found
+    return index
 
 
 def _head(keys: np.ndarray) -> np.ndarray:

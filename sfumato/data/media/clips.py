@@ -76,15 +76,17 @@ class VideoProcessor:
         """
         edges = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = self.size | {name: value for name, value in edges.items() if value is not None}
-        given = {"fps": fps, "min_frames": min_frames, "max_frames": max_frames}
-        found = replace(self, size=size, **{name: value for name, value in given.items() if value is not None})
-        if found.min_frames > found.max_frames or size["shortest_edge"] > size["longest_edge"]:
+        frame_limits = {"fps": fps, "min_frames": min_frames, "max_frames": max_frames}
+        processor = replace(
+            self, size=size, **{name: value for name, value in frame_limits.items() if value is not None}
+        )
+        if processor.min_frames > processor.max_frames or size["shortest_edge"] > size["longest_edge"]:
             raise ConfigError(
-                f"data.data_type: videos of {found.min_frames} to {found.max_frames} frames and "
+                f"data.data_type: videos of {processor.min_frames} to {processor.max_frames} frames and "
                 f"{size['shortest_edge']} to {size['longest_edge']} pixels: the first must not be above the second "
                 "(one that is null is the processor's)"
             )
-        return found
+        return processor
 
     def choose(self, total: int, fps: float) -> list[int]:
         """Which of ``total`` frames of a video of ``fps`` frames per second are taken."""
@@ -167,11 +169,11 @@ class VideoProcessor:
         """Patches of scaled frames, as transformers orders them."""
         from transformers import BatchFeature
 
-        found = [self._patches(frames) for frames in videos]
+        videos_patches = [self._patches(frames) for frames in videos]
         return BatchFeature(
             {
-                "pixel_values_videos": np.concatenate([patches for patches, _ in found]),
-                "video_grid_thw": np.array([grid for _, grid in found], np.int64),
+                "pixel_values_videos": np.concatenate([patches for patches, _ in videos_patches]),
+                "video_grid_thw": np.array([grid for _, grid in videos_patches], np.int64),
                 "video_metadata": list(video_metadata),
             }
         )
@@ -186,11 +188,11 @@ class VideoProcessor:
         size, merged, unit = self.patch_size, self.merge_size, self.temporal_patch_size
         mean, std = np.array(self.image_mean, np.float32), np.array(self.image_std, np.float32)
         pixels = (frames.astype(np.float32) / 255 - mean) / std
-        filled = -len(pixels) % unit
-        pixels = np.concatenate([pixels, np.repeat(pixels[-1:], filled, axis=0)]).transpose(0, 3, 1, 2)
+        num_missing = -len(pixels) % unit
+        pixels = np.concatenate([pixels, np.repeat(pixels[-1:], num_missing, axis=0)]).transpose(0, 3, 1, 2)
         parts, rows, columns = len(pixels) // unit, pixels.shape[2] // size, pixels.shape[3] // size
-        cut = pixels.reshape(parts, unit, 3, rows // merged, merged, size, columns // merged, merged, size)
-        patches = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(parts * rows * columns, -1)
+        grid = pixels.reshape(parts, unit, 3, rows // merged, merged, size, columns // merged, merged, size)
+        patches = grid.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(parts * rows * columns, -1)
         return patches, (parts, rows, columns)
 
 
@@ -214,13 +216,13 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
     }
     if kind not in families:
         return None
-    by_frame, said = families[kind], _said(folder)
+    by_frame, settings = families[kind], _read_video_settings(folder)
     edge = (images.patch_size * images.merge_size) ** 2
     size = {"shortest_edge": 128 * edge, "longest_edge": 768 * edge}
     if not kind.endswith("_thinker"):  # processors of omni models put these above what the folder says
-        older = {"shortest_edge": said.get("min_pixels"), "longest_edge": said.get("max_pixels")}
-        size |= dict(said.get("size") or {}) | {name: value for name, value in older.items() if value is not None}
-    if said.get("cap_pixels_per_frame"):
+        older = {"shortest_edge": settings.get("min_pixels"), "longest_edge": settings.get("max_pixels")}
+        size |= dict(settings.get("size") or {}) | {name: value for name, value in older.items() if value is not None}
+    if settings.get("cap_pixels_per_frame"):
         raise ConfigError(f"model.model_path {folder}: cap_pixels_per_frame of videos is not supported")
     return VideoProcessor(
         by_frame=by_frame,
@@ -230,18 +232,18 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
         merge_size=images.merge_size,
         image_mean=tuple(images.image_mean),
         image_std=tuple(images.image_std),
-        fps=float(said.get("fps") or FRAMES_PER_SECOND),
-        min_frames=int(said.get("min_frames") or 4),
-        max_frames=int(said.get("max_frames") or 768),
+        fps=float(settings.get("fps") or FRAMES_PER_SECOND),
+        min_frames=int(settings.get("min_frames") or 4),
+        max_frames=int(settings.get("max_frames") or 768),
     )
 
 
-def _said(folder: Path | None) -> dict[str, Any]:
+def _read_video_settings(folder: Path | None) -> dict[str, Any]:
     """What the folder says of videos."""
     for name in () if folder is None else CONFIG_FILES:
         if (folder / name).is_file():
-            said = read_json_object(folder / name)
-            said = said.get("video_processor") if name == "processor_config.json" else said
-            if said:
-                return said
+            settings = read_json_object(folder / name)
+            settings = settings.get("video_processor") if name == "processor_config.json" else settings
+            if settings:
+                return settings
     return {}

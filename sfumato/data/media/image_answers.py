@@ -56,10 +56,10 @@ def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
     """Gives a tokenizer those of these tokens that it has not. Returns the first code's; the others follow it."""
     names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
     tokenizer.add_tokens(names, special_tokens=True)
-    found = tokenizer.convert_tokens_to_ids(names[3:])
-    if found != list(range(found[0], found[0] + codebook_size)):
+    code_ids = tokenizer.convert_tokens_to_ids(names[3:])
+    if code_ids != list(range(code_ids[0], code_ids[0] + codebook_size)):
         raise ConfigError(f"the tokens {CODE.format(0)} to {names[-1]} of the tokenizer do not follow each other")
-    return found[0]
+    return code_ids[0]
 
 
 class DrawingReader(ImageReader):
@@ -87,14 +87,14 @@ class DrawingReader(ImageReader):
     def tensors(self, images: Images) -> Tensors:
         """As ``ImageReader.tensors``; latents of images that are drawn are ``DRAWN``, float32 ``[n, C, h, w]``."""
         files = images.find()
-        drawn = [each.file for each in files if isinstance(each, DrawnFile)]
+        drawn = [medium.file for medium in files if isinstance(medium, DrawnFile)]
         if not drawn:
             return super().tensors(images)
-        seen = [each for each in files if not isinstance(each, DrawnFile)]
-        own = Images(images.shapes[: len(seen)], lambda: seen, images.where)
-        found = super().tensors(own) if seen else {}
+        seen = [medium for medium in files if not isinstance(medium, DrawnFile)]
+        seen_images = Images(images.shapes[: len(seen)], lambda: seen, images.where)
+        tensors = super().tensors(seen_images) if seen else {}
         pictures = [read_image(file, images.where) for file in drawn]
-        return found | {DRAWN: self.image_tokenizer.latents(pictures)}
+        return tensors | {DRAWN: self.image_tokenizer.latents(pictures)}
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class OmniConversation(ImageConversation):
         template = build_chat_template(config.chat_template, tokenizer.tokenizer)
         texts = [template.text, template.tool_text, tokenizer.fingerprint]
         keys = config.text_keys or ["messages", "conversations"]
-        made_of = fingerprint_of(config, tokenizer.tokenizer, texts)
-        return OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, tokenizer.tokenizer, texts)
+        return OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,23 @@ class OmniTransform(ImageConversationTransform):
     def files(self, row: FiledRow, where: str) -> list[Medium]:
         """The images of a row that are seen, then those that are drawn and read again."""
         messages, files = self._read(row, where)
-        drawn = _are_drawn(messages)
-        return _chosen(files, *_parted(drawn, len(drawn), self.reader.keeps_drawn))
+        drawn = _find_drawn(messages)
+        return _select_media(files, *_split_seen_and_drawn(drawn, len(drawn), self.reader.keeps_drawn))
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """As a call. Every image is read, so that broken ones are found before the run."""
         messages, files = self._read(row, where)
         opened = [read_image(file, where) for file in files]
-        drawn = _are_drawn(messages)
+        drawn = _find_drawn(messages)
         try:
             seen, shapes = self.reader.place(
                 [image for image, is_drawn in zip(opened, drawn, strict=True) if not is_drawn]
             )
         except ValueError as error:
             raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an image: {error}") from error
-        waiting = list(seen)
+        seen_texts = list(seen)
         texts = [
-            self.reader.codes(image) if is_drawn else waiting.pop(0)
+            self.reader.codes(image) if is_drawn else seen_texts.pop(0)
             for image, is_drawn in zip(opened, drawn, strict=True)
         ]
         counts: list[int] = []
@@ -151,30 +151,34 @@ class OmniTransform(ImageConversationTransform):
             return self.reader.expand(text, spans, texts[: counts[-1]], where)
 
         encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
-        found = []
+        samples = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and files:
                 raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
-            own, also = _parted(drawn, count, self.reader.keeps_drawn)
-            unseen = np.zeros((len(also), 3), shapes.dtype)  # the encoder does not see them
-            beside = np.concatenate([shapes[: len(own)], unseen])
-            images = Images(beside, partial(_chosen, files, own, also), where) if own or also else None
-            found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
-        return found
+            seen_indices, drawn_indices = _split_seen_and_drawn(drawn, count, self.reader.keeps_drawn)
+            drawn_shapes = np.zeros((len(drawn_indices), 3), shapes.dtype)  # the encoder does not see them
+            image_shapes = np.concatenate([shapes[: len(seen_indices)], drawn_shapes])
+            images = (
+                Images(image_shapes, partial(_select_media, files, seen_indices, drawn_indices), where)
+                if seen_indices or drawn_indices
+                else None
+            )
+            samples.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
+        return samples
 
 
-def _are_drawn(messages: Messages) -> list[bool]:
+def _find_drawn(messages: Messages) -> list[bool]:
     """Of each image of a conversation whether the assistant draws it."""
     parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
     return [role == "assistant" for role, part in parts if part["type"] == "image"]
 
 
-def _parted(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
+def _split_seen_and_drawn(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
     """Of the first ``count`` images those that are seen, and those that are drawn and read again."""
     seen = [index for index in range(count) if not drawn[index]]
     return seen, [index for index in range(count) if drawn[index] and keeps_drawn]
 
 
-def _chosen(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
+def _select_media(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
     return [*(files[index] for index in seen), *(DrawnFile(files[index]) for index in drawn)]

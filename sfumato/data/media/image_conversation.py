@@ -42,9 +42,9 @@ class ImageConversation(ImageLimits, TextFormat):
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: ImageReader = tokenizer
         template = build_chat_template(config.chat_template, reader.tokenizer)
-        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         keys = config.text_keys or ["messages", "conversations"]
-        return ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+        return ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ImageConversationTransform:
             return self.reader.expand(text, spans, replacements[: counts[-1]], where)
 
         encoded = yield from self.template.asks(messages, where, tools, expand)
-        found = []
+        documents = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and self._is_medium(tokens[0])[len(document.input_ids) :].any():
@@ -117,9 +117,9 @@ class ImageConversationTransform:
                 )
             if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
                 raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
-            images = Images(shapes[:count], partial(_first, files, count), where) if count else None
-            found.append(Document(document.input_ids, document.loss_mask, images=images))
-        return found
+            images = Images(shapes[:count], partial(_take_first, files, count), where) if count else None
+            documents.append(Document(document.input_ids, document.loss_mask, images=images))
+        return documents
 
     def _is_medium(self, input_ids: Any) -> Any:
         return self.reader.kinds(input_ids) != 0
@@ -147,33 +147,33 @@ def take_media(
     Raises:
         DataError: when a file is missing or no file, or has no place in a message.
     """
-    waiting = {kind: _column(row, kind, where) for kind in media}
-    given, files = {kind: len(column) for kind, column in waiting.items()}, []
+    unplaced_files = {kind: _read_column(row, kind, where) for kind in media}
+    num_files, files = {kind: len(column) for kind, column in unplaced_files.items()}, []
     messages = [dict(message) for message in messages]
     for index, message in enumerate(messages):
         if message.get("content") is None:
             continue
         place = f"{where}: message {index + 1}"
         parts = []
-        for part in _parts(message["content"], place, given):
+        for part in _split_content(message["content"], place, num_files):
             if part["type"] == "text":
                 parts.append({"type": "text", "text": part["text"]})
                 continue
             kind = part["type"]
             value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
-            if value is None and not waiting[kind]:
+            if value is None and not unplaced_files[kind]:
                 raise DataError(
-                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
+                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {num_files[kind]}"
                 )
-            value = waiting[kind].pop(0) if value is None else value
+            value = unplaced_files[kind].pop(0) if value is None else value
             file = find_file({kind: value}, kind, row.folder, place, kind)
             files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
             parts.append({"type": kind})
         message["content"] = parts
-    for kind, left in waiting.items():
-        if left:
+    for kind, unplaced in unplaced_files.items():
+        if unplaced:
             raise DataError(
-                f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
+                f"{where}: {len(unplaced)} of {num_files[kind]} {kind}s in its column have no place in a message: put "
                 f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
             )
     return messages, files
@@ -187,26 +187,26 @@ def as_text(content: Any) -> str:
 
 def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
     """The images of a document by their files, the shapes that ``ImageReader.place`` gave, and file and row."""
-    return Images(shapes, partial(_first, list(files), len(files)), where) if len(files) else None
+    return Images(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
 
 
-def _first(files: list[Medium], count: int) -> Sequence[Medium]:
+def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:
     return files[:count]
 
 
-def _column(row: FiledRow, kind: str, where: str) -> list[Any]:
+def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
     """The images or videos of a row's own column."""
     name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
     if name is None:
         return []
     value = row[name]
-    found = value if isinstance(value, list) else [value]
-    if any(one is None for one in found):
+    values = value if isinstance(value, list) else [value]
+    if any(item is None for item in values):
         raise DataError(f"{where}: {NAMES[kind]} of column {name!r} is null")
-    return list(found)
+    return list(values)
 
 
-def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str, Any]]:
+def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
     """Text, images and videos of a message's content, in order; their marks in a text become parts where the row has a
     column of them.
 
@@ -218,24 +218,26 @@ def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str,
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(given)}")
-    marks = {f"<{kind}>": kind for kind, number in given.items() if number}
-    found: list[dict[str, Any]] = []
+        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(num_files)}")
+    marks = {f"<{kind}>": kind for kind, number in num_files.items() if number}
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = str(part.get("type"))
-        if kind.removesuffix("_url") in given:
+        if kind.removesuffix("_url") in num_files:
             value, kind = part.get(kind) if kind.endswith("_url") else None, kind.removesuffix("_url")
-            found.append({"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _only(part, kind))
+            parts.append(
+                {"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _source_of(part, kind)
+            )
         elif kind == "text" and isinstance(part.get("text"), str):
             for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
-                found += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
+                parts += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
         else:
-            names = ", ".join(NAMES[name] for name in given)
+            names = ", ".join(NAMES[name] for name in num_files)
             hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""
             raise DataError(f"{place}: a part of type {kind!r} is neither a text nor {names}{hint}")
-    return found
+    return parts
 
 
-def _only(part: dict[str, Any], kind: str) -> dict[str, Any]:
-    given = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
-    return {"url": f"data:;base64,{given['base64']}"} if "base64" in given else given
+def _source_of(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    sources = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
+    return {"url": f"data:;base64,{sources['base64']}"} if "base64" in sources else sources

@@ -35,8 +35,8 @@ class ImagePreference(ImageConversation):
                 f"(prompt, better and worse answer), not {keys}"
             )
         template = build_chat_template(config.chat_template, reader.tokenizer)
-        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
-        return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,24 @@ class ImagePreferenceTransform(ImageConversationTransform):
         pair, files = self._read_pair(row, where)
         placed, tools, documents = self._place(files, where), read_tools(row, where), []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
-            found = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
-            if len(found) > 1:
+            answer_documents = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
+            if len(answer_documents) > 1:
                 raise DataError(
                     f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
                     "answer of several assistant messages is no single text"
                 )
-            documents += found
+            documents += answer_documents
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
     def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:
         """Both conversations, whose contents are lists of parts, and the images that stand in what they share."""
-        pair, found, files = read_pair(row, self.keys, where), [], []
+        pair, conversations, files = read_pair(row, self.keys, where), [], []
         shared = next(index for index, (chosen, rejected) in enumerate(zip(*pair, strict=False)) if chosen != rejected)
         for name, conversation in zip(self.keys[-2:], pair, strict=True):
             messages, files = self._take(conversation, row, where)
             answers = [part for message in messages[shared:] for part in message.get("content") or []]
             for kind in (part["type"] for part in answers if part["type"] != "text"):
                 raise DataError(f"{where}: {NAMES[kind]} stands in the answer of {name}: {kind}s belong to the prompt")
-            found.append(messages)
-        return found, files
+            conversations.append(messages)
+        return conversations, files

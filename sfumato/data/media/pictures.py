@@ -96,7 +96,7 @@ def read_image(source: File, where: str) -> Image.Image:
 
     Raises DataError when it is broken, or has several frames.
     """
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         _check_still(opened)
         head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
         check_code_points(head, opened.format)
@@ -109,13 +109,13 @@ def read_image(source: File, where: str) -> Image.Image:
 
 def check_image(source: File, where: str) -> None:
     """Reads the head of an image. Raises DataError when it is none, or has several frames."""
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         _check_still(opened)
 
 
 def read_size(source: File, where: str) -> tuple[int, int]:
     """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         width, height = opened.size
         if opened.format == "TIFF":  # of which some versions of Pillow say the size as it is seen
             width, height = (opened.tag_v2[number] for number in (256, 257))
@@ -129,8 +129,8 @@ def check_video(source: File, where: str) -> None:
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    if examine_video(source, where, _shown(source), 1, 2 * Image.MAX_IMAGE_PIXELS).num_frames == 0:
-        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
+    if examine_video(source, where, _describe_source(source), 1, 2 * Image.MAX_IMAGE_PIXELS).num_frames == 0:
+        raise DataError(f"{where}: broken video ({_describe_source(source)}): no frame can be read")
 
 
 def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
@@ -148,7 +148,7 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
     if isinstance(source, Path) and source.is_dir():
         source = frames_of(source)
     if isinstance(source, list):
-        return [read_image(source[index], where) for index in _spread(len(source), count, where)]
+        return [read_image(source[index], where) for index in _spread_positions(len(source), count, where)]
     is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
     return (_read_animation if is_picture else _read_video)(source, count, where)
 
@@ -189,8 +189,8 @@ def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "cent
     if crop != "center":
         return (*size, 0, 0)
     scale = max(height / size[0], width / size[1])
-    top, left = (round((side * scale - kept) / 2) for side, kept in zip(size, (height, width), strict=True))
-    return (*size, top, left)
+    top, left_edge = (round((side * scale - wanted) / 2) for side, wanted in zip(size, (height, width), strict=True))
+    return (*size, top, left_edge)
 
 
 def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: str) -> None:
@@ -198,8 +198,10 @@ def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: 
     scales = height / size[0], width / size[1]
     shown = min(scales) / max(scales)
     if max(scales) > MOST_ENLARGED or shown < LEAST_SHOWN:
-        what = "shown" if crop == "center" else "left of its longer side against the shorter one"
-        problem = f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {what}"
+        remainder = "shown" if crop == "center" else "left of its longer side against the shorter one"
+        problem = (
+            f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {remainder}"
+        )
         raise DataError(
             f"{where}: a picture of {size[0]} x {size[1]} pixels (height x width) for {height} x {width}: {problem}; "
             f"at most {MOST_ENLARGED} times, and at least {LEAST_SHOWN:.0%}, make sense: leave it out"
@@ -218,7 +220,7 @@ def as_png(image: Image.Image) -> bytes:
 
 
 @contextmanager
-def _opened(source: File, where: str) -> Iterator[Image.Image]:
+def _open_image(source: File, where: str) -> Iterator[Image.Image]:
     """The image as Pillow opens it; what goes wrong inside becomes a DataError."""
     from PIL import Image, UnidentifiedImageError
 
@@ -230,14 +232,14 @@ def _opened(source: File, where: str) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): {_describe_unknown(source)}") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): {_describe_unknown(source)}") from error
     except MemoryError as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): it does not fit into memory") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): it does not fit into memory") from error
     except BROKEN as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): {error}") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): {error}") from error
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"{where}: image ({_shown(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
+            f"{where}: image ({_describe_source(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
         ) from error
 
 
@@ -305,8 +307,8 @@ def _check_still(opened: Any) -> None:
             raise ValueError("its first picture is a thumbnail, as in raw photographs: develop it, as PNG or JPEG")
         frames = sum(not kind & NO_PICTURE for kind in kinds)
     if frames > 1:
-        what = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
-        raise ValueError(f"{what}: give one of them")
+        contents = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
+        raise ValueError(f"{contents}: give one of them")
 
 
 def _describe_unknown(source: File) -> str:
@@ -314,9 +316,9 @@ def _describe_unknown(source: File) -> str:
     head = _head_of(source)
     if not head:
         return "it is empty, of 0 bytes: fetch it again"
-    for pattern, what in OTHER_KINDS.items():
+    for pattern, description in OTHER_KINDS.items():
         if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
-            return f"it is {what}"
+            return f"it is {description}"
     return f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
@@ -327,11 +329,11 @@ def _head_of(source: File) -> bytes:
         return file.read(HEAD)
 
 
-def _shown(source: File) -> str:
+def _describe_source(source: File) -> str:
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
-def _spread(total: int, count: int, where: str) -> list[int]:
+def _spread_positions(total: int, count: int, where: str) -> list[int]:
     """``count`` of ``total`` positions at even distances."""
     if total < count:
         raise DataError(f"{where}: the video has {total} frames, {count} are wanted (data.num_frames)")
@@ -352,9 +354,9 @@ def _is_picture(content: bytes) -> bool:
 
 
 def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         frames = []
-        for index in _spread(getattr(opened, "n_frames", 1), count, where):
+        for index in _spread_positions(getattr(opened, "n_frames", 1), count, where):
             opened.seek(index)
             frames.append(to_srgb(opened))
         return frames
@@ -396,22 +398,24 @@ def read_video(source: File, where: str, choose: Callable[[int, float], Sequence
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
     most_pixels = 2 * Image.MAX_IMAGE_PIXELS
-    total, width, height, fps, stated = examine_video(source, where, _shown(source), MAX_FRAMES + 1, most_pixels)
+    total, width, height, fps, stated = examine_video(
+        source, where, _describe_source(source), MAX_FRAMES + 1, most_pixels
+    )
     if width * height > most_pixels or stated > MAX_FRAMES:
         raise DataError(
-            f"{where}: video ({_shown(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
+            f"{where}: video ({_describe_source(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
             f"scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
         )
     if total == 0 or total > MAX_FRAMES:
         problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
-        raise DataError(f"{where}: broken video ({_shown(source)}): {problem}")
+        raise DataError(f"{where}: broken video ({_describe_source(source)}): {problem}")
     indices = choose(total, fps if fps > 0 else float("nan"))
     return Video(
-        total, stated, fps, indices, _chosen(open_video(source), indices, total, f"{where}: broken video", source)
+        total, stated, fps, indices, _read_chosen(open_video(source), indices, total, f"{where}: broken video", source)
     )
 
 
-def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
+def _read_chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
     from PIL import Image
 
     for index in range(indices[-1] + 1):
@@ -419,10 +423,10 @@ def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source
         if is_read and index in indices:
             is_read, frame = video.retrieve()
         if not is_read:
-            raise DataError(f"{problem} ({_shown(source)}): frame {index + 1} of {total} cannot be read")
+            raise DataError(f"{problem} ({_describe_source(source)}): frame {index + 1} of {total} cannot be read")
         if index in indices:  # OpenCV's order is blue green red
             yield Image.fromarray(np.ascontiguousarray(frame[:, :, ::-1]))
 
 
 def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
-    return list(read_video(source, where, lambda total, _: _spread(total, count, where)).frames)
+    return list(read_video(source, where, lambda total, _: _spread_positions(total, count, where)).frames)

@@ -33,14 +33,16 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
     if "image" in media:
         processor.image_processor.save_pretrained(folder)
     if source is None:
-        _write(folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)})
+        _write_json(
+            folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)}
+        )
     if "audio" in media:
         file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
         image = read_json_object(file) if "image" in media else {}
         processor.feature_extractor.save_pretrained(folder)
-        _write(file, read_json_object(file) | image)
+        _write_json(file, read_json_object(file) | image)
     if "video" in media:
-        _write(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
+        _write_json(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
     for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
         if path.name in PROCESSOR_FILES:
             shutil.copyfile(path, folder / path.name)
@@ -52,5 +54,5 @@ def _settings(processor: Any) -> dict[str, Any]:
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
 
 
-def _write(path: Path, said: dict[str, Any]) -> None:
-    path.write_text(f"{json.dumps(said, indent=2)}\n", encoding="utf-8")
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")

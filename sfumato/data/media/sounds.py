@@ -25,7 +25,7 @@ class Sound:
 
 
 @contextmanager
-def _opened(source: File, where: str) -> Iterator[Any]:
+def _open_sound(source: File, where: str) -> Iterator[Any]:
     """soundfile's view of a file of audio. Raises DataError for it, and for what is not read within."""
     try:
         import soundfile
@@ -40,16 +40,16 @@ def _opened(source: File, where: str) -> Iterator[Any]:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             yield file
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{where}: broken audio ({_shown(source)}): {error}") from error
+        raise DataError(f"{where}: broken audio ({_describe_source(source)}): {error}") from error
 
 
-def _shown(source: File) -> str:
+def _describe_source(source: File) -> str:
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
 def check_sound(source: File, where: str) -> None:
     """Reads the head of a file of audio. Raises DataError when it is none, MissingDependencyError as ``read_sound``."""
-    with _opened(source, where):
+    with _open_sound(source, where):
         pass
 
 
@@ -66,13 +66,13 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
         DataError: when it is broken, empty, truncated, or too long.
         MissingDependencyError: when soundfile or soxr is missing.
     """
-    shown = _shown(source)
-    with _opened(source, where) as file:
+    shown = _describe_source(source)
+    with _open_sound(source, where) as file:
         content = source if isinstance(source, bytes) else source.read_bytes()
-        stated, own = file.frames, file.samplerate
-        if stated > max_seconds * own:
+        stated, file_rate = file.frames, file.samplerate
+        if stated > max_seconds * file_rate:
             raise DataError(
-                f"{where}: audio ({shown}) of {stated / own:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
+                f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
             )
         samples = file.read(dtype="float32", always_2d=True)
     if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
@@ -86,4 +86,4 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
     mono = samples.mean(axis=1)
     import soxr
 
-    return Sound(np.ascontiguousarray(mono if own == rate else soxr.resample(mono, own, rate), np.float32))
+    return Sound(np.ascontiguousarray(mono if file_rate == rate else soxr.resample(mono, file_rate, rate), np.float32))

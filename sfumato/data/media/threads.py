@@ -27,10 +27,10 @@ def open_ahead(samples: Sequence[TextSample], tensors: Callable[[Images], Tensor
         if document.images is None or not len(document.images.shapes):
             return document
         media = document.images.find()
-        found = replace(document.images, find=lambda: media)
-        return replace(document, images=replace(found, opened=_pool().submit(tensors, found)))
+        images = replace(document.images, find=lambda: media)
+        return replace(document, images=replace(images, opened=_pool().submit(tensors, images)))
 
-    return [replace(sample, documents=tuple(map(opening, sample.documents))) for sample in samples]
+    return [replace(sample, documents=tuple(map(start_opening, sample.documents))) for sample in samples]
 
 
 def num_threads() -> int:

@@ -58,21 +58,21 @@ def open_video(source: File) -> Any:
     """``cv2.VideoCapture`` of a file. ImportError without OpenCV."""
     import cv2
 
-    with _containers_alone():
+    with _only_containers():
         if isinstance(source, Path):  # absolute, so that no name is taken for that of a protocol
             return cv2.VideoCapture(str(source.absolute()), cv2.CAP_FFMPEG)
         return cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
 
 
 @contextlib.contextmanager
-def _containers_alone() -> Iterator[None]:
+def _only_containers() -> Iterator[None]:
     """Inside, FFmpeg opens files of ``CONTAINERS`` and nothing that these name: no playlist, no description of a stream
     that would make it listen on ports or read other files. It takes its options from the environment."""
     with _OPENING:
         before = os.environ.get(FFMPEG_OPTIONS)
-        asked = [before] if before else []
+        user_options = [before] if before else []
         limits = (f"format_whitelist;{CONTAINERS}", "protocol_whitelist;file")
-        os.environ[FFMPEG_OPTIONS] = "|".join([*asked, *limits])  # of one that stands twice the last counts
+        os.environ[FFMPEG_OPTIONS] = "|".join([*user_options, *limits])  # of one that stands twice the last counts
         try:
             yield
         finally:
@@ -168,7 +168,7 @@ def _examiner_of_thread() -> _Examiner:
     return examiner
 
 
-def _answer(requests: IO[bytes]) -> None:
+def _serve_requests(requests: IO[bytes]) -> None:
     """Looks at the videos that the parent names, until it has gone."""
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_AS, MOST_BYTES)
@@ -185,4 +185,4 @@ def _answer(requests: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    _answer(sys.stdin.buffer)
+    _serve_requests(sys.stdin.buffer)

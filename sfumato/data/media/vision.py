@@ -67,11 +67,11 @@ class Images:
         for picture in pictures:
             picture.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
         size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
-        whole, left = Image.new("RGB", size, "white"), 0
+        canvas, offset = Image.new("RGB", size, "white"), 0
         for picture in pictures:
-            whole.paste(picture, (left, 0))
-            left += picture.width
-        return np.asarray(whole)
+            canvas.paste(picture, (offset, 0))
+            offset += picture.width
+        return np.asarray(canvas)
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class MultimodalInputs:
         Where the model has rotary positions of three axes, those within documents come first, as transformers has it
         for packed rows. ``names`` are the arguments of ``forward``.
         """
-        found = self.tensors | {"position_ids": position_ids}
+        arguments = self.tensors | {"position_ids": position_ids}
         if self.rope_positions is not None:
-            found["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
-        return found | {name: self.modality_ids for name in KINDS if name in names}
+            arguments["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
+        return arguments | {name: self.modality_ids for name in KINDS if name in names}
 
 
 class ImageReader:
@@ -141,7 +141,7 @@ class ImageReader:
         settings = f"{type(self.processor).__name__} {self.placeholders()[self.media[0]]}"
         if self.sees:
             settings = f"{settings} {self.processor.image_processor.to_json_string()}"
-        own = {
+        processor_settings = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
         if self.sees and hasattr(self.processor.image_processor, "image_grid_pinpoints"):
@@ -150,7 +150,7 @@ class ImageReader:
             settings = f"{settings} {self.processor.video_processor}"
         if "audio" in self.media:
             settings = f"{settings} {self.processor.feature_extractor.to_json_string()}"
-        return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{settings} {sorted(processor_settings.items())}".encode(), digest_size=16).hexdigest()
 
     @property
     def sees(self) -> bool:
@@ -181,10 +181,10 @@ class ImageReader:
         videos = getattr(self.processor, "video_processor", None)
         takes_videos = isinstance(videos, VideoProcessor)
         takes_audio = getattr(self.processor, "feature_extractor", None) is not None
-        given = [name for name, limit in limits.items() if limit is not None]
-        if not takes_videos and takes_audio and given:
+        video_limits = [name for name, limit in limits.items() if limit is not None]
+        if not takes_videos and takes_audio and video_limits:
             raise ConfigError(
-                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({given[0]})"
+                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({video_limits[0]})"
             )
         if not takes_videos and not takes_audio:
             raise ConfigError(
@@ -269,8 +269,10 @@ class ImageReader:
         """
         if not images:
             return [], np.zeros((0, 3), np.int32)
-        found = self._process(images)
-        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(found, images)
+        features = self._process(images)
+        return [entry["replacement"] for entry in features["text_replacement_offsets"][0]], self._shapes(
+            features, images
+        )
 
     def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
         """As ``place``, of files. Raises DataError when one is broken, or refused."""
@@ -289,21 +291,21 @@ class ImageReader:
             DataError: when there are more or fewer placeholders.
         """
         placeholders = self.placeholders().values()
-        places = [found.span() for found in re.finditer("|".join(map(re.escape, placeholders)), text)]
+        places = [match.span() for match in re.finditer("|".join(map(re.escape, placeholders)), text)]
         if len(places) != len(replacements):
             raise DataError(
                 f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
                 f"{len(replacements)} {'s and '.join(self.media)}s"
             )
-        parts, moved, last = [], [list(span) for span in spans], 0
+        parts, new_spans, last = [], [list(span) for span in spans], 0
         for (start, stop), replacement in zip(places, replacements, strict=True):
             parts += [text[last:start], replacement]
             longer = len(replacement) - (stop - start)
-            for span, before in zip(moved, spans, strict=True):
+            for span, before in zip(new_spans, spans, strict=True):
                 span[0] += longer if before[0] >= stop else 0
                 span[1] += longer if before[1] >= stop else 0
             last = stop
-        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in moved]
+        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in new_spans]
 
     def tensors(self, images: Images) -> Tensors:
         """What the model's ``forward`` takes for the images and videos of a document.
@@ -312,9 +314,9 @@ class ImageReader:
             DataError: when one is broken, or has changed since its tokens were made.
         """
         opened = [self.open(medium, images.where) for medium in images.find()]
-        found = self._process(opened)
-        self.check_shapes(self._shapes(found, opened) if opened else np.zeros((0, 3)), images)
-        return self._given(found)
+        features = self._process(opened)
+        self.check_shapes(self._shapes(features, opened) if opened else np.zeros((0, 3)), images)
+        return self._model_inputs(features)
 
     def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
         """Raises DataError when media have others than when their tokens were made."""
@@ -324,11 +326,11 @@ class ImageReader:
 
     def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, of what has been opened."""
-        return self._given(self._process(media))
+        return self._model_inputs(self._process(media))
 
-    def _given(self, found: Any) -> Tensors:
-        names = [name for name in self.arguments if name in found and name not in KINDS]
-        return {name: torch.as_tensor(np.asarray(found[name])) for name in names}
+    def _model_inputs(self, features: Any) -> Tensors:
+        names = [name for name in self.arguments if name in features and name not in KINDS]
+        return {name: torch.as_tensor(np.asarray(features[name])) for name in names}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
@@ -347,44 +349,46 @@ class ImageReader:
         clips = [medium for medium in media if isinstance(medium, Clip)]
         images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
         tokens = self.placeholders()
-        given: dict[str, Any] = {"images": images} if images else {}
+        inputs: dict[str, Any] = {"images": images} if images else {}
         if clips:
-            given |= {
+            inputs |= {
                 "videos": [clip.frames for clip in clips],
                 "video_metadata": [copy.copy(clip.metadata) for clip in clips],
             }
         if "audio" in kinds:
-            given["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
-            given["sampling_rate"] = self.processor.feature_extractor.sampling_rate
+            inputs["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
+            inputs["sampling_rate"] = self.processor.feature_extractor.sampling_rate
         text = "".join(tokens[kind] for kind in kinds)
-        found = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
-        if "video_second_per_grid" in found:  # for which omni models take each video to have two frames per second
+        features = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **inputs)
+        if "video_second_per_grid" in features:  # for which omni models take each video to have two frames per second
             unit = self.processor.video_processor.temporal_patch_size
-            found["video_second_per_grid"] = np.array([unit / clip.metadata.sampled_fps for clip in clips], np.float32)
-        return found
+            features["video_second_per_grid"] = np.array(
+                [unit / clip.metadata.sampled_fps for clip in clips], np.float32
+            )
+        return features
 
     @property
     def has_grid(self) -> bool:
         """Whether images are grids of patches of their own size, as those of the Qwen models."""
         return "image_grid_thw" in self.arguments
 
-    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+    def _shapes(self, features: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
         if self.has_grid or not self.sees:
-            shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
-            frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
+            shapes = {kind: iter(features.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+            frames = np.asarray(features.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
             shapes["audio"] = iter([(number, 0, 0) for number in frames])
             kinds = (KIND_OF.get(type(medium), "image") for medium in media)
             return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
         count = len(media)
-        if "image_position_ids" in found:  # rows of patches, filled up; column and row of each, or -1
-            columns, rows = np.asarray(found["image_position_ids"]).max(axis=1).T + 1
+        if "image_position_ids" in features:  # rows of patches, filled up; column and row of each, or -1
+            columns, rows = np.asarray(features["image_position_ids"]).max(axis=1).T + 1
             return np.stack([np.ones_like(rows), rows, columns], axis=1).astype(np.int32)
-        pixels = np.asarray(found["pixel_values"])
+        pixels = np.asarray(features["pixel_values"])
         if pixels.ndim == 5 and len(pixels) == count:  # filled up to as many tiles of each image, with zeros
             tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
         else:  # tiles of all images, one after the other; each is as many tokens
             placeholder = self.placeholders()["image"]
-            counts = [entry["replacement"].count(placeholder) for entry in found["text_replacement_offsets"][0]]
+            counts = [entry["replacement"].count(placeholder) for entry in features["text_replacement_offsets"][0]]
             tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
@@ -430,16 +434,16 @@ class Vision:
         Returns:
             Tensors of all, positions ``[n, width, 3]`` where the model has such, and kinds ``[n, width]``.
         """
-        found = [self._beside(np.array(row, np.int32), own) for row, own in zip(rows, media, strict=True)]
+        documents = [self._beside(np.array(row, np.int32), tensors) for row, tensors in zip(rows, media, strict=True)]
         kinds = torch.zeros(len(rows), width, dtype=torch.int64)
         positions = None
         if self._positions is not None:
             dtype = self._idle.rope_positions.dtype
             positions = torch.arange(width, dtype=dtype)[None, :, None].repeat(len(rows), 1, 3)
-        for index, one in enumerate(found):
-            kinds[index, : len(one.modality_ids)] = one.modality_ids
+        for index, document in enumerate(documents):
+            kinds[index, : len(document.modality_ids)] = document.modality_ids
             if positions is not None:
-                positions[index, : len(one.modality_ids)] = one.rope_positions
+                positions[index, : len(document.modality_ids)] = document.rope_positions
         return MultimodalInputs(join_media(media), positions, kinds)
 
     def idle(self) -> MultimodalInputs:
@@ -480,16 +484,16 @@ class Vision:
 
 def join_media(media: Sequence[Tensors]) -> Tensors:
     """The images' tensors of documents, one after the other; what has fewer tiles is filled up with zeros."""
-    given = [tensors for tensors in media if tensors]
-    names = dict.fromkeys(name for tensors in given for name in tensors)
-    return {name: _cat([tensors[name] for tensors in given if name in tensors]) for name in names}
+    nonempty = [tensors for tensors in media if tensors]
+    names = dict.fromkeys(name for tensors in nonempty for name in tensors)
+    return {name: _concatenate_padded([tensors[name] for tensors in nonempty if name in tensors]) for name in names}
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
+def _concatenate_padded(tensors: list[Tensor]) -> Tensor:
     widest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    filled = []
+    padded = []
     for tensor in tensors:
-        room = tensor.new_zeros(len(tensor), *widest)
-        room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
-        filled.append(room)
-    return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
+        padding = tensor.new_zeros(len(tensor), *widest)
+        padding[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        padded.append(padding)
+    return torch.cat(padded if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
