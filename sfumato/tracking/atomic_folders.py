@@ -84,7 +84,8 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
                 f"{path} was written by another process, but cannot be seen here: train.output_dir must lie on a "
                 "file system that all nodes share"
             )
-    root, final = building.parent, building.with_suffix("")
+    root = building.parent
+    final = building.with_suffix("")
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
     write_atomically(building / MANIFEST, text.encode())
     for path in (building / MANIFEST, building, *(inner for inner in building.rglob("*") if inner.is_dir())):
@@ -103,10 +104,10 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     """Finished checkpoints by step, ascending. Leftovers of a killed save do not count."""
     if not root.is_dir():
         return {}
-    found = {
+    folder_of_step = {
         int(match[1]): folder for folder in root.iterdir() if (match := _NAME.match(folder.name)) and folder.is_dir()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(folder_of_step.items()))
 
 
 def read_values(folder: Path) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def newest_intact(
-    found: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
+    checkpoints: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
 ) -> tuple[int, Path] | None:
     """The newest checkpoint that verifies; damaged ones are named and passed over.
 
@@ -175,15 +176,15 @@ def newest_intact(
     Raises:
         CheckpointError: when there are checkpoints but none is intact; starting anew would lose the run in silence.
     """
-    for step, folder in sorted(found.items(), reverse=True):
+    for step, folder in sorted(checkpoints.items(), reverse=True):
         try:
             verify(folder)
         except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
             say(f"checkpoint passed over: {error}")
             continue
         return step, folder
-    if found:
-        root = next(iter(found.values())).parent
+    if checkpoints:
+        root = next(iter(checkpoints.values())).parent
         raise CheckpointError(f"no checkpoint in {root} is intact; to start anew, give another train.output_dir")
     return None
 
@@ -199,9 +200,11 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
         keep: how many stay.
         step: of the checkpoint that was just written.
     """
-    found = list_checkpoints(root)
-    kept = [saved for saved in found if saved <= step][-keep:]
-    for folder in [found[saved] for saved in reversed(found) if saved not in kept]:  # later ones first
+    checkpoints = list_checkpoints(root)
+    kept_steps = [saved for saved in checkpoints if saved <= step][-keep:]
+    for folder in [
+        checkpoints[saved] for saved in reversed(checkpoints) if saved not in kept_steps
+    ]:  # later ones first
         if folder.is_symlink():  # the person's own link to another disk, where nothing is removed
             folder.unlink()
             continue
@@ -244,7 +247,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
         write: fills an empty folder.
     """
     restore_folder(folder)
-    building, old = _beside(folder)
+    building, old = _working_names(folder)
     make_new_folder(building)
     try:
         write(building)
@@ -269,7 +272,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 def restore_folder(folder: Path) -> None:
     """Puts back what a process that was killed between the two renames of ``replace_folder`` left."""
-    building, old = _beside(folder)
+    building, old = _working_names(folder)
     if old.is_symlink():  # no run makes one
         old.unlink()
     if not old.exists():
@@ -301,6 +304,6 @@ def exchange(left: Path, right: Path) -> bool:
     raise OSError(number, os.strerror(number), str(left), None, str(right))
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
+def _working_names(folder: Path) -> tuple[Path, Path]:
     """Where its successor is written, and where it waits for its end."""
     return folder.with_name(f".{folder.name}.being_written"), folder.with_name(f".{folder.name}.being_replaced")

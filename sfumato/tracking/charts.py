@@ -101,11 +101,12 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
+    steps = np.array(list(values), dtype=float)
+    ys = np.array(list(values.values()), dtype=float)
     ys[np.abs(ys) > LARGEST_DRAWN] = np.nan
-    left, bottom, right, top = CURVE_AREA
+    left_edge, bottom, right, top = CURVE_AREA
     figure = Figure(figsize=CURVE_SIZE)
-    axes = figure.add_axes((left, bottom, right - left, top - bottom))
+    axes = figure.add_axes((left_edge, bottom, right - left_edge, top - bottom))
     if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
         axes.plot(steps, ys, color=FAINT, linewidth=1.0, clip_on=False)
         axes.plot(steps, smooth(ys), color=ACCENT, linewidth=1.9, clip_on=False)
@@ -113,9 +114,9 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
         marker = "o" if len(ys) <= SMOOTH_FROM else None
         axes.plot(steps, ys, color=ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
     if beside:
-        other = axes.twinx()
-        other.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
-        other.set_axis_off()
+        twin_axes = axes.twinx()
+        twin_axes.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
+        twin_axes.set_axis_off()
     axes.set_xlabel("step", color=MUTED, fontsize=10)
     axes.set_ylabel(in_one_line(unit_of(name)), color=MUTED, fontsize=10, parse_math=False)
     plain_axes(axes)
@@ -123,8 +124,8 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
     shown = axes.yaxis.get_major_formatter().format_ticks(axes.yaxis.get_majorticklocs())
-    left = max(left, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
-    axes.set_position((left, bottom, right - left, top - bottom))
+    left_edge = max(left_edge, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
+    axes.set_position((left_edge, bottom, right - left_edge, top - bottom))
     axes.yaxis.get_offset_text().set(color=MUTED, fontsize=10)
     return inline_svg(figure, prefix, f"{name} over steps")
 
@@ -135,8 +136,8 @@ def unit_of(name: str) -> str:
     if last.endswith(("_mib", "_gib")):
         return last[-3].upper() + "iB"
     if "_per_s" in last:
-        counted, _, of = last.partition("_per_s")
-        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{of.replace('_', ' ')}"
+        counted, _, divisor = last.partition("_per_s")
+        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{divisor.replace('_', ' ')}"
     return "seconds" if last.endswith("_s") else last[:28]
 
 
@@ -241,9 +242,10 @@ def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
     Returns:
         The kinds of work that are to be seen.
     """
-    labels, fractions = [], []
+    labels = []
+    fractions = []
     for row, ((role, rank), events) in enumerate(stretch.rows.items()):
-        for (lane, lanes), members in _lanes(events).items():
+        for (lane, lanes), members in _assign_lanes(events).items():
             _draw_lane(axes, members, stretch, row - 0.4 + 0.8 * lane / lanes, 0.8 / lanes)
         labels.append(f"{in_one_line(role)[:40]} {rank}")
         within = [(max(event.start, stretch.start), min(event.end, stretch.end)) for event in events]
@@ -269,21 +271,21 @@ def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
     return [kind for kind in KINDS if kind in seen] + (["other"] if seen - set(KINDS) else [])
 
 
-def _lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
+def _assign_lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
     """Events, which are in order of time, by lane and number of lanes: calls beside each other share the row."""
-    found: dict[tuple[int, int], list[Event]] = {}
-    together: list[list[Event]] = []  # lanes of calls that overlap, directly or through others
+    events_by_lane: dict[tuple[int, int], list[Event]] = {}
+    overlapping_lanes: list[list[Event]] = []  # lanes of calls that overlap, directly or through others
     for event in [*events, None]:
-        if event is None or all(event.start >= lane[-1].end - _SAME_S for lane in together):
-            for number, members in enumerate(together):
-                found.setdefault((number, len(together)), []).extend(members)
-            together = []
+        if event is None or all(event.start >= lane[-1].end - _SAME_S for lane in overlapping_lanes):
+            for number, members in enumerate(overlapping_lanes):
+                events_by_lane.setdefault((number, len(overlapping_lanes)), []).extend(members)
+            overlapping_lanes = []
         if event is not None:
-            lane = next((lane for lane in together if event.start >= lane[-1].end - _SAME_S), None)
+            lane = next((lane for lane in overlapping_lanes if event.start >= lane[-1].end - _SAME_S), None)
             if lane is None:
-                together.append(lane := [])
+                overlapping_lanes.append(lane := [])
             lane.append(event)
-    return found
+    return events_by_lane
 
 
 def _draw_lane(axes: Axes, events: Sequence[Event], stretch: Stretch, top: float, height: float) -> None:
@@ -292,7 +294,7 @@ def _draw_lane(axes: Axes, events: Sequence[Event], stretch: Stretch, top: float
     from matplotlib.transforms import Affine2D
 
     by_kind: dict[str, list[tuple[float, float]]] = {}
-    bars = _bars(events, stretch)
+    bars = _merge_short_bars(events, stretch)
     for kind, _, start, end in bars:
         by_kind.setdefault(kind, []).append((start, end - start))
     for kind, spans in by_kind.items():
@@ -310,7 +312,7 @@ Bar = tuple[str, int | None, float, float]
 """Kind, version, and seconds from the start of the picture."""
 
 
-def _bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
+def _merge_short_bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
     """What is drawn: many calls too short to be seen become one bar, a lonely one is as wide as can be seen."""
     least = (stretch.end - stretch.start) * _NARROW
     bars: list[Bar] = []
@@ -332,11 +334,13 @@ def _version_labels(bars: Sequence[Bar], width: float) -> list[tuple[float, int]
         if kind != "generate" or version is None:
             continue
         group = list(bars_of_version)
-        start, end, widest = group[0][2], group[-1][3], max(group, key=lambda bar: bar[3] - bar[2])
+        start = group[0][2]
+        end = group[-1][3]
+        widest = max(group, key=lambda bar: bar[3] - bar[2])
         filled = sum(bar[3] - bar[2] for bar in group) > 0.9 * (end - start)
-        left, right = (start, end) if filled else widest[2:]  # never on the gap between two bars
-        if right - left >= _LEAST_LABEL * width:
-            labels.append(((left + right) / 2, version))
+        label_start, label_end = (start, end) if filled else widest[2:]  # never on the gap between two bars
+        if label_end - label_start >= _LEAST_LABEL * width:
+            labels.append(((label_start + label_end) / 2, version))
     return labels
 
 

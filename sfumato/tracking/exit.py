@@ -44,7 +44,8 @@ class Ending:
 
     def tell(self) -> None:
         """Says it: to the launcher, which knows how the other ranks ended, or where there is none on stderr."""
-        folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+        folder = os.environ.get("SFUMATO_ENDS")
+        rank = os.environ.get("RANK")
         if folder is not None:
             record = {"text": self.text, "kind": self.kind, "at": time.time(), "stacks": self.stacks}
             path = Path(folder) / f"{rank}.json"
@@ -71,7 +72,8 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
         return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
     trace = "".join(traceback.format_exception(error)).rstrip()
-    text, rank = str(error), os.environ.get("RANK", "0")
+    text = str(error)
+    rank = os.environ.get("RANK", "0")
     if is_lost_connection(error) and ("Timed out" in text or "timeout" in text.lower()):
         waited = f"stopped: rank {rank} has waited for another rank for longer than train.timeout_s allows; {RESUME}"
         return Ending(waited, RoleLostError.exit_code, "hang", trace)
@@ -85,7 +87,8 @@ def ending_of(error: BaseException) -> Ending:
 
 def keep_stacks() -> None:
     """A crash shows the stacks of all threads; under the launcher SIGQUIT does, too, whatever the process is doing."""
-    folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+    folder = os.environ.get("SFUMATO_ENDS")
+    rank = os.environ.get("RANK")
     if folder is None:
         faulthandler.enable()
         return
@@ -147,5 +150,5 @@ def check_early_stop(run: Stoppable) -> None:
         return
     steps = [path.name.rpartition("_")[2] for path in (run.output_dir / "checkpoints").glob("global_step_*[0-9]")]
     newest = max(map(int, steps), default=None)
-    kept = " yet" if newest is None else f" since the start; the checkpoint of step {newest} is untouched"
-    raise StoppedError(f"stopped by signal before the first step; nothing was trained{kept}")
+    untouched_note = " yet" if newest is None else f" since the start; the checkpoint of step {newest} is untouched"
+    raise StoppedError(f"stopped by signal before the first step; nothing was trained{untouched_note}")

@@ -47,8 +47,8 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
     commit = ""
     if shutil.which("git"):
         command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-        commit = found.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        commit = result.stdout.strip()
     return {
         "python": platform.python_version(),
         "packages": versions,
@@ -98,7 +98,8 @@ class Standing:
 
 def look_at(folder: Path) -> Standing | None:
     """The run that stands in a folder; None when there is none that made a step or a checkpoint."""
-    metrics, checkpoints = folder / "metrics.jsonl", list_checkpoints(folder / "checkpoints")
+    metrics = folder / "metrics.jsonl"
+    checkpoints = list_checkpoints(folder / "checkpoints")
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     if not has_metrics and not checkpoints:
         return None
@@ -160,7 +161,8 @@ class RunFolder:
         """
         self.path = Path(config.train.output_dir)  # type: ignore[attr-defined]
         self.wanted: str | None = config.train.load_checkpoint_path  # type: ignore[attr-defined]
-        self._config, self._say = config, say
+        self._config = config
+        self._say = say
         self.lock: FolderLock = lock_folder(self.path, say)
         try:
             self.standing = look_at(self.path)
@@ -176,13 +178,13 @@ class RunFolder:
     @property
     def differences(self) -> list[str]:
         """Fields in which this configuration is another than that of the run that stands here."""
-        there = self.standing.config if self.standing is not None else {}
-        here = flatten(self._config.model_dump(mode="json"))
-        names = [name for name in dict.fromkeys([*here, *there]) if name not in OWN_FOLDER]
+        standing_config = self.standing.config if self.standing is not None else {}
+        config = flatten(self._config.model_dump(mode="json"))
+        names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
         return [
-            f"{name} ({_short(there.get(name))} there, {_short(here.get(name))} here)"
+            f"{name} ({_shorten_value(standing_config.get(name))} there, {_shorten_value(config.get(name))} here)"
             for name in names
-            if there and there.get(name) != here.get(name)
+            if standing_config and standing_config.get(name) != config.get(name)
         ]
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, Any]) -> None:
@@ -200,15 +202,15 @@ class RunFolder:
         if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {_some(self.differences)}: give it a folder of its own, "
+                f"this configuration differs in {_name_first(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}"
             )
         if self._moves:
             self._move_aside()
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
-        about = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
+        environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
-        write_json(self.path / ENVIRONMENT, about)
+        write_json(self.path / ENVIRONMENT, environment_file)
 
     def add_environment(self, values: Mapping[str, Any]) -> None:
         """Adds to ``environment.json`` what is known only when the run has begun."""
@@ -225,8 +227,8 @@ class RunFolder:
         if self.wanted == "auto":
             if standing is None or standing.run_id is None:
                 return fresh
-            known = read_environment(self.path).get("forked_from")
-            return {"run_id": standing.run_id, **({"forked_from": known} if known else {})}
+            origin = read_environment(self.path).get("forked_from")
+            return {"run_id": standing.run_id, **({"forked_from": origin} if origin else {})}
         if self.wanted in (None, "new"):
             return fresh
         if standing is not None and standing.run_id == self.source_id:
@@ -249,22 +251,24 @@ class RunFolder:
             if standing.newest is None:
                 return not standing.finished and standing.forked_from != self.source_id
             raise FolderError(
-                f"{self.path} holds {self._what(standing)}, and {self.wanted} is of another one: give this run a "
+                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give this run a "
                 f"folder of its own, --train.output_dir {self._other_name()}"
             )
-        anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
-        other = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
-        differs = f" This one differs in {_some(self.differences)}." if self.differences else ""
+        start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
+        elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
+        differences = f" This one differs in {_name_first(self.differences)}." if self.differences else ""
         if standing.finished:
-            raise FolderError(f"{self.path} holds {self._what(standing)}, which stays.{differs} {other}; {anew}")
+            raise FolderError(
+                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere}; {start_anew}"
+            )
         if standing.newest is None:
             return True
         raise FolderError(
-            f"{self.path} holds {self._what(standing)}.{differs} --train.load_checkpoint_path auto goes on with it; "
-            f"{anew}; {other}"
+            f"{self.path} holds {self._describe_standing(standing)}.{differences} --train.load_checkpoint_path auto goes on with it; "
+            f"{start_anew}; {elsewhere}"
         )
 
-    def _what(self, standing: Standing) -> str:
+    def _describe_standing(self, standing: Standing) -> str:
         of = f" of {standing.total_steps}" if standing.total_steps is not None else ""
         if standing.finished:
             return f"a finished run ({standing.step} steps)"
@@ -297,15 +301,16 @@ class RunFolder:
                             yield name, path
 
     def _move_aside(self) -> None:
-        root, kept = self.path.resolve(), self._kept_name()
+        root = self.path.resolve()
+        moved_folder = self._kept_name()
         caches = {Path(cache) for cache in CACHES}
         caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
-        self.lock.move_folder(root.with_name(kept.name))
+        self.lock.move_folder(root.with_name(moved_folder.name))
         for cache in caches:
-            if (kept / cache).exists():
+            if (moved_folder / cache).exists():
                 (self.path / cache).parent.mkdir(parents=True, exist_ok=True)
-                (kept / cache).rename(self.path / cache)
-        self._say(f"an earlier run stood in {self.path}; it is now {kept}")
+                (moved_folder / cache).rename(self.path / cache)
+        self._say(f"an earlier run stood in {self.path}; it is now {moved_folder}")
 
     def _kept_name(self) -> Path:
         """Where an earlier run is moved to."""
@@ -329,11 +334,11 @@ def write_json(path: Path, value: Any) -> None:
     flush(path.parent)
 
 
-def _some(texts: list[str]) -> str:
+def _name_first(texts: list[str]) -> str:
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
 
 
-def _short(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

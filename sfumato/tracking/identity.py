@@ -54,7 +54,7 @@ def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, 
         del data["shuffle_buffer"]  # of streams
     train = config.train  # type: ignore[attr-defined]
     identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
-    folder = _wanted(Path(train.output_dir), train.load_checkpoint_path)
+    folder = _find_wanted(Path(train.output_dir), train.load_checkpoint_path)
     if folder is not None:
         compare_identity(read_values(folder).get(KEY), identity, folder)
     return identity
@@ -77,8 +77,8 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
     both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
     changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     evaluation = {name for name in changed if name.startswith(EVALUATION)}
-    others = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
-    watched = evaluation | others
+    remade = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
+    watched = evaluation | remade
     fatal = [_describe(name, *changed[name]) for name in changed if name not in watched]
     if fatal:
         raise CheckpointError(
@@ -88,12 +88,12 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
         )
     unknown = [name for name, value in here.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
     lines = []
-    for names, what in (
+    for names, reason in (
         (evaluation, "the evaluation is another one than before the checkpoint"),
-        (others, "changed since the checkpoint, which is gone on with"),
+        (remade, "changed since the checkpoint, which is gone on with"),
     ):
         if names:
-            lines.append(f"{what}: {'; '.join(_describe(name, *changed[name]) for name in sorted(names))}")
+            lines.append(f"{reason}: {'; '.join(_describe(name, *changed[name]) for name in sorted(names))}")
     if unknown:
         lines.append(f"{folder} does not say what these held, so they are not compared: {', '.join(unknown)}")
     return "; ".join(lines)
@@ -104,24 +104,24 @@ def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
 
     Those that name no run count as its own.
     """
-    found = list_checkpoints(output_dir / "checkpoints")
-    ids = {step: read_values(folder).get("run_id") for step, folder in found.items()}
-    own = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
-    others = {step: str(run_id) for step, run_id in ids.items() if own is not None and run_id not in (None, own)}
-    return {step: folder for step, folder in found.items() if step not in others}, others
+    checkpoints = list_checkpoints(output_dir / "checkpoints")
+    ids = {step: read_values(folder).get("run_id") for step, folder in checkpoints.items()}
+    own_id = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
+    foreign = {step: str(run_id) for step, run_id in ids.items() if own_id is not None and run_id not in (None, own_id)}
+    return {step: folder for step, folder in checkpoints.items() if step not in foreign}, foreign
 
 
-def _wanted(output_dir: Path, path: str | None) -> Path | None:
+def _find_wanted(output_dir: Path, path: str | None) -> Path | None:
     """The checkpoint that a run will probably go on from; whether it is intact is looked at later."""
     if path in (None, "new"):
         return None
     if path != "auto":
         return Path(path)
-    own, _ = own_checkpoints(output_dir)
-    return own[max(own)] if own else None
+    checkpoints, _ = own_checkpoints(output_dir)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
-def _describe(name: str, saved: Any, here: Any) -> str:
-    if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(here)):
+def _describe(name: str, saved: Any, current: Any) -> str:
+    if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(current)):
         return f"{name} has another content"
-    return f"{name} was {saved!r}, is {here!r}"
+    return f"{name} was {saved!r}, is {current!r}"

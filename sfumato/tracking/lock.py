@@ -62,7 +62,7 @@ class Owner:
     @property
     def is_visible(self) -> bool:
         """Whether this machine could see the process."""
-        return self.place == _place()
+        return self.place == _machine_id()
 
     @property
     def is_alive(self) -> bool:
@@ -80,8 +80,9 @@ class FolderLock:
 
     def __init__(self, folder: Path, owner: Owner, made: list[Path]) -> None:
         """Use ``lock_folder``; ``made`` are folders that were made for the lock, outermost first."""
-        self.folder, self.owner = folder, owner
-        self._made = made
+        self.folder = folder
+        self.owner = owner
+        self._made_folders = made
         self._checked = time.monotonic()
         self._begin_to_beat()
         _held.add(self)
@@ -99,9 +100,9 @@ class FolderLock:
         if now - self._checked < at_most_every_s:
             return
         self._checked = now
-        found = _read(self.folder / NAME)
-        if found is None or found[0] is None or found[0].token != self.owner.token:
-            who = "was removed" if found is None else f"is now held by {found[0] or 'another process'}"
+        state = _read(self.folder / NAME)
+        if state is None or state[0] is None or state[0].token != self.owner.token:
+            who = "was removed" if state is None else f"is now held by {state[0] or 'another process'}"
             raise FolderError(
                 f"{self.folder / NAME} {who}: this run had not renewed it for {STALE_S:.0f} s, or somebody removed it. "
                 "It stops, so that two runs do not write into one folder"
@@ -138,9 +139,9 @@ class FolderLock:
             return
         self.abandon()
         with contextlib.suppress(OSError):  # the disk is gone: others see that the lock is not renewed
-            if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+            if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
                 (self.folder / NAME).unlink()
-            for folder in reversed(self._made):
+            for folder in reversed(self._made_folders):
                 folder.rmdir()
 
     def _begin_to_beat(self) -> None:
@@ -152,7 +153,7 @@ class FolderLock:
         released = self._released
         while not released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # a file system that is away for a while
-                if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+                if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
                     os.utime(self.folder / NAME)
 
 
@@ -169,14 +170,14 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
         FolderError: when a living run holds the folder, or it cannot be written.
     """
     try:
-        made = make_with_parents(folder)
+        made_folders = make_with_parents(folder)
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be made: {error.strerror}") from error
     owner = Owner(
         host=socket.gethostname(),
         pid=os.getpid(),
         born=_born(os.getpid()),
-        place=_place(),
+        place=_machine_id(),
         since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         token=secrets.token_hex(8),
     )
@@ -184,11 +185,11 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     try:
         while not _link(path, owner):
             _take_over(path, owner, say)
-            if (found := _read(path)) is not None and found[0] == owner:
+            if (state := _read(path)) is not None and state[0] == owner:
                 break
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be written: {error.strerror}") from error
-    return FolderLock(folder, owner, made)
+    return FolderLock(folder, owner, made_folders)
 
 
 def release_locks() -> None:
@@ -207,18 +208,18 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
     Raises:
         FolderError: when its holder is alive.
     """
-    dead, reason = _wait_for_death(path, say)
-    if dead is None:
+    dead_state, reason = _wait_for_death(path, say)
+    if dead_state is None:
         return
-    with _exclusively(path) as found:
-        if found != dead:
+    with _hold_exclusively(path) as state:
+        if state != dead_state:
             return
-        for lock in [lock for lock in _held if lock.owner == dead[0]]:
+        for lock in [lock for lock in _held if lock.owner == dead_state[0]]:
             lock.abandon()
         os.replace(_write_beside(path, owner), path)
-    if not dead[0] or not dead[0].is_self:
+    if not dead_state[0] or not dead_state[0].is_self:
         time.sleep(SETTLE_S)
-    if (now := _read(path)) is not None and now[0] == owner and reason:
+    if (new_state := _read(path)) is not None and new_state[0] == owner and reason:
         say(reason)
 
 
@@ -229,20 +230,20 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
         FolderError: when its holder is alive.
     """
     first = None
-    while (found := _read(path)) is not None:
-        holder, renewed = found
+    while (state := _read(path)) is not None:
+        holder, renewed = state
         if holder is not None and holder.is_self:
-            return found, ""  # a run of this process that ended with an error
+            return state, ""  # a run of this process that ended with an error
         if holder is not None and holder.is_visible:
             if holder.is_alive:
                 raise _refusal(path.parent, holder)
-            return found, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
+            return state, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
         if first is not None and renewed != first:
             raise _refusal(path.parent, holder)
         silent_s = _now_of(path.parent) - renewed
         if silent_s > STALE_S:
             who = holder or "a process that did not write its name"
-            return found, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
+            return state, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
         if first is None:
             say(
                 f"{path} is held by {holder or 'another process'} and was renewed {max(silent_s, 0):.0f} s ago: "
@@ -263,8 +264,9 @@ def _refusal(folder: Path, holder: Owner | None) -> FolderError:
 def _read(path: Path) -> Seen | None:
     """The lock, or None when there is none."""
     try:
-        with _opened(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
-            text, renewed = file.read(MOST_BYTES), os.fstat(file.fileno()).st_mtime
+        with _open_lock(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
+            text = file.read(MOST_BYTES)
+            renewed = os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
     try:
@@ -273,7 +275,7 @@ def _read(path: Path) -> Seen | None:
         return None, renewed
 
 
-def _opened(path: Path, flags: int) -> IO[bytes]:
+def _open_lock(path: Path, flags: int) -> IO[bytes]:
     """The lock, opened.
 
     Raises:
@@ -301,9 +303,9 @@ def _no_lock(path: Path) -> FolderError:
 
 def _link(path: Path, owner: Owner) -> bool:
     """Makes the lock if there is none; whether it was made."""
-    mine = _write_beside(path, owner)
+    own_file = _write_beside(path, owner)
     try:
-        os.link(mine, path)
+        os.link(own_file, path)
     except FileExistsError:
         pass
     except OSError:  # a file system without hard links
@@ -311,27 +313,27 @@ def _link(path: Path, owner: Owner) -> bool:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
-        os.write(descriptor, mine.read_bytes())
+        os.write(descriptor, own_file.read_bytes())
         os.close(descriptor)
         return True
     finally:
-        made = mine.stat().st_nlink == 2  # NFS may lose the answer of a link that was made
-        mine.unlink()
-    return made
+        was_linked = own_file.stat().st_nlink == 2  # NFS may lose the answer of a link that was made
+        own_file.unlink()
+    return was_linked
 
 
 def _write_beside(path: Path, owner: Owner) -> Path:
-    mine = path.with_name(f"{path.name}.{owner.token}")
-    with os.fdopen(os.open(mine, NEW, 0o666), "wb") as file:
+    own_file = path.with_name(f"{path.name}.{owner.token}")
+    with os.fdopen(os.open(own_file, NEW, 0o666), "wb") as file:
         file.write(json.dumps(asdict(owner)).encode())
-    return mine
+    return own_file
 
 
 @contextmanager
-def _exclusively(path: Path) -> Iterator[Seen | None]:
+def _hold_exclusively(path: Path) -> Iterator[Seen | None]:
     """One process at a time is inside; gives the lock, or None when it has been replaced or removed meanwhile."""
     try:
-        file = _opened(path, os.O_RDWR)
+        file = _open_lock(path, os.O_RDWR)
     except FileNotFoundError:
         yield None
         return
@@ -362,7 +364,7 @@ def make_with_parents(folder: Path) -> list[Path]:
     return missing
 
 
-def _place() -> str:
+def _machine_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

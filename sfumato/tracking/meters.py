@@ -69,7 +69,8 @@ class Meter:
             mesh: the ranks whose amounts are added.
             peak_flops: operations a second of one device; None reports no MFU.
         """
-        self.mesh, self.peak_flops = mesh, peak_flops
+        self.mesh = mesh
+        self.peak_flops = peak_flops
         self.num_devices = mesh.size
         """Devices that work on what is counted."""
         self._amounts: defaultdict[str, float] = defaultdict(float)
@@ -101,7 +102,8 @@ class Meter:
             seconds: that training took.
             timings: ``time/<part>_s`` of the parts by which something was counted.
         """
-        amounts, self._amounts = self._amounts, defaultdict(float)
+        amounts = self._amounts
+        self._amounts = defaultdict(float)
         if not amounts:
             return {}
         amounts = self._over_ranks(amounts)
@@ -129,10 +131,12 @@ class Meter:
 
     def memory(self) -> dict[str, float]:
         """``memory_in_use``, with the GPU's peak in each phase since the last call."""
-        found, peaks, self._peaks = memory_in_use(), self._peaks, {}
+        usage = memory_in_use()
+        peaks = self._peaks
+        self._peaks = {}
         if peaks:
-            found["memory/gpu_peak_mib"] = max(found["memory/gpu_peak_mib"], *peaks.values())
-        return found | {f"memory/{phase}_gpu_peak_mib": peak for phase, peak in peaks.items()}
+            usage["memory/gpu_peak_mib"] = max(usage["memory/gpu_peak_mib"], *peaks.values())
+        return usage | {f"memory/{phase}_gpu_peak_mib": peak for phase, peak in peaks.items()}
 
     def _over_ranks(self, amounts: dict[str, float]) -> dict[str, float]:
         if self.mesh.data_size == 1:
@@ -157,10 +161,10 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
         return given_tflops * 1e12
     if device.type != "cuda":
         return None
-    found = known_peaks(torch.cuda.get_device_name(device))
-    if found is None:
+    peaks = known_peaks(torch.cuda.get_device_name(device))
+    if peaks is None:
         return None
-    bf16, tf32, fp32 = found
+    bf16, tf32, fp32 = peaks
     in_fp32 = fp32 if torch.get_float32_matmul_precision() == "highest" else tf32
     peak = bf16 if mixed_precision == "bf16" else in_fp32
     return None if peak is None else peak * 1e12
@@ -175,15 +179,15 @@ def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
 
 def memory_in_use() -> dict[str, float]:
     """Memory of this process in MiB, now and at its peak so far; of its GPU now and at its peak since the last call."""
-    found = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    usage = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as pages:
-        found["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        usage["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     if torch.cuda.is_initialized():  # asking would open a context on GPU 0
-        found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        found["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
-        found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20
+        usage["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        usage["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
+        usage["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return usage
 
 
 NUM_ROWS = 40
@@ -207,7 +211,10 @@ class StepProfiler:
             folder: where to; made when there is something to write.
             rank: this process.
         """
-        self.first, self.last, self.folder, self.rank = first, last, folder, rank
+        self.first = first
+        self.last = last
+        self.folder = folder
+        self.rank = rank
         self._on_gpu = torch.cuda.is_available()
         self._profile: Any = None
 
@@ -256,7 +263,8 @@ class StepProfiler:
         self._profile.start()
 
     def _stop(self) -> Any:
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if profile is not None:
             if self._on_gpu:
                 torch.cuda.synchronize()

@@ -42,10 +42,14 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_steps, self.label, self.enabled, self.interval_s = total_steps, label, enabled, interval_s
+        self.total_steps = total_steps
+        self.label = label
+        self.enabled = enabled
+        self.interval_s = interval_s
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._last_step, self._last_time = start_step, clock()
+        self._last_step = start_step
+        self._last_time = clock()
         self._seconds_per_step: deque[float] = deque(maxlen=30)
         self._shown_at: float | None = None
         self._pending: dict[str, float] | None = None
@@ -62,10 +66,11 @@ class Progress:
         now = self._clock()
         if step > self._last_step:
             self._seconds_per_step.append((now - self._last_time) / (step - self._last_step))
-        self._last_step, self._last_time = step, now
+        self._last_step = step
+        self._last_time = now
         is_last = step >= self.total_steps
         if self._bar is not None:
-            values, eta = self._described(shown_values)
+            values, eta = self._format_state(shown_values)
             self._bar.update(self._task, completed=step, values=values, eta=eta)
             if is_last or self._is_due(now, 0.1):  # no background thread draws: it would not survive a fork
                 self._bar.refresh()
@@ -101,7 +106,8 @@ class Progress:
             self._bar = None
         elif self._pending is not None:
             self._write_pending()
-        self._pending, self.enabled = None, False
+        self._pending = None
+        self.enabled = False
 
     def __enter__(self) -> Progress:
         return self
@@ -112,14 +118,14 @@ class Progress:
     def _is_due(self, now: float, interval_s: float) -> bool:
         return self._shown_at is None or now - self._shown_at >= interval_s
 
-    def _described(self, shown_values: dict[str, float]) -> tuple[str, str]:
+    def _format_state(self, shown_values: dict[str, float]) -> tuple[str, str]:
         """The values of the last step, and the time that is left after it, as text."""
         values = "  ".join(f"{name} {format_value(value)}" for name, value in shown_values.items())
-        left = None if self._last_step >= self.total_steps else self.eta_s
-        return values, "" if left is None else f"eta {format_duration(left)}"
+        seconds_left = None if self._last_step >= self.total_steps else self.eta_s
+        return values, "" if seconds_left is None else f"eta {format_duration(seconds_left)}"
 
     def _write_pending(self) -> None:
-        values, eta = self._described(self._pending or {})
+        values, eta = self._format_state(self._pending or {})
         parts = (self.label, f"step {self._last_step}/{self.total_steps}", values, eta)
         self._write("  ".join(part for part in parts if part))
         self._pending = None

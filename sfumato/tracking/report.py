@@ -109,7 +109,7 @@ def _read_text(folder: Path, name: str) -> str:
     return (folder / name).read_text(encoding="utf-8", errors="replace")
 
 
-def _parsed(config: str) -> Any:
+def _parse_config(config: str) -> Any:
     """A configuration as it was read, or None; the report also serves configurations of other shapes."""
     try:
         return parse_yaml(config, "config.yaml")
@@ -119,12 +119,15 @@ def _parsed(config: str) -> Any:
 
 def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str, ending: str) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
-    last, total = max(steps, default=0), _planned_steps(config)
-    state, kind = f"step {last}" + (f" of {total}" if total else ""), "open"
+    last = max(steps, default=0)
+    total = _planned_steps(config)
+    state = f"step {last}" + (f" of {total}" if total else "")
+    kind = "open"
     if not steps:
         state = "nothing logged yet"
     elif total and last >= total:
-        state, kind = f"all {total} steps finished", "done"
+        state = f"all {total} steps finished"
+        kind = "done"
     bar = f'<progress max="{total}" value="{last}">{last} of {total}</progress>' if total else ""
     versions = "".join(f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment(output_dir).items())
     ended = f'<p class="state ended">{escape(ending)}</p>' if ending and kind == "open" else ""
@@ -138,7 +141,7 @@ def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: 
 
 def _planned_steps(config: str) -> int | None:
     try:
-        steps = _parsed(config)["train"]["max_steps"]
+        steps = _parse_config(config)["train"]["max_steps"]
     except (TypeError, KeyError, IndexError):
         return None
     return steps if is_step(steps) and steps > 0 else None
@@ -152,28 +155,28 @@ def _environment(output_dir: Path) -> dict[str, str]:
         raise
     except (ValueError, RecursionError):  # absent, or being written at this moment
         return {}
-    found: dict[str, str] = {}
-    while pending and len(found) < MOST_FACTS:
+    facts: dict[str, str] = {}
+    while pending and len(facts) < MOST_FACTS:
         name, value = pending.pop(0)
         if isinstance(value, dict):
-            pending.extend((f"{name} {key}" if key in found else key, item) for key, item in value.items())
+            pending.extend((f"{name} {key}" if key in facts else key, item) for key, item in value.items())
         elif name and value is not None and not isinstance(value, list) and len(str(value)) <= 60:
-            found[name] = str(value)[:12] if "commit" in name else str(value)
-    return found
+            facts[name] = str(value)[:12] if "commit" in name else str(value)
+    return facts
 
 
 def _weights(config: str) -> dict[str, float]:
     """Weights of the rewards in a configuration, by name."""
     try:
-        rewards = _parsed(config)["reward"]["rewards"]
-        found = {}
+        rewards = _parse_config(config)["reward"]["rewards"]
+        weights = {}
         for reward in rewards:
-            called = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
+            name = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
             weight = reward.get("weight", 1.0)
-            found[called.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
+            weights[name.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
     except (TypeError, KeyError, IndexError, AttributeError):  # a task without rewards
         return {}
-    return found
+    return weights
 
 
 def _better(name: str, weights: dict[str, float]) -> float:
@@ -192,7 +195,8 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
         (first_step, first), (last_step, last) = values[0], values[-1]
         best_step, best = (min if sign < 0 else max)(values, key=lambda item: item[1])
         if len(values) == 1:
-            numbers, note = f"<b>{first:.3f}</b>", f"one evaluation so far, at step {first_step}"
+            numbers = f"<b>{first:.3f}</b>"
+            note = f"one evaluation so far, at step {first_step}"
         else:
             kind = {1.0: "better", -1.0: "worse"}.get(np.sign(sign * (last - first)), "unknown")
             numbers = (
@@ -209,13 +213,14 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
 
 
 def _curves(series: Series) -> str:
-    html, number = [], 0
+    html = []
+    number = 0
     for group in SECTIONS:
         figures = []
         for name, points in series.items():
             values = finite(points)
-            own = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
+            own_section = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
+            if own_section != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
                 continue
             number += 1
             missing = len(points) - len(values)
@@ -245,7 +250,8 @@ def _signs(metrics: Series) -> str:
     for number, (name, values) in enumerate(shown.items()):
         note = ""
         if name == VELOCITY:
-            values, note = finite(relative_to_first(values)), "<small>relative to the first</small>"
+            values = finite(relative_to_first(values))
+            note = "<small>relative to the first</small>"
         figures.append(_figure(name, values, f"s{number}-", note) if values else "")
     signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
@@ -259,10 +265,11 @@ def _roles(output_dir: Path, series: Series) -> str:
     figures = [
         _figure(name, values, f"u{number}-", "") for number, (name, values) in enumerate(shown.items()) if values
     ]
-    picture, note = "", ""
+    picture = ""
+    note = ""
     if stretch is not None:
         picture = f'<figure class="timeline"><div class="scroll">{timeline_svg(stretch, "timeline-")}</div></figure>'
-        hidden = "".join(f" · {shown} of {there} {role} rows" for role, (shown, there) in stretch.left_out.items())
+        hidden = "".join(f" · {shown} of {total} {role} rows" for role, (shown, total) in stretch.left_out.items())
         note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
     curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
     return section("What each role did", note, picture + curves) if picture or curves else ""

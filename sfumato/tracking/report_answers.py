@@ -65,14 +65,14 @@ def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
 
 
 def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_dir: Path) -> str:
-    def of_kind(rows: Sequence[Row]) -> list[Row]:
+    def select_kind(rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if row.get("kind") == kind and isinstance(row.get("text"), str)]
 
-    step = max((step for step, rows in samples.items() if of_kind(rows)), default=None)
+    step = max((step for step, rows in samples.items() if select_kind(rows)), default=None)
     if step is None:
         return ""
-    kept = of_kind(samples[step])
-    scored = sorted((row for row in kept if row.get("total") is not None), key=lambda row: -row["total"])
+    samples_of_kind = select_kind(samples[step])
+    scored = sorted((row for row in samples_of_kind if row.get("total") is not None), key=lambda row: -row["total"])
     if not scored:
         return ""
     num_best = min(MAX_ANSWERS, -(-len(scored) // 2))
@@ -87,8 +87,8 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_di
         f"<td>{_images(output_dir, step, row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
         for label, row in shown
     )
-    failed = f" · {len(kept) - len(scored)} without a reward" if len(scored) < len(kept) else ""
-    note = f"Step {step} · {len(shown)} of the {len(kept)} samples that were kept, by their reward{failed}"
+    failed = f" · {len(samples_of_kind) - len(scored)} without a reward" if len(scored) < len(samples_of_kind) else ""
+    note = f"Step {step} · {len(shown)} of the {len(samples_of_kind)} samples that were kept, by their reward{failed}"
     table = f'<table class="answers" data-kind="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
 

@@ -41,18 +41,19 @@ def time_per_phase(timings: Series) -> str:
     seconds = {name: list(finite(points).values()) for name, points in timings.items()}
     steps = seconds.get("time/step_s", [])
     phases = {phase: values for phase in Phase if (values := seconds.get(phase.metric, []))}
-    whole, rest = sum(steps), max(sum(steps) - sum(map(sum, phases.values())), 0.0)
+    whole = sum(steps)
+    unattributed = max(sum(steps) - sum(map(sum, phases.values())), 0.0)
     # generation by a sampler of its own goes on while the policy learns; nobody waits for it then
     is_beside = sum(map(sum, phases.values())) > OVERLAP * whole and Phase.GENERATE in phases
     if is_beside:
-        rest = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
+        unattributed = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
     rows = []
     for phase, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
         share = "beside the others" if is_beside and phase == Phase.GENERATE else _share(sum(values), whole)
         rows.append((phase.replace("_", " "), *_spread(values, len(steps)), share))
     if rows and steps:
         rest_of = "everything else" if Phase.UPDATE in phases else "training, and everything else"
-        rows.append((rest_of, "", "", "", _share(rest, whole)))
+        rows.append((rest_of, "", "", "", _share(unattributed, whole)))
     beside = {name: values for name, values in seconds.items() if re.fullmatch(r"time/(scoring|reward_.+)_s", name)}
     for name, values in sorted(beside.items(), key=lambda item: -sum(item[1])):
         label = name.removeprefix("time/").removesuffix("_s").replace("_", " ", 1)
@@ -66,14 +67,14 @@ def time_per_phase(timings: Series) -> str:
 
 def failed_rewards(log: str) -> str:
     """Why samples have no reward, from what the run said; of a step that was repeated the last word counts."""
-    said: dict[tuple[bool, int, str], int] = {}
+    failures: dict[tuple[bool, int, str], int] = {}
     for is_evaluation, step, reason, count in _FAILED.findall(log):
-        said[bool(is_evaluation), int(step), reason] = int(count)
+        failures[bool(is_evaluation), int(step), reason] = int(count)
     reasons: dict[str, _Failed] = {}
-    for (is_evaluation, step, reason), count in said.items():
-        found = reasons.setdefault(reason, _Failed())
-        found.samples[is_evaluation] += count
-        found.steps.add(step)
+    for (is_evaluation, step, reason), count in failures.items():
+        match = reasons.setdefault(reason, _Failed())
+        match.samples[is_evaluation] += count
+        match.steps.add(step)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].samples.total())
     rows = [
         (reason, str(failed.samples[False]), str(failed.samples[True]), f"{min(failed.steps)} to {max(failed.steps)}")

@@ -41,9 +41,9 @@ def signs_of_hacking(metrics: Series) -> list[Sign]:
         metrics: of ``metrics.jsonl``.
     """
     watched = [name for name in [HELD_OUT, *evaluation_only(metrics)] if name in metrics]
-    found = [_gap(metrics, name) for name in watched]
-    found += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
-    return [sign for sign in found if sign is not None]
+    signs = [_gap(metrics, name) for name in watched]
+    signs += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
+    return [sign for sign in signs if sign is not None]
 
 
 def evaluation_only(metrics: Series) -> list[str]:

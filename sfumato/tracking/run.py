@@ -61,7 +61,9 @@ class Run:
     ) -> None:
         """Use ``start_run``."""
         self._enabled = False
-        self.output_dir, self.label, self.mesh = output_dir, label, mesh
+        self.output_dir = output_dir
+        self.label = label
+        self.mesh = mesh
         self.stop_requested = False
         self.in_steps = False
         """Whether a signal stops the run after the step, and no longer at once."""
@@ -74,7 +76,8 @@ class Run:
         """What was said before ``begin``, until which nothing is written."""
         self._config = {} if config is None else config.model_dump(mode="json")
         self._timeout_s: float | None = None
-        self._meter, self._profiler = Meter(mesh), None
+        self._meter = Meter(mesh)
+        self._profiler = None
         if config is not None:
             train = config.train  # type: ignore[attr-defined]
             self._timeout_s = train.timeout_s
@@ -128,7 +131,8 @@ class Run:
                 problem = f"train.output_dir {self.output_dir} cannot be written: {error.strerror}"
         if problem := self.mesh.first(problem, among="world"):
             raise FolderError(problem)
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         if self.folder is not None:
             self._write_log(early)
             name_log(self.output_dir / "log.txt")
@@ -169,7 +173,8 @@ class Run:
         rates = self._meter.rates(training_s, self._timings)
         busy = self._timeline.end_step(step) if self._enabled else {}
         timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
-        self._timings, self._step_started = {}, self._step_started + seconds
+        self._timings = {}
+        self._step_started = self._step_started + seconds
         if self._profiler is not None and self._profiler.after_step(step):
             self.say(f"profile of steps {self._profiler.first} to {self._profiler.last}: {self._profiler.folder}")
             self._step_started = time.perf_counter()  # writing the trace belongs to no step
@@ -369,7 +374,8 @@ class Run:
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
-        was_open, self.is_open = self.is_open, False
+        was_open = self.is_open
+        self.is_open = False
         try:
             if was_open:
                 if self._profiler is not None:
@@ -420,7 +426,8 @@ def _take_folder(config: Section, mesh: Mesh, early: list[str]) -> RunFolder | N
         early.append(text)
         print(text, file=sys.stderr, flush=True)
 
-    folder, problem = None, ""
+    folder = None
+    problem = ""
     if mesh.is_first:
         try:
             folder = RunFolder(config, say)

@@ -89,7 +89,7 @@ class SampleRecord:
     @property
     def still(self) -> np.ndarray:
         """The image, uint8 [H, W, 3]; of a video the first, the middle and the last frame side by side."""
-        return _still(self.content[None] if self.content.ndim == 3 else self.content)
+        return _join_still(self.content[None] if self.content.ndim == 3 else self.content)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -163,17 +163,18 @@ def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord])
 
 def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
     """The pictures of the grids of a step by kind: uint8 ``[N, H, W, 3]``, of videos three frames side by side."""
-    path, found = step_folder(folder, step), {}
+    path = step_folder(folder, step)
+    stills = {}
     rows = read_jsonl(path / "samples.jsonl") if path.is_dir() else []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         files = [row["file"] for row in rows if row["kind"] == kind and "file" in row][:SHOWN]
-        images = [_still(_read_frames(path / file)) for file in files]
+        images = [_join_still(_read_frames(path / file)) for file in files]
         if len({image.shape for image in images}) == 1:
-            found[kind] = np.stack(images)
-    return found
+            stills[kind] = np.stack(images)
+    return stills
 
 
-def _still(frames: np.ndarray) -> np.ndarray:
+def _join_still(frames: np.ndarray) -> np.ndarray:
     """The image, or the first, the middle and the last frame side by side: ``[F, H, W, 3]`` to ``[H, W, 3]``."""
     if len(frames) == 1:
         return frames[0]
@@ -201,13 +202,13 @@ def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
     Unfinished folders are not looked at.
     """
     folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists()]
-    return {step: _checked(path / "samples.jsonl") for step, path in sorted(folders)}
+    return {step: _read_checked(path / "samples.jsonl") for step, path in sorted(folders)}
 
 
 _TEXTS, _WHOLE = ("kind", "prompt", "text", "file", "source", "damage"), ("seed", "sample_id", "policy_version")
 
 
-def _checked(path: Path) -> list[dict[str, Any]]:
+def _read_checked(path: Path) -> list[dict[str, Any]]:
     """Rows whose values are of the types that a run writes. Raises DataError that names file, row and value."""
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
@@ -232,16 +233,16 @@ def _is_value(value: Any) -> bool:
 
 def drop_samples_after(output_dir: Path, step: int) -> None:
     """Removes the samples of later steps, which a run that resumes from ``step`` makes again."""
-    for found, path in _step_folders(output_dir):
-        if found > step:
+    for sample_step, path in _step_folders(output_dir):
+        if sample_step > step:
             remove(path)
 
 
 def _step_folders(output_dir: Path) -> list[tuple[int, Path]]:
     """Steps and folders of finished samples."""
     paths = (Path(output_dir) / "samples").glob("step_*")
-    found = [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_[0-9]{1,15}", path.name)]
-    return [(step, path) for step, path in found if path_inside(Path(output_dir), path.absolute()) == path.resolve()]
+    folders = [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_[0-9]{1,15}", path.name)]
+    return [(step, path) for step, path in folders if path_inside(Path(output_dir), path.absolute()) == path.resolve()]
 
 
 def image_grid(
@@ -318,31 +319,35 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     A file that is small enough is embedded byte for byte. A smaller copy is JPEG, of a video WebP with fewer frames
     where it would exceed ``EMBEDDED_BYTES``: as PNG, a page with a hundred photographs would be too large for a phone.
     """
-    content, mime = path.read_bytes(), path.suffix.removeprefix(".")
+    content = path.read_bytes()
+    mime = path.suffix.removeprefix(".")
     with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
-        size, num_frames = opened.size, getattr(opened, "n_frames", 1)
+        size = opened.size
+        num_frames = getattr(opened, "n_frames", 1)
         if num_frames * math.prod(size) > MOST_PIXELS:
             raise ValueError(f"{num_frames} frames of {size} pixels")
         if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
             scale = min(max_pixels / max(size), 1.0)
             size = (max(round(size[0] * scale), 1), max(round(size[1] * scale), 1))
-            content, mime = _smaller_copy(opened, size), "jpeg" if num_frames == 1 else "webp"
+            content = _smaller_copy(opened, size)
+            mime = "jpeg" if num_frames == 1 else "webp"
     return f"data:image/{mime};base64,{base64.b64encode(content).decode('ascii')}", *size
 
 
 def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
-    every = ImageSequence.Iterator(image)
-    frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in every]
+    iterator = ImageSequence.Iterator(image)
+    frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in iterator]
     buffer = io.BytesIO()
     if len(frames) == 1:
         frames[0].save(buffer, "JPEG", quality=90)
         return buffer.getvalue()
     step = 1
     while True:
-        kept, buffer = frames[::step], io.BytesIO()
-        more = {"save_all": True, "append_images": kept[1:], "duration": FRAME_MS * step, "loop": 0}
-        kept[0].save(buffer, "WEBP", quality=75, method=0, **more)
-        if buffer.tell() <= EMBEDDED_BYTES or len(kept) == 1:
+        kept_frames = frames[::step]
+        buffer = io.BytesIO()
+        save_options = {"save_all": True, "append_images": kept_frames[1:], "duration": FRAME_MS * step, "loop": 0}
+        kept_frames[0].save(buffer, "WEBP", quality=75, method=0, **save_options)
+        if buffer.tell() <= EMBEDDED_BYTES or len(kept_frames) == 1:
             return buffer.getvalue()
         step *= 2
 

@@ -49,14 +49,14 @@ class WandbTracker(_LoggedRun):
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         wandb = _import("wandb")
-        known = _known_id(output_dir / "wandb", resumed)
+        known_id = _read_known_id(output_dir / "wandb", resumed)
         self._image = wandb.Image
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", _name(output_dir)),
             dir=str(output_dir),
-            id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
-            resume="allow" if known else "never",
+            id=known_id or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
+            resume="allow" if known_id else "never",
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -68,14 +68,14 @@ class SwanlabTracker(_LoggedRun):
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         swanlab = _import("swanlab")
         folder = output_dir / "swanlab"
-        known = _known_id(folder, resumed)
+        known_id = _read_known_id(folder, resumed)
         self._image = swanlab.Image
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJECT", PROJECT),
             name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
-            id=known or _keep_id(folder, secrets.token_hex(8)),
-            resume="allow" if known else "never",
+            id=known_id or _keep_id(folder, secrets.token_hex(8)),
+            resume="allow" if known_id else "never",
             mode=os.environ.get("SWANLAB_MODE"),
             config=dict(config),
         )
@@ -100,7 +100,7 @@ class MlflowTracker:
         experiment = self._client.get_experiment_by_name(name)
         where = None if server else (folder / "artifacts").as_uri()
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, where)
-        self._id = _known_id(folder, resumed)
+        self._id = _read_known_id(folder, resumed)
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
@@ -128,15 +128,15 @@ class TrackioTracker(_LoggedRun):
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         trackio = _import("trackio")
-        known = _known_id(output_dir / "trackio", resumed)
+        known_id = _read_known_id(output_dir / "trackio", resumed)
         # its runs are told apart by their names, and many folders are called alike
-        fresh = f"{_name(output_dir)}-{secrets.token_hex(3)}"
+        fresh_name = f"{_name(output_dir)}-{secrets.token_hex(3)}"
         self._image = trackio.Image
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=known or _keep_id(output_dir / "trackio", fresh),
+            name=known_id or _keep_id(output_dir / "trackio", fresh_name),
             config=dict(config),
-            resume="allow" if known else "never",
+            resume="allow" if known_id else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -173,10 +173,10 @@ def _name(output_dir: Path) -> str:
     return output_dir.resolve().name
 
 
-def _known_id(folder: Path, resumed: bool) -> str | None:
+def _read_known_id(folder: Path, resumed: bool) -> str | None:
     """The id of the run that is resumed, if it was kept."""
-    known = folder / "run_id"
-    return known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None
+    id_file = folder / "run_id"
+    return id_file.read_text(encoding="utf-8").strip() if resumed and id_file.exists() else None
 
 
 def _keep_id(folder: Path, run_id: str) -> str:

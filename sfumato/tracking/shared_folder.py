@@ -31,8 +31,9 @@ class Token:
         Raises:
             OSError: it cannot be written.
         """
-        self.folder, self.name = folder, f"{PREFIX}{secrets.token_hex(8)}"
-        self._made = make_with_parents(folder)
+        self.folder = folder
+        self.name = f"{PREFIX}{secrets.token_hex(8)}"
+        self._made_folders = make_with_parents(folder)
         with open_new(folder / self.name) as file:
             file.write(socket.gethostname().encode())
 
@@ -42,19 +43,19 @@ class Token:
         Args:
             answers: of ``answer``, by who gave it.
         """
-        wrong = {who: text for who, (_, text) in answers.items() if text}
+        complaint_by_rank = {who: text for who, (_, text) in answers.items() if text}
         for who in answers:
-            if who not in wrong and not _appears(self.folder, f"{self.name}.{who}"):
-                wrong[who] = f"writes to a folder of that name which {socket.gethostname()} does not see"
-        said = "; ".join(f"{answers[who][0]} ({who}) {text}" for who, text in wrong.items())
+            if who not in complaint_by_rank and not _appears(self.folder, f"{self.name}.{who}"):
+                complaint_by_rank[who] = f"writes to a folder of that name which {socket.gethostname()} does not see"
+        complaints = "; ".join(f"{answers[who][0]} ({who}) {text}" for who, text in complaint_by_rank.items())
         remedy = "take a folder that all machines share (sfumato doctor --folder DIR on each, docs/cluster.md)"
-        return f"train.output_dir {self.folder.resolve()}: {said}: {remedy}" if wrong else ""
+        return f"train.output_dir {self.folder.resolve()}: {complaints}: {remedy}" if complaint_by_rank else ""
 
     def close(self, *, undo: bool = False) -> None:
         """Removes what was written; with ``undo`` the folder, too, if it was made here."""
         for path in self.folder.glob(f"{self.name}*"):
             path.unlink(missing_ok=True)
-        for folder in reversed(self._made) if undo else ():
+        for folder in reversed(self._made_folders) if undo else ():
             folder.rmdir()
 
 
@@ -85,7 +86,9 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
     """
     if mesh.size == 1:
         return
-    token, problem, name = None, "", ""
+    token = None
+    problem = ""
+    name = ""
     if mesh.is_first:
         try:
             token = Token(folder)

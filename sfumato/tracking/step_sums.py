@@ -49,15 +49,16 @@ class SourceLosses:
         """``loss/NAME`` and ``tokens/NAME`` of each source over all ranks; a source without tokens has no loss."""
         if len(self.names) < 2:
             return {}
-        size, values = len(self.names), list(self.numbers)
+        size = len(self.names)
+        values = list(self.numbers)
         local = {"sums": values[:size], "counts": values[size:]} if values else {}
-        found = [part for stage in mesh.gather(mesh.gather(local, over="loss"), over="pp") for part in stage if part]
+        parts = [part for stage in mesh.gather(mesh.gather(local, over="loss"), over="pp") for part in stage if part]
         metrics: dict[str, float] = {}
         for index, name in enumerate(self.names):
-            count = sum(part["counts"][index] for part in found)
+            count = sum(part["counts"][index] for part in parts)
             metrics[f"tokens/{name}"] = count
             if count:
-                metrics[f"loss/{name}"] = sum(part["sums"][index] for part in found) / count
+                metrics[f"loss/{name}"] = sum(part["sums"][index] for part in parts) / count
         return metrics
 
 

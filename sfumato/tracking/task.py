@@ -68,30 +68,38 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
         return main(config)
     folder = Path(config.train.output_dir)
     root = folder / "checkpoints"
-    before = {path: path.stat().st_mtime_ns for path in root.glob("global_step_*")}
+    times_before = {path: path.stat().st_mtime_ns for path in root.glob("global_step_*")}
     id_before = read_environment(folder).get("run_id")
-    for left in reversed(range(runtime.max_restarts + 1)):
+    for restarts_left in reversed(range(runtime.max_restarts + 1)):
         try:
             return main(config)
         except RoleLostError as lost:
-            if lost.role not in ("actor", "ray") or left == 0:
+            if lost.role not in ("actor", "ray") or restarts_left == 0:
                 raise
             if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
                 raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
-            has_saved = any(before.get(path) != path.stat().st_mtime_ns for path in root.glob("global_step_*[0-9]"))
-            named = again = config.train.load_checkpoint_path
+            has_saved = any(
+                times_before.get(path) != path.stat().st_mtime_ns for path in root.glob("global_step_*[0-9]")
+            )
+            named = resume_from = config.train.load_checkpoint_path
             if named in (None, "new"):
                 has_begun = read_environment(folder).get("run_id") != id_before
-                again = "auto" if has_begun else named  # before, the folder may hold an earlier run
+                resume_from = "auto" if has_begun else named  # before, the folder may hold an earlier run
             elif has_saved:
-                again = "auto"
-            starts = again in (None, "new")
-            what = "starting again" if starts else f"going on from the newest checkpoint (load_checkpoint_path {again})"
-            print(f"{lost}\n{what}", file=sys.stderr)
-            waiting = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}  # one that is lost
+                resume_from = "auto"
+            starts = resume_from in (None, "new")
+            announcement = (
+                "starting again"
+                if starts
+                else f"going on from the newest checkpoint (load_checkpoint_path {resume_from})"
+            )
+            print(f"{lost}\n{announcement}", file=sys.stderr)
+            wait_settings = {
+                "wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)
+            }  # one that is lost
             config = config.model_copy(
                 update={
-                    "train": config.train.model_copy(update={"load_checkpoint_path": again}),
-                    "runtime": config.runtime.model_copy(update=waiting),
+                    "train": config.train.model_copy(update={"load_checkpoint_path": resume_from}),
+                    "runtime": config.runtime.model_copy(update=wait_settings),
                 }
             )

@@ -100,7 +100,8 @@ class Timeline:
             report: as of ``JsonLines``.
         """
         self._report = report
-        self.path, self._keep_until_step = Path(folder) / _FILE_NAME, keep_until_step
+        self.path = Path(folder) / _FILE_NAME
+        self._keep_until_step = keep_until_step
         self._lock = threading.Lock()
         self._file: JsonLines | None = None
         self._new: list[Event] = []
@@ -131,8 +132,10 @@ class Timeline:
         """
         with self._lock:
             now = time.time() if now is None else now
-            start, self._step_started = self._step_started, now
-            new, self._new = self._new, []
+            start = self._step_started
+            self._step_started = now
+            new = self._new
+            self._new = []
             if now <= start or (self._file is None and not new):
                 return {}
             self._write(Event(RUN, 0, STEP, start, now, step))
@@ -178,7 +181,8 @@ class Timeline:
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds that at least one of the intervals (start, end) covers."""
-    total, covered_to = 0.0, float("-inf")
+    total = 0.0
+    covered_to = float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_to))
         covered_to = max(covered_to, end)
@@ -187,8 +191,8 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 def step_windows(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
     """Start and end of each step that the file knows, by step in order; of a step that stands twice the last one."""
-    found = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}
-    return dict(sorted(found.items()))
+    windows = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}
+    return dict(sorted(windows.items()))
 
 
 def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Event]:

@@ -127,7 +127,8 @@ class Trackers:
     """The trackers of a run. One that fails is told nothing more, as it may hold a part only; the run goes on."""
 
     def __init__(self, trackers: list[Tracker], say: Callable[[str], None]) -> None:
-        self.all, self._say = trackers, say
+        self.all = trackers
+        self._say = say
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """As of ``Tracker``."""
@@ -172,14 +173,14 @@ class JsonLines:
     def __init__(self, path: Path, keep_until_step: int | None = None, report: Report | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[bytes] = []
+        kept_lines: list[bytes] = []
         if keep_until_step is not None and self.path.exists():
             for number, (line, record) in enumerate(_parse_lines(self.path), start=1):
                 if not isinstance(record.get("step"), int):
                     raise DataError(f'{self.path}: record {number} has no integer "step"')
                 if record["step"] <= keep_until_step:
-                    kept.append(line + b"\n")
-        write_atomically(self.path, b"".join(kept))
+                    kept_lines.append(line + b"\n")
+        write_atomically(self.path, b"".join(kept_lines))
         self._file = open_to_append(self.path)
         self._report = report
         self._waiting: list[bytes] = []
@@ -213,7 +214,8 @@ class JsonLines:
         if self._torn_at is not None:
             os.ftruncate(self._file.fileno(), self._torn_at)
             self._torn_at = None
-        content, size = b"".join(self._waiting), os.fstat(self._file.fileno()).st_size
+        content = b"".join(self._waiting)
+        size = os.fstat(self._file.fileno()).st_size
         written = 0
         try:
             while written < len(content):  # a disk that fills up takes a part and refuses the rest

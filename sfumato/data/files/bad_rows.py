@@ -97,7 +97,8 @@ class BadRows:
     """Counts rows that were left out, names each once, and stops at the limit."""
 
     def __init__(self, limit: int, say: Callable[[str], None]) -> None:
-        self.limit, self.say = limit, say
+        self.limit = limit
+        self.say = say
         self.seen: set[int | str] = set()
         self._kinds: Counter[str] = Counter()
         self._num_summed_up = 0

@@ -41,7 +41,9 @@ class FileDigests:
             path: the file; None remembers in memory alone. One that is damaged is as good as none.
             digest: 16 bytes of a file's content; None is blake2b of all of it.
         """
-        self._path, self._digest, self._is_changed = path, digest or digest_of_file, False
+        self._path = path
+        self._digest = digest or digest_of_file
+        self._is_changed = False
         self._entries: dict[bytes, tuple[Stat, bytes]] = {}
         try:
             entries = np.load(path, allow_pickle=False) if path is not None else np.zeros(0, ENTRY)
@@ -56,14 +58,16 @@ class FileDigests:
         """16 bytes that stand for what a file holds. Raises OSError when it cannot be read."""
         if isinstance(file, bytes):
             return hashlib.blake2b(file, digest_size=16).digest()
-        key, stat = hashlib.blake2b(os.fsencode(file), digest_size=16).digest(), stat_of(file)
+        key = hashlib.blake2b(os.fsencode(file), digest_size=16).digest()
+        stat = stat_of(file)
         remembered = self._entries.get(key)
         if remembered is not None and remembered[0] == stat:
             return remembered[1]
         now = time.time_ns()
         digest = self._digest(file)
         if stat is not None and is_settled(stat, now):
-            self._entries[key], self._is_changed = (stat, digest), True
+            self._entries[key] = (stat, digest)
+            self._is_changed = True
         return digest
 
     def save(self) -> None:
@@ -112,7 +116,8 @@ def signature_of(paths: Iterable[str], read_from_ns: int = 0) -> tuple[str, bool
     Returns:
         The signature, and whether none has changed since then, nor so shortly before that its times could not tell.
     """
-    digest, settled = hashlib.blake2b(digest_size=16), True
+    digest = hashlib.blake2b(digest_size=16)
+    settled = True
     for path in paths:
         stat = stat_of(path)
         digest.update(f"{path}\0{stat}\0".encode("utf-8", "surrogateescape"))

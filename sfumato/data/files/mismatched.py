@@ -44,7 +44,8 @@ def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_
             prompt = document[: _count_prompt_tokens(document)]
             tokens = np.concatenate([prompt, answers[previous[sample_id]]])[:max_seq_len]
             samples.append(TextSample((Document(tokens[:, 0].astype(np.int32), tokens[:, 1].astype(bool)),)))
-        sources, is_packed = [0] * len(samples), batch.shape[0] == 1
+        sources = [0] * len(samples)
+        is_packed = batch.shape[0] == 1
         least = placeholder_tokens(mesh)
         mismatched_batches.append(make_batch(samples, batch.sample_ids, sources, is_packed, pad_token_id, least))
     return mismatched_batches
@@ -52,7 +53,8 @@ def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_
 
 def _split_documents(batch: TokenBatch) -> list[np.ndarray]:
     """Tokens of each document and whether the loss mask holds them, int64 ``[L, 2]``."""
-    ids, labels = batch.input_ids.flatten().numpy(), batch.labels.flatten().numpy()
+    ids = batch.input_ids.flatten().numpy()
+    labels = batch.labels.flatten().numpy()
     document_ids = batch.document_ids.flatten().numpy()
     documents = []
     for number, length in enumerate(batch.document_lengths):

@@ -36,17 +36,20 @@ class Mixer:
         """
         self.taken = [0] * len(weights) if taken is None else list(taken)
         self._fractions = [weight / sum(weights) for weight in weights]
-        self._total, self._num_samples = sum(self.taken), num_samples
+        self._total = sum(self.taken)
+        self._num_samples = num_samples
 
     def choose(self) -> int:
         """The source whose turn it is."""
         unit = self._total / self._num_samples if self._num_samples else 1.0
         least = unit / (2 * len(self.taken))
-        chosen, first = 0, float("inf")
+        chosen = 0
+        first = float("inf")
         for source, fraction in enumerate(self._fractions):
             lacks = fraction * (self._total + unit) - self.taken[source]
             if lacks >= least and (unit - least - lacks) / fraction < first:
-                chosen, first = source, (unit - least - lacks) / fraction
+                chosen = source
+                first = (unit - least - lacks) / fraction
         return chosen
 
     def add(self, source: int, amount: int) -> None:
@@ -90,7 +93,11 @@ class Order:
         Raises:
             DataError: when an epoch would have more than ``MAX_EPOCH`` samples.
         """
-        self.lengths, self.level, self.stopping, self.seed, self.shuffle = lengths, level, stopping, seed, shuffle
+        self.lengths = lengths
+        self.level = level
+        self.stopping = stopping
+        self.seed = seed
+        self.shuffle = shuffle
         self._mixed = weights is not None
         self._weights = [1.0] if weights is None else list(weights)
         if self._mixed:
@@ -141,7 +148,8 @@ class Order:
             pattern.append(source)
             num_left[source] -= 1
             if num_left[source] == 0:
-                num_left[source], passes[source] = sizes[source], passes[source] + 1
+                num_left[source] = sizes[source]
+                passes[source] = passes[source] + 1
                 if reached(passes) > number:
                     break
         sources = np.frombuffer(pattern, np.uint16)

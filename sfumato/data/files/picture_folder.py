@@ -42,7 +42,8 @@ def is_hidden(name: str) -> bool:
 
 def visible_files(folder: Path) -> list[Path]:
     """The files of a folder and its subfolders, in order, without hidden ones. Links to folders are followed, once."""
-    files, seen = [], set()
+    files = []
+    seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(root))
         folders[:] = sorted(
@@ -67,7 +68,9 @@ class FolderRows:
     """A folder of images or videos, each with its caption in a file of the same name beside it."""
 
     def __init__(self, folder: Path, image_key: str, text_key: str, endings: Set[str] = IMAGE_ENDINGS) -> None:
-        self.root, self.image_key, self.text_key = folder, image_key, text_key
+        self.root = folder
+        self.image_key = image_key
+        self.text_key = text_key
         files = visible_files(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
         captions = {_stem(path) + path.suffix.lower(): path for path in files if path.suffix.lower() in CAPTION_ENDINGS}

@@ -81,7 +81,9 @@ class RowBlocks:
             DataError: when a file is empty or broken.
         """
         parts: list[RowTable] = []
-        sources, place, missing = [], start, most
+        sources = []
+        place = start
+        missing = most
         while missing and place.table < len(self._tables):
             source = self._tables[place.table][0]
             rows, place = self._read_table(place, missing)
@@ -138,7 +140,9 @@ class _RowSlice:
     """Rows of a table from ``start`` to ``stop``."""
 
     def __init__(self, rows: RowTable, start: int, stop: int) -> None:
-        self._rows, self._start, self._stop = rows, start, stop
+        self._rows = rows
+        self._start = start
+        self._stop = stop
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -201,7 +205,8 @@ class _TableRows(FileRows):
 
     def __init__(self, path: Path, table: Any, first: int) -> None:
         super().__init__(path)
-        self._table, self._first = table, first
+        self._table = table
+        self._first = first
 
     def __len__(self) -> int:
         return self._table.num_rows

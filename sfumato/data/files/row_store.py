@@ -45,7 +45,8 @@ class RowStore:
         Raises:
             DataError: when a file is missing or shorter than its index says.
         """
-        self.folder, self._kind = folder, kind
+        self.folder = folder
+        self._kind = kind
         self.specs: dict[str, dict[str, Any]] = {}
         self.keys: np.ndarray = np.zeros(0, KEY)
         """V16 ``[N]``."""
@@ -89,7 +90,8 @@ class RowStore:
         return specs
 
     def _map(self, name: str) -> torch.Tensor:
-        path, spec = self.folder / f"{name}.bin", self.specs[name]
+        path = self.folder / f"{name}.bin"
+        spec = self.specs[name]
         expected = len(self.keys) * _num_bytes(spec)
         if not path.is_file() or path.stat().st_size < expected:
             raise DataError(f"damaged {self._kind}: {path} is missing or has not {expected} bytes; delete its folder")
@@ -104,7 +106,9 @@ class RowWriter:
     def __init__(self, store: RowStore) -> None:
         """``store`` is opened under the lock. What a process left behind the last whole row is cut off."""
         make_cache_folder(store.folder)
-        self._store, self._specs, self._count = store, dict(store.specs), len(store)
+        self._store = store
+        self._specs = dict(store.specs)
+        self._count = len(store)
         for name, spec in [*self._specs.items(), ("index", {"shape": [16], "dtype": "uint8"})]:
             path = store.folder / f"{name}.bin"
             if path.is_file():

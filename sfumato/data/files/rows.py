@@ -69,7 +69,8 @@ class JsonlRows(FileRows):
             most: rows of the part; None goes to the end of the file.
         """
         super().__init__(path)
-        self._starts, self._lines = array("Q"), array("I")
+        self._starts = array("Q")
+        self._lines = array("I")
         (position, number), continues = start, False
         with path.open("rb") as file:
             file.seek(position)
@@ -302,7 +303,8 @@ def read_csv_rows(path: Path) -> LoadedRows:
     """A .csv file whose first line names the columns; values are texts. Raises DataError that names a broken line."""
     rows: list[tuple[str, Any]] = []
     columns: list[str] = []
-    line, limit = 1, csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
+    line = 1
+    limit = csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
     try:
         with io.TextIOWrapper(io.BytesIO(read_whole(path)), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)

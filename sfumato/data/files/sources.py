@@ -110,7 +110,8 @@ def open_validation(config: TextDataConfig) -> Sources | None:
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
     text_column = config.text_keys[0] if config.text_keys else "text"
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
+        file = SourcesFile(sources=[path], names=[Path(path).stem])
+        places = [(path, option)]
     else:
         file = load_config(SourcesFile, path)
         places = [*_iterate_places(path, file.sources)]

@@ -39,7 +39,8 @@ class TarRows(FileRows):
         """Raises DataError when it is broken, compressed, or its rows are not apart."""
         super().__init__(path)
         self._rows: list[tuple[str, list[Member]]] = []
-        size, seen_keys = path.stat().st_size, set()
+        size = path.stat().st_size
+        seen_keys = set()
         try:
             with tarfile.open(path, "r:") as shard:
                 for info in shard:
@@ -51,7 +52,8 @@ class TarRows(FileRows):
                         raise DataError(f"{path}: member {info.name} is cut off: the shard is not whole")
                     folder, _, name = info.name.rpartition("/")
                     key, _, ending = name.partition(".")
-                    key, member = f"{folder}/{key}", Member(ending.lower(), info.offset_data, info.size)
+                    key = f"{folder}/{key}"
+                    member = Member(ending.lower(), info.offset_data, info.size)
                     if not self._rows or self._rows[-1][0] != key:
                         if key in seen_keys:
                             raise DataError(f"{path}: member {info.name} does not follow the others of its row")
@@ -67,7 +69,8 @@ class TarRows(FileRows):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        where, row = self.describe(index), {}
+        where = self.describe(index)
+        row = {}
         media: dict[str, list[bytes]] = {kind: [] for kind in MEDIA}
         with self.path.open("rb") as file:
             for member in self._rows[index][1]:

@@ -63,7 +63,8 @@ class OneSize:
     """The rows of a dataset that are in one bucket, by their own numbers from 0 on."""
 
     def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
-        self.dataset, self.indices = dataset, indices
+        self.dataset = dataset
+        self.indices = indices
         self.size = (*size, 1)
         self.is_paired = dataset.is_paired
 
@@ -145,15 +146,16 @@ def sort_into_buckets(
     cache_path = None
     if config.cache_dir is not None:
         cache_path = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
-    found = mesh.first(_load_sizes(cache_path, len(dataset)) if mesh.is_first else None, "world")
-    if found is None:
-        started, indices = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
+    sizes = mesh.first(_load_sizes(cache_path, len(dataset)) if mesh.is_first else None, "world")
+    if sizes is None:
+        started = time.time_ns()
+        indices = range_of_rank(len(dataset), mesh.rank, mesh.size)
         parts = mesh.gather(read_sizes(dataset, indices), "world")
-        found = np.concatenate([sizes for sizes, _ in parts])
+        sizes = np.concatenate([part_sizes for part_sizes, _ in parts])
         if cache_path is not None and mesh.is_first:
             paths = [path for _, listed in parts for path in listed]
-            _save_sizes(cache_path, found, paths, *signature_of(paths, started))
-    distinct, row_of_distinct = np.unique(found, axis=0, return_inverse=True)
+            _save_sizes(cache_path, sizes, paths, *signature_of(paths, started))
+    distinct, row_of_distinct = np.unique(sizes, axis=0, return_inverse=True)
     known_sizes = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
     numbers = np.array([nearest_size(*size, config.sizes) for size in known_sizes], np.int16)
     buckets = Buckets(config.sizes, numbers[row_of_distinct.reshape(-1)])
@@ -196,7 +198,8 @@ def _load_sizes(cache_path: Path | None, count: int) -> np.ndarray | None:
         return None
     try:
         with np.load(cache_path, allow_pickle=False) as content:
-            sizes, manifest = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
+            sizes = content["sizes"]
+            manifest = content["said"].tobytes().decode("utf-8", "surrogateescape")
         signature, paths = json.loads(manifest)
     except (*BROKEN_ARRAY, TypeError, RecursionError):
         return None  # what is damaged is read again

@@ -52,7 +52,8 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> i
 
     def misfit(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
         ratio = abs(math.log(size[0] * width / (size[1] * height)))
-        is_enlarged, area = size[0] > height or size[1] > width, size[0] * size[1]
+        is_enlarged = size[0] > height or size[1] > width
+        area = size[0] * size[1]
         return round(ratio / SAME_RATIO), is_enlarged, area if is_enlarged else -area, size
 
     return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
@@ -112,8 +113,11 @@ class ImageTextDataset:
 
         Raises DataError when one is missing.
         """
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        key, find = self._image_key(row), find_file if self.config.num_frames == 1 else find_frames
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        key = self._image_key(row)
+        find = find_file if self.config.num_frames == 1 else find_frames
         files = list_frames(find(row, key, folder, where))
         if with_source and row.get(self.config.source_image_key) is not None:
             files.append(find_file(row, self.config.source_image_key, folder, where))
@@ -147,8 +151,11 @@ class ImageTextDataset:
         Raises:
             DataError: names row and file.
         """
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        key, num_frames = self._image_key(row), self.config.num_frames
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        key = self._image_key(row)
+        num_frames = self.config.num_frames
         if num_frames == 1:
             image = read_image(find_file(row, key, folder, where), where)
             sizes = self.config.sizes
@@ -156,7 +163,8 @@ class ImageTextDataset:
             check_fit((image.height, image.width), *size, self.config.crop, where)
             pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
             return Picture(pixels, self._framing(image, size))
-        frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
+        size = self.size[:2]
         check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
         video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
         return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
@@ -173,8 +181,11 @@ class ImageTextDataset:
         """
         if pixels.ndim == 4 and not self.has_source(index):
             return pixels[:, 0].permute(1, 2, 0).numpy()
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        image, size = read_image(find_file(row, self.config.source_image_key, folder, where), where), pixels.shape[-2:]
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
+        size = pixels.shape[-2:]
         check_fit((image.height, image.width), *size, self.config.crop, where)
         return self._fitted(image, tuple(size))
 
@@ -307,7 +318,8 @@ class PairDataset:
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
         """As of ``ImageTextDataset``, of both images or videos, the better one first."""
-        row, better = self.indices[index], 0 if self._label(index) else 1
+        row = self.indices[index]
+        better = 0 if self._label(index) else 1
         return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
 
     def tables(self) -> list[Path]:
@@ -327,7 +339,9 @@ class PairDataset:
 
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
-        row, label, where = self.indices[index], self._label(index), self.describe(index)
+        row = self.indices[index]
+        label = self._label(index)
+        where = self.describe(index)
         first = self.sides[0].picture(row)
         second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
         if torch.equal(first.pixels, second.pixels):

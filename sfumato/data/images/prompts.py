@@ -59,7 +59,8 @@ class FileSource:
 
     def check(self, height: int, width: int) -> None:
         """Looks at the head of the file."""
-        file, where = self.file(), self.rows.describe(self.index)
+        file = self.file()
+        where = self.rows.describe(self.index)
         check_image(file, where)
         check_fit(read_size(file, where), height, width, "center", where)
 
@@ -111,7 +112,8 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
         raise DataError(f"{option}: has {len(rows)} rows, but {limit} are asked for (eval.num_prompts)")
     prompts = []
     for index in range(len(rows) if limit is None else limit):
-        row, where = rows[index], rows.describe(index)
+        row = rows[index]
+        where = rows.describe(index)
         prompt_columns = {config.prompt_key, config.source_image_key}
         metadata = {key: value for key, value in row.items() if key not in prompt_columns}
         text = text_field(row, config.prompt_key, where)

@@ -56,7 +56,9 @@ class MediaCache:
 
     def __init__(self, folder: Path, reader: ImageReader, say: Callable[[str], None] | None = None) -> None:
         """Reads the indices. ``say`` is told once when media are not there. Raises DataError for a damaged index."""
-        self.folder, self.reader, self._say = folder, reader, say
+        self.folder = folder
+        self.reader = reader
+        self._say = say
         shards = sorted(folder.glob("*.npy"))
         indices = [_read_index(path) for path in shards]
         entries = np.concatenate([np.zeros(0, ENTRY), *indices])
@@ -64,7 +66,9 @@ class MediaCache:
         heads = _head(entries["key"])
         order = np.argsort(heads, kind="stable")
         self._shards = [path.with_suffix(".bin") for path in shards]
-        self._heads, self._entries, self._numbers = heads[order], entries[order], numbers[order]
+        self._heads = heads[order]
+        self._entries = entries[order]
+        self._numbers = numbers[order]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -95,12 +99,14 @@ class MediaCache:
         return None
 
     def _read(self, place: int) -> bytearray:
-        entry, shard = self._entries[place], self._shards[self._numbers[place]]
+        entry = self._entries[place]
+        shard = self._shards[self._numbers[place]]
         content = bytearray(int(entry["size"]))
         try:
             with shard.open("rb", buffering=0) as file:
                 file.seek(int(entry["start"]))
-                view, done = memoryview(content), 0
+                view = memoryview(content)
+                done = 0
                 while done < len(view) and (count := file.readinto(view[done:])):
                     done += count
         except OSError as error:
@@ -181,7 +187,9 @@ def key_of(media: Sequence[Medium], where: str) -> bytes | None:
 def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
     """Tensors and ``Images.shapes`` as bytes: of float tensors with few distinct values codes of one byte, or two."""
     arrays = {"": np.ascontiguousarray(shapes, "<i4")} | {name: value.numpy() for name, value in tensors.items()}
-    columns, parts, end = [], [], 0
+    columns = []
+    parts = []
+    end = 0
     for name, array in arrays.items():
         array = np.ascontiguousarray(array)
         codes, table = _encode(array)
@@ -198,7 +206,8 @@ def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
 def unpack(content: bytearray) -> tuple[np.ndarray, Tensors]:
     """Shapes and tensors of ``pack``, to the bit."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    columns, arrays = json.loads(content[8:begin]), {}
+    columns = json.loads(content[8:begin])
+    arrays = {}
     for (name, dtype, shape, _, _, start, size), second in zip(columns[0::2], columns[1::2], strict=True):
         codes = np.frombuffer(content, second[3], second[6] // np.dtype(second[3]).itemsize, begin + second[5])
         table = np.frombuffer(content, dtype, size // np.dtype(dtype).itemsize, begin + start)
@@ -229,9 +238,13 @@ def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[MediaPlace]) -> int:
     """Writes a shard with what the cache has not of these documents' media. Returns its bytes; runs in any process."""
-    cached_keys, reader = _cached_keys(folder), transform.reader
-    entries, name = [], uuid.uuid4().hex
-    part, num_bytes, new_keys = folder / f"{name}.part", 0, set()
+    cached_keys = _cached_keys(folder)
+    reader = transform.reader
+    entries = []
+    name = uuid.uuid4().hex
+    part = folder / f"{name}.part"
+    num_bytes = 0
+    new_keys = set()
     try:
         with open_new(part) as file:
             for place in places:

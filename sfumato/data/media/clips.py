@@ -104,7 +104,8 @@ class VideoProcessor:
         Raises:
             ValueError: when they are too thin.
         """
-        factor, unit = self.patch_size * self.merge_size, self.temporal_patch_size
+        factor = self.patch_size * self.merge_size
+        unit = self.temporal_patch_size
         if not self.by_frame and min(height, width) < factor:
             larger = max(factor / height, factor / width)
             height, width = int(height * larger), int(width * larger)
@@ -156,7 +157,8 @@ class VideoProcessor:
         """A video of few small frames."""
         from transformers.video_utils import VideoMetadata
 
-        edge, count = self.patch_size * self.merge_size, self.temporal_patch_size
+        edge = self.patch_size * self.merge_size
+        count = self.temporal_patch_size
         metadata = VideoMetadata(count, fps=self.fps, frames_indices=np.arange(count))
         return Clip(np.full((count, edge, edge, 3), 255, np.uint8), metadata)
 
@@ -185,12 +187,16 @@ class VideoProcessor:
         return {"video_processor_type": kind, "do_sample_frames": True, **fields}
 
     def _patches(self, frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
-        size, merged, unit = self.patch_size, self.merge_size, self.temporal_patch_size
+        size = self.patch_size
+        merged = self.merge_size
+        unit = self.temporal_patch_size
         mean, std = np.array(self.image_mean, np.float32), np.array(self.image_std, np.float32)
         pixels = (frames.astype(np.float32) / 255 - mean) / std
         num_missing = -len(pixels) % unit
         pixels = np.concatenate([pixels, np.repeat(pixels[-1:], num_missing, axis=0)]).transpose(0, 3, 1, 2)
-        parts, rows, columns = len(pixels) // unit, pixels.shape[2] // size, pixels.shape[3] // size
+        parts = len(pixels) // unit
+        rows = pixels.shape[2] // size
+        columns = pixels.shape[3] // size
         grid = pixels.reshape(parts, unit, 3, rows // merged, merged, size, columns // merged, merged, size)
         patches = grid.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(parts * rows * columns, -1)
         return patches, (parts, rows, columns)
@@ -216,7 +222,8 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
     }
     if kind not in families:
         return None
-    by_frame, settings = families[kind], _read_video_settings(folder)
+    by_frame = families[kind]
+    settings = _read_video_settings(folder)
     edge = (images.patch_size * images.merge_size) ** 2
     size = {"shortest_edge": 128 * edge, "longest_edge": 768 * edge}
     if not kind.endswith("_thinker"):  # processors of omni models put these above what the folder says

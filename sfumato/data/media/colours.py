@@ -53,11 +53,14 @@ def to_srgb(image: Any, is_deep: bool = False, significant_bits: int | None = No
     """
     from PIL import Image
 
-    profile, gamma, alpha = image.info.get("icc_profile"), _gamma(image), None
+    profile = image.info.get("icc_profile")
+    gamma = _gamma(image)
+    alpha = None
     image = _to_8_bits(image, is_deep, significant_bits)
     if image.has_transparency_data:  # the colours below it are not what anybody sees
         image = image.convert("LA" if image.mode in {"La", "LA", "L"} else "RGBA")
-        alpha, image = image.getchannel("A"), image.convert(image.mode.removesuffix("A"))
+        alpha = image.getchannel("A")
+        image = image.convert(image.mode.removesuffix("A"))
     if image.mode not in {"L", "RGB", "CMYK", "LAB"}:
         image = image.convert("L" if image.mode == "1" else "RGB")
     image = _through_profile(image, profile) if profile else image
@@ -112,7 +115,9 @@ def _to_8_bits(image: Any, is_deep: bool, significant_bits: int | None) -> Any:
     if image.mode in {"I", "F"}:
         raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
     if image.mode.startswith("I;16"):
-        tags, values, hidden = getattr(image, "tag_v2", {}), np.asarray(image), image.info.get("transparency")
+        tags = getattr(image, "tag_v2", {})
+        values = np.asarray(image)
+        hidden = image.info.get("transparency")
         bits = tags.get(BITS_PER_SAMPLE, (significant_bits or 16,))[0]
         if (
             bits <= DEEP_BITS and values.max() < 2**bits

@@ -148,7 +148,8 @@ def take_media(
         DataError: when a file is missing or no file, or has no place in a message.
     """
     unplaced_files = {kind: _read_column(row, kind, where) for kind in media}
-    num_files, files = {kind: len(column) for kind, column in unplaced_files.items()}, []
+    num_files = {kind: len(column) for kind, column in unplaced_files.items()}
+    files = []
     messages = [dict(message) for message in messages]
     for index, message in enumerate(messages):
         if message.get("content") is None:
@@ -224,7 +225,8 @@ def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> li
     for part in content:
         kind = str(part.get("type"))
         if kind.removesuffix("_url") in num_files:
-            value, kind = part.get(kind) if kind.endswith("_url") else None, kind.removesuffix("_url")
+            value = part.get(kind) if kind.endswith("_url") else None
+            kind = kind.removesuffix("_url")
             parts.append(
                 {"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _source_of(part, kind)
             )

@@ -64,7 +64,9 @@ class ImagePreferenceTransform(ImageConversationTransform):
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one, each with all images."""
         pair, files = self._read_pair(row, where)
-        placed, tools, documents = self._place(files, where), read_tools(row, where), []
+        placed = self._place(files, where)
+        tools = read_tools(row, where)
+        documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             answer_documents = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
             if len(answer_documents) > 1:
@@ -78,7 +80,9 @@ class ImagePreferenceTransform(ImageConversationTransform):
 
     def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:
         """Both conversations, whose contents are lists of parts, and the images that stand in what they share."""
-        pair, conversations, files = read_pair(row, self.keys, where), [], []
+        pair = read_pair(row, self.keys, where)
+        conversations = []
+        files = []
         shared = next(index for index, (chosen, rejected) in enumerate(zip(*pair, strict=False)) if chosen != rejected)
         for name, conversation in zip(self.keys[-2:], pair, strict=True):
             messages, files = self._take(conversation, row, where)

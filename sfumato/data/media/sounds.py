@@ -69,7 +69,8 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
     shown = _describe_source(source)
     with _open_sound(source, where) as file:
         content = source if isinstance(source, bytes) else source.read_bytes()
-        stated, file_rate = file.frames, file.samplerate
+        stated = file.frames
+        file_rate = file.samplerate
         if stated > max_seconds * file_rate:
             raise DataError(
                 f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"

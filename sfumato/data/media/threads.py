@@ -23,7 +23,7 @@ def open_ahead(samples: Sequence[TextSample], tensors: Callable[[Images], Tensor
         tensors: what makes a document's; called in threads. What it raises is raised where the tensors are wanted.
     """
 
-    def opening(document: Document) -> Document:
+    def start_opening(document: Document) -> Document:
         if document.images is None or not len(document.images.shapes):
             return document
         media = document.images.find()

@@ -67,7 +67,8 @@ class Images:
         for picture in pictures:
             picture.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
         size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
-        canvas, offset = Image.new("RGB", size, "white"), 0
+        canvas = Image.new("RGB", size, "white")
+        offset = 0
         for picture in pictures:
             canvas.paste(picture, (offset, 0))
             offset += picture.width
@@ -121,7 +122,8 @@ class ImageReader:
             least_samples: of audio; a shorter one transformers computes in another way.
             begins: tokens before media, of models that find these by them.
         """
-        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
         self.arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
         """What ``forward`` may be given of images."""
         self._patch = patches[0]
@@ -129,7 +131,8 @@ class ImageReader:
         """Tokens of the language model for each patch of the encoder."""
         self.filled_to = filled_to
         """Patches that every image is filled up to; None: images are as large as they are."""
-        self._least_samples, self._begins = least_samples, {*begins}
+        self._least_samples = least_samples
+        self._begins = {*begins}
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """What documents may have: image, and video or audio or both, or audio alone."""
         self.is_likely = True
@@ -297,7 +300,9 @@ class ImageReader:
                 f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
                 f"{len(replacements)} {'s and '.join(self.media)}s"
             )
-        parts, new_spans, last = [], [list(span) for span in spans], 0
+        parts = []
+        new_spans = [list(span) for span in spans]
+        last = 0
         for (start, stop), replacement in zip(places, replacements, strict=True):
             parts += [text[last:start], replacement]
             longer = len(replacement) - (stop - start)
@@ -405,7 +410,8 @@ class Vision:
             positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to ``[3, 1, L]``; None
                 where the model counts tokens.
         """
-        self.reader, self._positions = reader, positions
+        self.reader = reader
+        self._positions = positions
         self.idle_ids, self._idle = self._make_idle()
 
     def with_reader(self, reader: ImageReader) -> Vision:
