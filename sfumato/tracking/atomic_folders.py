@@ -202,9 +202,8 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
     """
     checkpoints = list_checkpoints(root)
     kept_steps = [saved for saved in checkpoints if saved <= step][-keep:]
-    for folder in [
-        checkpoints[saved] for saved in reversed(checkpoints) if saved not in kept_steps
-    ]:  # later ones first
+    superseded = [checkpoints[saved] for saved in reversed(checkpoints) if saved not in kept_steps]
+    for folder in superseded:  # later ones first
         if folder.is_symlink():  # the person's own link to another disk, where nothing is removed
             folder.unlink()
             continue

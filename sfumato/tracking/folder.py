@@ -251,21 +251,22 @@ class RunFolder:
             if standing.newest is None:
                 return not standing.finished and standing.forked_from != self.source_id
             raise FolderError(
-                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give this run a "
-                f"folder of its own, --train.output_dir {self._other_name()}"
+                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give this "
+                f"run a folder of its own, --train.output_dir {self._other_name()}"
             )
         start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
         elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
         differences = f" This one differs in {_name_first(self.differences)}." if self.differences else ""
         if standing.finished:
             raise FolderError(
-                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere}; {start_anew}"
+                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere}; "
+                f"{start_anew}"
             )
         if standing.newest is None:
             return True
         raise FolderError(
-            f"{self.path} holds {self._describe_standing(standing)}.{differences} --train.load_checkpoint_path auto goes on with it; "
-            f"{start_anew}; {elsewhere}"
+            f"{self.path} holds {self._describe_standing(standing)}.{differences} --train.load_checkpoint_path auto "
+            f"goes on with it; {start_anew}; {elsewhere}"
         )
 
     def _describe_standing(self, standing: Standing) -> str:

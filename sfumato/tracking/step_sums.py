@@ -74,10 +74,15 @@ class MeanSums:
         self.numbers.add_all(count=count, **sums)
 
     def means(self, mesh: Mesh, prefix: str, over: str = "data") -> dict[str, float]:
-        """Means over those of all ranks of a view, each of which has others."""
-        total = mesh.sum_dict(
-            mesh.sum_dict(self.numbers.sums(), over), over="pp"
-        )  # stages but the last have seen nothing
+        """Means over what the ranks of a view have counted, each of which has counted other samples.
+
+        Args:
+            mesh: the ranks.
+            prefix: of the metrics' names.
+            over: name of the view, such as "data".
+        """
+        # Only the last pipeline stage sees losses: summing over "pp" brings its sums to the other stages.
+        total = mesh.sum_dict(mesh.sum_dict(self.numbers.sums(), over), over="pp")
         count = max(total.pop("count", 0.0), 1)
         return {f"{prefix}{name}": value / count for name, value in total.items()}
 

@@ -84,19 +84,17 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
             named = resume_from = config.train.load_checkpoint_path
             if named in (None, "new"):
                 has_begun = read_environment(folder).get("run_id") != id_before
-                resume_from = "auto" if has_begun else named  # before, the folder may hold an earlier run
+                # A run that had not begun when it was lost has made no checkpoint: those in the folder may be an earlier
+                # run's, from which "auto" would go on.
+                resume_from = "auto" if has_begun else named
             elif has_saved:
                 resume_from = "auto"
             starts = resume_from in (None, "new")
-            announcement = (
-                "starting again"
-                if starts
-                else f"going on from the newest checkpoint (load_checkpoint_path {resume_from})"
-            )
+            from_checkpoint = f"going on from the newest checkpoint (load_checkpoint_path {resume_from})"
+            announcement = "starting again" if starts else from_checkpoint
             print(f"{lost}\n{announcement}", file=sys.stderr)
-            wait_settings = {
-                "wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)
-            }  # one that is lost
+            # The new start waits at least as long for nodes as a call does: the node of the lost actor has to come back.
+            wait_settings = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}
             config = config.model_copy(
                 update={
                     "train": config.train.model_copy(update={"load_checkpoint_path": resume_from}),

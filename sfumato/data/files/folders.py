@@ -170,8 +170,8 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
         name = "files that name no split" if split is None else f"its {split} split"
         notes.insert(
             0,
-            f"the folder {folder} holds several splits, of which {name} is read ({_name_files(by_split[split], folder)}); "
-            f"left out: {_name_files(left_out, folder)}",
+            f"the folder {folder} holds several splits, of which {name} is read "
+            f"({_name_files(by_split[split], folder)}); left out: {_name_files(left_out, folder)}",
         )
         readable = by_split[split]
     subsets = sorted(

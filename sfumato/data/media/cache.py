@@ -1,8 +1,9 @@
-"""What a model's processor makes of images, videos and audio, kept on disk: made once, read back to the bit.
+"""A cache on disk of the tensors that a model's processor makes of images, videos and audio, exact to the bit.
 
-An entry belongs to the media of one document, by a digest of what their files hold; the folder belongs to the
-processor, its limits and the versions of the libraries that decode and scale. So a file that was replaced, another
-limit or another version finds nothing, and is opened as without a cache.
+An entry holds the tensors of all media of one document; its key is a digest of the content of their files. A folder
+holds the entries of one processor with its limits, and of one set of versions of the libraries that decode and scale.
+A file that was replaced, another limit or another version therefore finds no entry, and the media are opened as without
+a cache.
 """
 
 from __future__ import annotations
@@ -38,24 +39,35 @@ VERSION = 1
 """Raise it when entries are written in another way, or the same files become other tensors."""
 
 LIBRARIES = ("transformers", "numpy", "pillow", "opencv-python-headless", "opencv-python", "soundfile", "soxr")
-"""Of whose versions tensors may depend."""
+"""Packages whose versions may change the tensors; they are part of the folder's name."""
 
 SAMPLES = 64
-"""Samples whose media are written into one shard."""
+"""Samples whose media are written into one shard, by one job of a worker process."""
 
 ENTRY = np.dtype([("key", "V16"), ("start", "<i8"), ("size", "<i8"), ("checksum", "<u4")])
-"""Index of a shard: digest of the media, place and bytes in the shard, and CRC-32 of these."""
+"""An entry of a shard's index: digest of the media, first byte and number of bytes in the shard, and their CRC-32."""
 
 ALIGNED = 64
+"""Arrays begin at multiples of this within an entry, so that ``np.frombuffer`` gives aligned arrays."""
+
 FEW, MANY = 2**8, 2**16
-"""Distinct values of a float tensor that codes of one byte, or of two, tell apart."""
+"""Distinct values of a float tensor that codes of one byte, or of two bytes, tell apart."""
 
 
 class MediaCache:
-    """The entries of a folder, as they are when it is opened."""
+    """The entries of a folder that were there when it was opened; entries that are added later are not seen."""
 
     def __init__(self, folder: Path, reader: ImageReader, say: Callable[[str], None] | None = None) -> None:
-        """Reads the indices. ``say`` is told once when media are not there. Raises DataError for a damaged index."""
+        """Reads the indices of all shards.
+
+        Args:
+            folder: the shards of one processor.
+            reader: makes the tensors of media that have no entry.
+            say: is told once when media have no entry.
+
+        Raises:
+            DataError: for a damaged index.
+        """
         self.folder = folder
         self.reader = reader
         self._say = say
@@ -69,6 +81,7 @@ class MediaCache:
         self._heads = heads[order]
         self._entries = entries[order]
         self._numbers = numbers[order]
+        """The shard of each entry; entries are sorted by the head of their key, for a binary search."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -77,7 +90,11 @@ class MediaCache:
         return self._find(key) is not None
 
     def tensors(self, images: Images) -> Tensors:
-        """As ``ImageReader.tensors``, and what it raises; also DataError for a damaged shard."""
+        """What ``ImageReader.tensors`` gives, from the cache where it has an entry.
+
+        Raises:
+            DataError: as ``ImageReader.tensors``, and for a damaged shard.
+        """
         media = images.find()
         key = key_of(media, images.where)
         place = None if key is None else self._find(key)
@@ -85,13 +102,17 @@ class MediaCache:
             if key is not None and self._say is not None:
                 self._say(f"{images.where}: its media are not in {self.folder}: they are opened as without the cache")
                 self._say = None
+            # The files were looked up above; looking them up again would read the row of the table again.
             return self.reader.tensors(replace(images, find=lambda: media))
         shapes, tensors = unpack(self._read(place))
         self.reader.check_shapes(shapes, images)
         return tensors
 
     def _find(self, key: bytes) -> int | None:
-        position = int(np.searchsorted(self._heads, (head := _head(np.frombuffer(key, "V16")))[0]))
+        """The position of the entry of a key; None when there is none."""
+        head = _head(np.frombuffer(key, "V16"))
+        position = int(np.searchsorted(self._heads, head[0]))
+        # Keys of 16 bytes are found by their first 8 as an integer; keys that share these stand one after the other.
         while position < len(self._heads) and self._heads[position] == head[0]:
             if self._entries["key"][position].tobytes() == key:
                 return position
@@ -99,6 +120,7 @@ class MediaCache:
         return None
 
     def _read(self, place: int) -> bytearray:
+        """The bytes of an entry. Raises DataError when they cannot be read or differ from what was written."""
         entry = self._entries[place]
         shard = self._shards[self._numbers[place]]
         content = bytearray(int(entry["size"]))
@@ -125,16 +147,19 @@ def build_media_cache(
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> MediaCache:
-    """Opens the cache of a processor, after adding what it has not of the media of a store's documents.
+    """Opens the cache of a processor, after adding the media of a store's documents that have no entry yet.
 
-    A process that finds another one at it waits. Shards are complete or absent, so that one that was stopped is gone on
-    with.
+    A lock lets one process at a time add entries; the others wait for it. Shards are complete or absent, so a process
+    that was stopped leaves whole shards, and the next one adds the rest.
 
     Args:
-        store: the tokens; ``rows`` and ``transform`` are what they were made of.
-        folder: of all caches; that of these tokens' processor is inside.
+        store: the tokens of the documents.
+        rows: the table of each source that the tokens were made from.
+        transform: what made the tokens; it has a ``reader``.
+        folder: of all caches; the folder of this processor is made inside.
         num_workers: processes that open media.
-        say, watch: see ``build_token_store``.
+        say: takes a line for the person who watches.
+        watch: shows progress over the jobs; see ``build_token_store``.
 
     Raises:
         DataError: when a medium is broken, has another size than its tokens say, or there is no room.
@@ -149,7 +174,8 @@ def build_media_cache(
             _remove_parts(cache_folder)
             places = [store.media(index) for index in range(len(store))]
             jobs = [places[start : start + SAMPLES] for start in range(0, len(places), SAMPLES)]
-            jobs = [found for job in jobs if (found := [place for sample in job for place in sample])]
+            jobs = [media_places for job in jobs if (media_places := [place for sample in job for place in sample])]
+            # This process may have written to the folder before: another process may have added shards since then.
             _cached_keys.cache_clear()
             work = in_workers(rows, transform, partial(_write, cache_folder), jobs, num_workers)
             with closing(work) as parts:
@@ -160,15 +186,23 @@ def build_media_cache(
 
 
 def fingerprint_of_media(reader: ImageReader) -> str:
-    """Identifies how files become tensors on this machine."""
+    """Identifies how files become tensors on this machine; kernels of another CPU may round otherwise."""
     versions = [[name, _version(name)] for name in LIBRARIES]
     return digest_of([VERSION, PICTURES, reader.fingerprint, reader.arguments, versions, platform.machine()])
 
 
 def key_of(media: Sequence[Medium], where: str) -> bytes | None:
-    """Identifies the media of a document by what their files hold; None where some are drawn.
+    """The key of a document's media, from the kinds and contents of their files: 16 bytes.
 
-    Raises DataError when a file cannot be read.
+    Args:
+        media: the files, in the document's order.
+        where: file and row, for messages.
+
+    Returns:
+        None where the document has images that are drawn: their latents are not cached here.
+
+    Raises:
+        DataError: when a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for medium in media:
@@ -185,7 +219,11 @@ def key_of(media: Sequence[Medium], where: str) -> bytes | None:
 
 
 def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
-    """Tensors and ``Images.shapes`` as bytes: of float tensors with few distinct values codes of one byte, or two."""
+    """Tensors and ``Images.shapes`` as the bytes of an entry; ``unpack`` reads them.
+
+    Pixels of 8 bits become floats of at most 256 values for each channel. A float32 tensor with few distinct values is
+    written as codes of one byte or two, and a table of the values.
+    """
     arrays = {"": np.ascontiguousarray(shapes, "<i4")} | {name: value.numpy() for name, value in tensors.items()}
     columns = []
     parts = []
@@ -199,12 +237,13 @@ def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
             parts.append(part.tobytes().ljust(-(-part.nbytes // ALIGNED) * ALIGNED, b"\0"))
             end += len(parts[-1])
     header = json.dumps(columns).encode()
+    # Padded with blanks, which JSON allows, so that the first array begins at a multiple of ALIGNED after the 8 bytes.
     header = header.ljust(-(-(len(header) + 8) // ALIGNED) * ALIGNED - 8)
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def unpack(content: bytearray) -> tuple[np.ndarray, Tensors]:
-    """Shapes and tensors of ``pack``, to the bit."""
+    """The shapes and tensors that ``pack`` was given, exact to the bit. The tensors share the memory of ``content``."""
     begin = 8 + int.from_bytes(content[:8], "little")
     columns = json.loads(content[8:begin])
     arrays = {}
@@ -217,7 +256,11 @@ def unpack(content: bytearray) -> tuple[np.ndarray, Tensors]:
 
 
 def _encode(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The array flat and no table, or where it has few values, their numbers and their table; compared as bits."""
+    """Codes and table of an array, both flat.
+
+    Of a large float32 array with few distinct values the codes are positions in the table; any other array is its own
+    codes, and its table is empty. Values are compared as bits, so that -0.0 and NaN come back as they were.
+    """
     flat = array.reshape(-1)
     if array.dtype == np.float32 and array.size > MANY:
         values = np.unique(bits := flat.view(np.uint32))
@@ -227,7 +270,7 @@ def _encode(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """``table[codes]``; of codes of one byte two at a time, which takes half as long."""
+    """``table[codes]``; codes of one byte are looked up two at a time, which takes half as long."""
     if codes.dtype.itemsize > 1 or len(codes) % 2:
         return table[codes]
     filled = np.zeros(FEW, np.uint32)
@@ -237,7 +280,13 @@ def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[MediaPlace]) -> int:
-    """Writes a shard with what the cache has not of these documents' media. Returns its bytes; runs in any process."""
+    """Writes a shard with the media of these documents that have no entry yet. Runs in worker processes.
+
+    The tensors are renamed into place before the index: without its ``.npy`` a ``.bin`` does not count.
+
+    Returns:
+        Bytes of the shard.
+    """
     cached_keys = _cached_keys(folder)
     reader = transform.reader
     entries = []
@@ -280,11 +329,15 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
 
 @functools.lru_cache(1)
 def _cached_keys(folder: Path) -> set[bytes]:
-    """The keys in a folder as this process found it, and those that it adds."""
+    """The keys of the entries in a folder when this process first looked, and those that it has added since.
+
+    The caller updates the set: it is the same object at every call for one folder.
+    """
     return {key.tobytes() for path in folder.glob("*.npy") for key in _read_index(path)["key"]}
 
 
 def _read_index(path: Path) -> np.ndarray:
+    """The index of a shard, ``ENTRY [n]``. Raises DataError when it is damaged."""
     try:
         index = np.load(path, allow_pickle=False)
     except BROKEN_ARRAY as error:
@@ -295,12 +348,12 @@ def _read_index(path: Path) -> np.ndarray:
 
 
 def _head(keys: np.ndarray) -> np.ndarray:
-    """The first eight bytes of each key, by which they are sorted."""
+    """The first eight bytes of each key as an integer, by which entries are sorted: uint64 ``[n]``."""
     return np.frombuffer(np.ascontiguousarray(keys).tobytes(), "<u8")[0::2]
 
 
 def _remove_parts(folder: Path) -> None:
-    """Removes what a process left that was killed."""
+    """Removes unfinished shards that a killed process left."""
     for path in folder.iterdir():
         unfinished = path.suffix == ".bin" and not path.with_suffix(".npy").exists()
         if path.suffix == ".part" or unfinished:
@@ -308,6 +361,7 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _version(name: str) -> str:
+    """The version of an installed package; empty where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

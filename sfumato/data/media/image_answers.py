@@ -1,11 +1,15 @@
-"""Conversations in which the assistant answers with images: each is the tokens of its codes, which are in the loss."""
+"""Conversations in which the assistant answers with images: each becomes the tokens of its codes, which are in the loss.
+
+An image of a message of the user is seen: it goes through the model's processor. An image of a message of the assistant
+is drawn: an image tokenizer turns it into codes, and each code into a token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -21,26 +25,30 @@ from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import PreTrainedTokenizerFast
+
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
-"""Tokens of an image that is seen, around one that is drawn, and of its codes."""
+"""The token of an image that is seen, the tokens around an image that is drawn, and the token of a code."""
 
 
 DRAWN = "drawn_latents"
-"""What latents of a document's images that are drawn are called beside its tokens."""
+"""Name of the latents of a document's drawn images among its tensors."""
 
 
 @dataclass(frozen=True)
 class ImageText:
-    """How the codes of an image that is drawn stand in text."""
+    """How the codes of an image that is drawn are written in text."""
 
     opening: str = START
-    """What stands before the first code."""
+    """Text before the first code."""
     closing: str = END
-    """What stands after the last."""
+    """Text after the last code."""
     code: str = CODE
-    """The token of a code, a format of its number."""
+    """The token of a code: a format string that is given the code."""
     columns: int = 0
-    """Codes of a line; 0 where lines are not told apart."""
+    """Codes in a line of the image; 0 where no token ends a line."""
     line_end: str = ""
     """The token after each line."""
 
@@ -52,8 +60,15 @@ class ImageText:
         return self.opening + "".join(line + self.line_end for line in lines) + self.closing
 
 
-def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
-    """Gives a tokenizer those of these tokens that it has not. Returns the first code's; the others follow it."""
+def add_drawing_tokens(tokenizer: PreTrainedTokenizerFast, codebook_size: int) -> int:
+    """Adds the tokens of drawn images that a tokenizer lacks.
+
+    Returns:
+        The id of the first code's token; the ids of the other codes follow it.
+
+    Raises:
+        ConfigError: when the ids of the codes do not follow each other.
+    """
     names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
     tokenizer.add_tokens(names, special_tokens=True)
     code_ids = tokenizer.convert_tokens_to_ids(names[3:])
@@ -63,7 +78,7 @@ def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
 
 
 class DrawingReader(ImageReader):
-    """Reads images that are seen, by transformers' processor, and those that are drawn, by an image tokenizer."""
+    """Reads images that are seen by transformers' processor, and images that are drawn by an image tokenizer."""
 
     def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
         """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
@@ -75,17 +90,18 @@ class DrawingReader(ImageReader):
         """Identifies how images become tokens and pixels, those that are drawn too."""
         return f"{super().fingerprint} {self.image_tokenizer.fingerprint}"
 
-    def codes(self, image: Any) -> str:
-        """The text whose tokens are those of an image that is drawn."""
+    def codes(self, image: Image.Image) -> str:
+        """The text of an image that is drawn: a token for each of its codes."""
         return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
 
     @property
     def keeps_drawn(self) -> bool:
-        """Whether images that are drawn are read again when a batch is made: tokens do not hold them."""
+        """Whether drawn images are read again when a batch is made, since the loss needs latents beside their codes."""
         return hasattr(self.image_tokenizer, "latents")
 
     def tensors(self, images: Images) -> Tensors:
-        """As ``ImageReader.tensors``; latents of images that are drawn are ``DRAWN``, float32 ``[n, C, h, w]``."""
+        """What ``ImageReader.tensors`` gives for the seen images, and the latents of the drawn ones under ``DRAWN``:
+        float32 ``[n, C, h, w]``."""
         files = images.find()
         drawn = [medium.file for medium in files if isinstance(medium, DrawnFile)]
         if not drawn:
@@ -99,7 +115,7 @@ class DrawingReader(ImageReader):
 
 @dataclass(frozen=True)
 class OmniConversation(ImageConversation):
-    """Conversations with images, as image_conversation; those in messages of the assistant are drawn."""
+    """Conversations as of image_conversation, in which the images in the assistant's messages are drawn."""
 
     type: ClassVar[str] = "omni_conversation"
     draws: ClassVar[bool] = True
@@ -117,20 +133,23 @@ class OmniConversation(ImageConversation):
 
 @dataclass(frozen=True)
 class OmniTransform(ImageConversationTransform):
-    """A conversation with images that are seen and drawn, of which the loss mask holds the assistant's tokens."""
+    """A conversation with images that are seen and drawn; the loss mask holds the assistant's tokens."""
 
     reader: DrawingReader
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images of a row that are seen, then those that are drawn and read again."""
+        """The images of a row that are seen, then the drawn ones that are read again."""
         messages, files = self._read(row, where)
         drawn = _find_drawn(messages)
         return _select_media(files, *_split_seen_and_drawn(drawn, len(drawn), self.reader.keeps_drawn))
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
-        """As a call. Every image is read, so that broken ones are found before the run."""
+        """The samples of a row, as a generator that asks for the tokens of texts (see ``TextTransform``).
+
+        Every image is read, so that a broken one is found before the run.
+        """
         messages, files = self._read(row, where)
-        opened = [read_image(file, where) for file in files]
+        opened = [read_image(cast("File", file), where) for file in files]  # ``media`` of this reader is images alone
         drawn = _find_drawn(messages)
         try:
             seen, shapes = self.reader.place(

@@ -239,7 +239,8 @@ def _open_image(source: File, where: str) -> Iterator[Image.Image]:
         raise DataError(f"{where}: broken image ({_describe_source(source)}): {error}") from error
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"{where}: image ({_describe_source(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
+            f"{where}: image ({_describe_source(source)}) of more than "
+            f"{2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"  # pyright: ignore[reportOptionalOperand]
         ) from error
 
 
@@ -403,8 +404,8 @@ def read_video(source: File, where: str, choose: Callable[[int, float], Sequence
     )
     if width * height > most_pixels or stated > MAX_FRAMES:
         raise DataError(
-            f"{where}: video ({_describe_source(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
-            f"scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
+            f"{where}: video ({_describe_source(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: "
+            f"cut or scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
         )
     if total == 0 or total > MAX_FRAMES:
         problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"

@@ -187,7 +187,8 @@ class ImageReader:
         video_limits = [name for name, limit in limits.items() if limit is not None]
         if not takes_videos and takes_audio and video_limits:
             raise ConfigError(
-                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({video_limits[0]})"
+                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits "
+                f"({video_limits[0]})"
             )
         if not takes_videos and not takes_audio:
             raise ConfigError(
