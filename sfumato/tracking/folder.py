@@ -251,8 +251,8 @@ class RunFolder:
             if standing.newest is None:
                 return not standing.finished and standing.forked_from != self.source_id
             raise FolderError(
-                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give this "
-                f"run a folder of its own, --train.output_dir {self._other_name()}"
+                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give "
+                f"this run a folder of its own, --train.output_dir {self._other_name()}"
             )
         start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
         elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"

@@ -84,8 +84,8 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
             named = resume_from = config.train.load_checkpoint_path
             if named in (None, "new"):
                 has_begun = read_environment(folder).get("run_id") != id_before
-                # A run that had not begun when it was lost has made no checkpoint: those in the folder may be an earlier
-                # run's, from which "auto" would go on.
+                # A run that had not begun when it was lost has made no checkpoint: those in the folder may be of an
+                # earlier run, which "auto" would go on with.
                 resume_from = "auto" if has_begun else named
             elif has_saved:
                 resume_from = "auto"
@@ -93,7 +93,7 @@ def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
             from_checkpoint = f"going on from the newest checkpoint (load_checkpoint_path {resume_from})"
             announcement = "starting again" if starts else from_checkpoint
             print(f"{lost}\n{announcement}", file=sys.stderr)
-            # The new start waits at least as long for nodes as a call does: the node of the lost actor has to come back.
+            # The new start waits for nodes at least as long as a call does: the node of the lost actor has to return.
             wait_settings = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}
             config = config.model_copy(
                 update={

@@ -19,7 +19,7 @@ MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK", "Lab": "LAB"}
 """Pillow's mode of an image, by the colour space that a profile is for."""
 
 IS_SRGB = 2
-"""A profile that changes no colour by more than this, of 255, counts as sRGB: programs write sRGB down in several ways."""
+"""A profile that changes no colour by more than this, of 255, counts as sRGB: programs write sRGB in several ways."""
 
 GRID = 9
 """Levels of each channel at which a profile is compared with sRGB."""

@@ -1,4 +1,4 @@
-"""Conversations in which the assistant answers with images: each becomes the tokens of its codes, which are in the loss.
+"""Conversations in which the assistant answers with images: each becomes tokens of its codes, which are in the loss.
 
 An image of a message of the user is seen: it goes through the model's processor. An image of a message of the assistant
 is drawn: an image tokenizer turns it into codes, and each code into a token.
@@ -96,7 +96,7 @@ class DrawingReader(ImageReader):
 
     @property
     def keeps_drawn(self) -> bool:
-        """Whether drawn images are read again when a batch is made, since the loss needs latents beside their codes."""
+        """Whether drawn images are read again when a batch is made, since their tokens do not hold the latents."""
         return hasattr(self.image_tokenizer, "latents")
 
     def tensors(self, images: Images) -> Tensors:
@@ -128,7 +128,8 @@ class OmniConversation(ImageConversation):
         texts = [template.text, template.tool_text, tokenizer.fingerprint]
         keys = config.text_keys or ["messages", "conversations"]
         fingerprint = fingerprint_of(config, tokenizer.tokenizer, texts)
-        return OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, fingerprint)
+        transform = OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
@@ -188,16 +189,17 @@ class OmniTransform(ImageConversationTransform):
 
 
 def _find_drawn(messages: Messages) -> list[bool]:
-    """Of each image of a conversation whether the assistant draws it."""
+    """Whether the assistant draws it, for each image of a conversation in order."""
     parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
     return [role == "assistant" for role, part in parts if part["type"] == "image"]
 
 
 def _split_seen_and_drawn(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
-    """Of the first ``count`` images those that are seen, and those that are drawn and read again."""
+    """Indices of the seen images among the first ``count``, and of the drawn ones that are read again."""
     seen = [index for index in range(count) if not drawn[index]]
     return seen, [index for index in range(count) if drawn[index] and keeps_drawn]
 
 
-def _select_media(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
-    return [*(files[index] for index in seen), *(DrawnFile(files[index]) for index in drawn)]
+def _select_media(files: Sequence[Medium], seen: list[int], drawn: list[int]) -> list[Medium]:
+    """The seen images, then the drawn ones: those that are read from files with no kind of their own come first."""
+    return [*(files[index] for index in seen), *(DrawnFile(cast("File", files[index])) for index in drawn)]

@@ -1,4 +1,4 @@
-"""Conversations in which images and videos stand: where a row has them, and how they become tokens of a document."""
+"""Conversations with images, videos and audio: where a row holds these, and how they become tokens of a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -23,11 +23,11 @@ from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
 from sfumato.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
-"""Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
-``<video>`` in a message's text."""
+"""Columns of a row's media by kind, each a list or a single value. ``<image>``, ``<video>`` or ``<audio>`` in a
+message's text marks the place of the next one of its column."""
 
 KEYS = ("path", "url", "bytes", "base64")
-"""Where a part of a message of type image or video has it, beside the key of the type's name."""
+"""Keys of a message's part that may hold its file, besides the key that is called like the part's type."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class ImageConversation(ImageLimits, TextFormat):
         template = build_chat_template(config.chat_template, reader.tokenizer)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         keys = config.text_keys or ["messages", "conversations"]
-        return ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        transform = ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class MediaConversation(MediaLimits, ImageConversation):
 
 @dataclass(frozen=True)
 class ImageConversationTransform:
-    """A conversation with images, and videos where the reader takes some; the loss mask has the assistant's tokens."""
+    """A conversation with the kinds of media that the reader takes; the loss mask holds the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     has_images: ClassVar[bool] = True
@@ -77,18 +78,21 @@ class ImageConversationTransform:
         return self.template.encoder(texts)
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images and videos of a row, in the order of its messages."""
+        """The media of a row, in the order of its messages."""
         return self._read(row, where)[1]
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
-        """As a call. Every image and video is read, so that broken ones are found before the run."""
+        """The samples of a row, as a generator that asks for the tokens of texts (see ``TextTransform``).
+
+        Every image and video is read, so that a broken one is found before the run.
+        """
         messages, files = self._read(row, where)
         placed = self._place(files, where)
         documents = yield from self._documents(messages, files, placed, read_tools(row, where), where)
         return [TextSample((document,)) for document in documents]
 
     def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
-        """The text that stands for each image or video, and the shapes of ``Images``."""
+        """The placeholder text of each medium, and the shapes of ``Images``, int32 ``[n, 3]``."""
         return self.reader.place_files(files, where)
 
     def _documents(
@@ -99,10 +103,20 @@ class ImageConversationTransform:
         tools: list[dict[str, Any]] | None,
         where: str,
     ) -> Asking[list[Document]]:
-        """What the template makes of a conversation: one document, or one for each answer."""
-        (replacements, shapes), counts = placed, []
+        """The documents that the template makes of a conversation: one, or one for each answer.
+
+        Args:
+            messages: whose contents are lists of parts.
+            files: of the media, in the order of the messages.
+            placed: as of ``_place``.
+            tools: that the messages may call.
+            where: file and row, for messages.
+        """
+        replacements, shapes = placed
+        counts = []
 
         def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
+            # A document may hold the first messages alone: its media are the first ones, up to this count.
             shown = [message.get("content") or [] for message in messages[:num_messages]]
             counts.append(sum(part["type"] != "text" for content in shown for part in content))
             return self.reader.expand(text, spans, replacements[: counts[-1]], where)
@@ -121,31 +135,32 @@ class ImageConversationTransform:
             documents.append(Document(document.input_ids, document.loss_mask, images=images))
         return documents
 
-    def _is_medium(self, input_ids: Any) -> Any:
+    def _is_medium(self, input_ids: np.ndarray) -> np.ndarray:
+        """Which tokens stand for a part of a medium: bool ``[L]``."""
         return self.reader.kinds(input_ids) != 0
 
     def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
-        """Messages whose contents are lists of parts, and the images and videos that stand in them."""
+        """The messages of a row, whose contents are lists of parts, and the media that these name."""
         return self._take(read_messages(row[find_key(row, self.keys, where)], where, row.get("system")), row, where)
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
-        """As ``_read``, of these messages."""
+        """As ``_read``, for messages that have been read from the row."""
         return take_media(messages, row, where, self.reader.media)
 
 
 def take_media(
     messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",)
 ) -> tuple[Messages, list[Medium]]:
-    """Messages whose contents are lists of parts, and the files of the images and other media that stand in them.
+    """Messages whose contents are lists of parts, and the files of the images and other media that these name.
 
     Args:
-        messages: of a row, in whose columns some of the files may be.
-        row: knows the folder that paths are relative to.
-        where: file and row.
-        media: kinds that there may be.
+        messages: of a row; they stay as they are.
+        row: its columns may hold files, and it knows the folder that paths are relative to.
+        where: file and row, for messages.
+        media: kinds of media that are allowed.
 
     Raises:
-        DataError: when a file is missing or no file, or has no place in a message.
+        DataError: when a file is missing or is no file, or a file of a column has no place in a message.
     """
     unplaced_files = {kind: _read_column(row, kind, where) for kind in media}
     num_files = {kind: len(column) for kind, column in unplaced_files.items()}
@@ -181,13 +196,19 @@ def take_media(
 
 
 def as_text(content: Any) -> str:
-    """The content of a message as people read it, with ``<image>`` where an image stands."""
+    """The content of a message as people read it, with ``<image>`` in the place of an image."""
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
 
 
 def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
-    """The images of a document by their files, the shapes that ``ImageReader.place`` gave, and file and row."""
+    """The ``Images`` of a document; None where it has none.
+
+    Args:
+        files: of the images.
+        shapes: that ``ImageReader.place`` gave.
+        where: file and row, for messages.
+    """
     return Images(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
 
 
@@ -196,7 +217,7 @@ def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:
 
 
 def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
-    """The images or videos of a row's own column."""
+    """The media of one kind in a row's column; empty where the row has no such column."""
     name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
     if name is None:
         return []
@@ -208,13 +229,18 @@ def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
 
 
 def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Text, images and videos of a message's content, in order; their marks in a text become parts where the row has a
-    column of them.
+    """The parts of a message's content, in order: texts, images and other media.
+
+    A mark such as ``<image>`` in a text becomes a part where the row's column holds files of that kind; otherwise it
+    stays text.
 
     Args:
         content: of a message.
-        place: of the message, for errors.
-        given: how many the row's columns have of each kind that there may be.
+        place: file, row and message, for errors.
+        num_files: files in the row's column by kind, of the kinds that are allowed.
+
+    Raises:
+        DataError: when the content is neither a text nor a list of such parts.
     """
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
@@ -241,5 +267,6 @@ def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> li
 
 
 def _source_of(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The keys of a part that hold its file; base64 becomes a data URL."""
     sources = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
     return {"url": f"data:;base64,{sources['base64']}"} if "base64" in sources else sources

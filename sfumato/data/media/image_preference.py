@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
@@ -36,7 +36,8 @@ class ImagePreference(ImageConversation):
             )
         template = build_chat_template(config.chat_template, reader.tokenizer)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
-        return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        transform = ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class MediaPreference(ImagePreference, MediaConversation):
 class ImagePreferenceTransform(ImageConversationTransform):
     """A better and a worse answer to the same prompt with images; the loss masks hold the assistant's tokens.
 
-    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
-    whole.
+    ``keys`` are the columns of the prompt, the better and the worse answer. There are two of them where the columns
+    hold whole conversations, which begin with the prompt.
     """
 
     documents_per_sample: ClassVar[int] = 2
@@ -79,7 +80,10 @@ class ImagePreferenceTransform(ImageConversationTransform):
         return [TextSample(tuple(documents))]
 
     def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:
-        """Both conversations, whose contents are lists of parts, and the images that stand in what they share."""
+        """Both conversations, whose contents are lists of parts, and the images, which are all in the shared prompt.
+
+        Raises DataError when an answer holds an image.
+        """
         pair = read_pair(row, self.keys, where)
         conversations = []
         files = []

@@ -18,7 +18,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""Their names."""
+"""Names of the files that transformers may load a processor from."""
 
 
 def save_processor(processor: Any, media: Sequence[str], folder: Path, source: Path | None) -> None:
@@ -37,7 +37,7 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
             folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)}
         )
     if "audio" in media:
-        file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
+        file = folder / PROCESSOR_FILES[0]  # one file for images and for audio: each would replace the other's
         image = read_json_object(file) if "image" in media else {}
         processor.feature_extractor.save_pretrained(folder)
         _write_json(file, read_json_object(file) | image)
@@ -49,7 +49,7 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
 
 
 def _settings(processor: Any) -> dict[str, Any]:
-    """What a processor was made with, without its parts."""
+    """The scalar arguments that a processor was constructed with; its parts have files of their own."""
     named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
 

@@ -1,4 +1,4 @@
-"""Audio that stands in text: files of any rate and number of channels as one channel of the model's rate."""
+"""Audio in text: files of any sampling rate and number of channels, brought to one channel of the model's rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,18 +15,21 @@ from sfumato.config.file_checks import file_problem
 from sfumato.data.media.pictures import File
 from sfumato.errors import DataError, MissingDependencyError
 
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
 
 @dataclass(frozen=True)
 class Sound:
-    """What is heard."""
+    """Audio that has been read."""
 
     samples: np.ndarray
     """float32 ``[N]``, one channel, of the model's rate."""
 
 
 @contextmanager
-def _open_sound(source: File, where: str) -> Iterator[Any]:
-    """soundfile's view of a file of audio. Raises DataError for it, and for what is not read within."""
+def _open_sound(source: File, where: str) -> Iterator[SoundFile]:
+    """The opened file. What soundfile raises for a broken file, here or inside the ``with``, becomes a DataError."""
     try:
         import soundfile
         import soxr  # noqa: F401  (what is read is brought to another rate)
@@ -76,6 +79,7 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
                 f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
             )
         samples = file.read(dtype="float32", always_2d=True)
+    # libsndfile reads what there is of a truncated .wav file without an error. A size of all ones means "not known".
     if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
         raise DataError(
             f"{where}: broken audio ({shown}): {len(content)} of {size + 8} bytes are there; it is truncated"
