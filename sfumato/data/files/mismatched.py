@@ -1,4 +1,4 @@
-"""Answers to other prompts: with them KTO estimates how far a policy is from its reference."""
+"""Prompts with the answers to other prompts, by which KTO estimates the KL divergence of a policy from its reference."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from sfumato.parallel.mesh import Mesh
 
 
 def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TokenBatch]:
-    """Every prompt of a step with the answer of the sample before it, that of the last with the first prompt.
+    """Pairs every prompt of a step with the answer of the sample before it; the first prompt gets the last answer.
 
-    Which answer a prompt gets depends on the samples of the step alone, not on how ranks share them. Every rank must
-    call it.
+    The order is that of sample ids over all ranks, so the pairs do not depend on how ranks share the samples. Every
+    rank must call it.
 
     Args:
-        batches: this rank's micro-batches of the step, one document a sample.
+        batches: this rank's micro-batches of the step, with one document for each sample.
         mesh: the ranks.
-        max_seq_len: tokens after which an answer is cut off.
-        pad_token_id: token that fills rows up.
+        max_seq_len: tokens of a prompt and its answer after which the answer is cut off.
+        pad_token_id: token that pads rows.
 
     Returns:
-        As many micro-batches, of as many documents.
+        As many micro-batches, with as many documents each.
     """
     documents_by_batch = [_split_documents(batch) for batch in batches]
     answer_by_sample = {
@@ -52,7 +52,7 @@ def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_
 
 
 def _split_documents(batch: TokenBatch) -> list[np.ndarray]:
-    """Tokens of each document and whether the loss mask holds them, int64 ``[L, 2]``."""
+    """The documents of a batch, each int64 ``[L, 2]``: its tokens, and 1 for tokens of the loss mask."""
     ids = batch.input_ids.flatten().numpy()
     labels = batch.labels.flatten().numpy()
     document_ids = batch.document_ids.flatten().numpy()
@@ -60,11 +60,11 @@ def _split_documents(batch: TokenBatch) -> list[np.ndarray]:
     for number, length in enumerate(batch.document_lengths):
         start = int((document_ids == number).argmax())
         mask = np.zeros(length, bool)
-        mask[1:] = labels[start : start + length - 1] != IGNORED
+        mask[1:] = labels[start : start + length - 1] != IGNORED  # labels are the next tokens: shifted back by one
         documents.append(np.stack([ids[start : start + length], mask], axis=1))
     return documents
 
 
 def _count_prompt_tokens(document: np.ndarray) -> int:
-    """Tokens before the answer."""
+    """Tokens before the answer, which begins with the first token of the loss mask."""
     return int(document[:, 1].argmax())
