@@ -73,7 +73,7 @@ def check_value(value: Any, where: str) -> None:
 
 
 def bad_row_limit(max_bad_rows: int | float, num_rows: int) -> int:
-    """How many rows may be left out: ``data.max_bad_rows`` itself, or where it is a share, that share of ``num_rows``."""
+    """How many rows may be left out: ``data.max_bad_rows`` itself, or where it is a share, its part of ``num_rows``."""
     return max_bad_rows if isinstance(max_bad_rows, int) else int(max_bad_rows * num_rows)
 
 

@@ -1,4 +1,4 @@
-"""What the tables of one file share."""
+"""The base of tables that are one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts with the answers to other prompts, by which KTO estimates the KL divergence of a policy from its reference."""
+"""Prompts with the answers to other prompts, by which KTO estimates the KL divergence of policy and reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of pictures with captions beside them, or in a table; what lies there and is not used is named."""
+"""Folders of pictures with captions in files beside them or in a table; files that are not used are named."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from sfumato.data.media.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 
 METADATA = ("metadata.jsonl", "metadata.parquet", "metadata.csv")
-"""Names of the table of a folder, as Hugging Face's image folders have it: one is read, the first of these."""
+"""Names of a folder's table, as in Hugging Face's image folders; only the first of these that exists is read."""
 
 CAPTION_ENDINGS = (".txt", ".caption", ".json")
-"""Of files beside a picture with its caption; the first that there is counts."""
+"""Endings of files with a picture's caption; the first of these that exists counts."""
 
 CAPTION_FIELDS = ("caption", "text", "prompt", "description")
-"""Of a .json file beside a picture, beside the one that data.text_key names; the first that there is counts."""
+"""Fields of a .json file that may hold the caption, after the one that data.text_key names; the first that is set
+counts."""
 
 UNREAD_ENDINGS = {
     ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".pdf", ".ico", ".tga", ".eps", ".ppm", ".pgm", ".qoi",
     ".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf",
 }  # fmt: skip
-"""Of pictures that are not read."""
+"""Endings of pictures that are not read."""
 
 SHOWN = 3
-"""Files of a kind that a line names."""
+"""Files that a line names; the others are counted."""
 
 
 def is_hidden(name: str) -> bool:
-    """Whether people do not see a file or folder: ``.ipynb_checkpoints``, ``._a.jpg``, what macOS adds to archives."""
+    """Whether a file or folder is hidden: ``.ipynb_checkpoints``, ``._a.jpg``, or one that macOS or a NAS adds."""
     return name.startswith((".", "__MACOSX", "@eaDir"))
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, in order, without hidden ones. Links to folders are followed, once."""
+    """The files of a folder and its subfolders, sorted, without hidden ones. A linked folder is read once."""
     files = []
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(root))
+        seen.add(os.path.realpath(root))  # a link to a folder above would be followed for ever
         folders[:] = sorted(
             name for name in folders if not is_hidden(name) and os.path.realpath(f"{root}/{name}") not in seen
         )
@@ -54,7 +55,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def find_metadata(folder: Path) -> list[Path]:
-    """The tables of a folder of pictures: in itself, or one in each subfolder. Empty where there are none."""
+    """The tables of a folder of pictures: one in the folder itself, or else one in each of its subfolders."""
     tables: dict[Path, Path] = {}
     for path in sorted(folder.glob("*")) if not any((folder / name).is_file() for name in METADATA) else [folder]:
         if path.is_dir() and not (path != folder and is_hidden(path.name)):
@@ -81,7 +82,7 @@ class FolderRows:
             for path in self._files
         ]
         self.unused = self._describe_unused(files)
-        """Lines about the files that are in no row."""
+        """Lines about files that are in no row, or in a broken one."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -105,14 +106,15 @@ class FolderRows:
         return self.root
 
     def fingerprint(self) -> str:
-        """Every image and every caption there is, with size and time."""
+        """All images and captions with their sizes and times."""
         return file_fingerprint(self.files())
 
     def files(self) -> list[Path]:
-        """Every image and every caption there is."""
+        """The files of all images and captions."""
         return [*self._files, *(path for path in self._captions if path is not None)]
 
     def _caption_of(self, content: Any, where: Path) -> str:
+        """The caption in the parsed content of a .json file. Raises DataError when it has none."""
         fields = content if isinstance(content, dict) else {}
         key = next((name for name in (self.text_key, *CAPTION_FIELDS) if fields.get(name)), None)
         if key is None:
@@ -139,19 +141,19 @@ class FolderRows:
 def describe_unlisted(
     folder: Path, rows: FiledRows, image_key: Callable[[dict[str, Any]], str], endings: set[str]
 ) -> list[str]:
-    """Lines about the pictures of a folder that its table does not name.
+    """A line about the pictures of a folder that its table does not name; none where there are none.
 
     Args:
-        folder: that holds them.
+        folder: of the pictures and the table.
         rows: of the table.
-        image_key: the column of a row's picture.
+        image_key: gives the column of a row's picture.
         endings: of pictures.
     """
     named = set()
     for index in range(len(rows)):
         try:
             value = (row := rows[index]).get(image_key(row))
-        except DataError:  # is named when it is read
+        except DataError:  # the broken row is named when it is read for training
             continue
         if not isinstance(value, str):  # the table holds the pictures itself
             return []
@@ -174,5 +176,5 @@ def _describe_files(paths: list[Path], root: Path, description: str) -> list[str
 
 
 def _stem(path: Path) -> str:
-    """The path without its ending, in the form in which Unicode composes letters: macOS writes them apart."""
+    """The path without its ending, with composed letters (NFC): macOS writes names with decomposed ones."""
     return unicodedata.normalize("NFC", str(path.with_suffix("")))

@@ -1,4 +1,4 @@
-"""Where text comes from: one table, several with weights, or problems made in code."""
+"""The sources of text data: one table, several tables with weights, or problems that are made in code."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Sources:
 
     names: list[str]
     rows: list[RowTable]
-    """None of data that is streamed from files."""
+    """A table for each source; empty for data that is streamed from files."""
     weights: list[float] | None
-    """Shares of the sources, of any sum; None: one after the other, shuffled as one."""
+    """Shares of the sources, of any sum; None joins the sources and shuffles them as one."""
     level: Literal["sample", "token"] = "sample"
     """What the weights are shares of."""
     stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """When an epoch ends."""
     files: list[list[RowFile]] | None = None
-    """The files of each source, of data that is streamed from files: none has been opened."""
+    """The files of each source of data that is streamed, not opened yet; None for other data."""
 
     @property
     def mixing(self) -> list[object] | None:
@@ -44,7 +44,7 @@ class Sources:
 
     @property
     def tables(self) -> Sequence[Sequence[Table]]:
-        """What each source is read from."""
+        """The tables or unopened files of each source."""
         return [[rows] for rows in self.rows] if self.files is None else self.files
 
 
@@ -110,7 +110,7 @@ def open_validation(config: TextDataConfig) -> Sources | None:
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
     text_column = config.text_keys[0] if config.text_keys else "text"
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        file = SourcesFile(sources=[path], names=[Path(path).stem])
+        file = SourcesFile(sources=[path], names=[Path(path).stem])  # pyright: ignore[reportCallIssue]  # has a default
         places = [(path, option)]
     else:
         file = load_config(SourcesFile, path)
@@ -126,7 +126,7 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, hel
 
 
 def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
-    """The files of each source of a YAML file, and what names it in messages."""
+    """The paths of each source of a YAML file, and what messages call it."""
     for number, source in enumerate(sources):
         entry = f"{path}: sources.{number}"
         if Path(source).suffix.lower() in (".yaml", ".yml"):
@@ -135,7 +135,10 @@ def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _resolve_paths(path: str, source: str) -> str:
-    """The paths of a source, those that lie relative to the YAML file's folder first."""
+    """The paths of a source, with commas between; a path that exists beside the YAML file is taken from there.
+
+    A whole source that exists is not split: its name may contain commas.
+    """
     yaml_folder = Path(path).parent
     parts = [source] if (yaml_folder / source).exists() else [part.strip() for part in source.split(",")]
     return ",".join(str(yaml_folder / part) if part and (yaml_folder / part).exists() else part for part in parts)

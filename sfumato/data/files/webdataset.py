@@ -15,7 +15,7 @@ MEDIA = {
     "video": {"mp4", "avi", "mov", "mkv", "webm"},
     "audio": {"wav", "flac", "mp3", "ogg", "opus"},
 }
-"""Endings of members that become the column of their kind."""
+"""Endings of members by the kind of medium, whose column they become."""
 
 
 class Member(NamedTuple):
@@ -36,7 +36,11 @@ class TarRows(FileRows):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError when it is broken, compressed, or its rows are not apart."""
+        """Reads the headers of all members.
+
+        Raises:
+            DataError: when the file is broken or compressed, or the members of a row do not follow each other.
+        """
         super().__init__(path)
         self._rows: list[tuple[str, list[Member]]] = []
         size = path.stat().st_size
@@ -48,6 +52,7 @@ class TarRows(FileRows):
                         continue
                     if not info.isfile():
                         raise DataError(f"{path}: member {info.name} is a link, not a file")
+                    # tarfile reads the header of the last member of a truncated shard without an error.
                     if info.offset_data + info.size > size:
                         raise DataError(f"{path}: member {info.name} is cut off: the shard is not whole")
                     folder, _, name = info.name.rpartition("/")
@@ -86,13 +91,13 @@ class TarRows(FileRows):
                     fields = parse_json(content, where)
                     if not isinstance(fields, dict):
                         raise DataError(f"{where}: json must be an object, not {type(fields).__name__}")
-                    row = fields | row
+                    row = fields | row  # members win over fields, whichever came first
                 elif last == "txt":
                     row[member.ending] = _text(content, where)
                 else:
                     row[member.ending] = content
         for kind, contents in media.items():
-            if contents:  # what the member json says of the same column is the name of the file
+            if contents:  # a field of the member json with this name holds the name of the file: it is replaced
                 row = {name: value for name, value in row.items() if name not in (kind, f"{kind}s")}
                 row |= {kind: contents[0]} if len(contents) == 1 else {f"{kind}s": contents}
         return row
@@ -102,6 +107,7 @@ class TarRows(FileRows):
 
 
 def _text(content: bytes, where: str) -> str:
+    """The text of a member. Raises DataError when it is not UTF-8."""
     try:
         return content.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
