@@ -52,7 +52,7 @@ class TarRows(FileRows):
                         continue
                     if not info.isfile():
                         raise DataError(f"{path}: member {info.name} is a link, not a file")
-                    # tarfile reads the header of the last member of a truncated shard without an error.
+                    # tarfile would report an unexpected end of the file, and not which member is cut off.
                     if info.offset_data + info.size > size:
                         raise DataError(f"{path}: member {info.name} is cut off: the shard is not whole")
                     folder, _, name = info.name.rpartition("/")
