@@ -1,7 +1,7 @@
-"""Folders that are complete or not there, whatever is killed when: checkpoints, and the export that replaces another.
+"""Folders that are complete or absent, whenever a process is killed: checkpoints, and exports that replace another.
 
-A checkpoint ``global_step_N`` is written beside, flushed to disk, listed with SHA-256, then renamed. What writes the
-files into it, and on how many ranks, is not the envelope's business.
+A checkpoint ``global_step_N`` is written under another name, flushed to disk, listed with SHA-256, then renamed. This
+module does not care what writes the files into it, or on how many ranks.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ def begin_checkpoint(root: Path, step: int) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that it is still there after a power failure."""
+    """Makes a folder and its missing parents so that they survive a power failure."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
+    for path in reversed(missing):  # the name of a new folder is on disk once its parent folder is flushed
         flush(path.parent)
 
 
 def list_files(building: Path, paths: Iterable[Path]) -> Listing:
-    """Flushes finished files of a checkpoint to disk and reads them back.
+    """Flushes finished files of a checkpoint to disk, reads them back, and lists their sizes and digests.
+
+    Args:
+        building: the folder of the checkpoint.
+        paths: of the files.
 
     Raises:
         OSError: when the disk is full or fails.
@@ -64,17 +68,17 @@ def list_files(building: Path, paths: Iterable[Path]) -> Listing:
 
 
 def finish_checkpoint(building: Path, listing: Listing) -> Path:
-    """Turns a folder whose files are all written and listed into a checkpoint, as one indivisible act.
+    """Turns a folder whose files are all written and listed into a checkpoint, atomically.
 
     Args:
         building: from ``begin_checkpoint``.
         listing: all its files, of all ranks.
 
     Returns:
-        The finished folder. One of the same step is replaced.
+        The finished folder, which replaces a checkpoint of the same step.
 
     Raises:
-        CheckpointError: when a listed file is not here.
+        CheckpointError: when a listed file cannot be seen by this process.
         OSError: when the disk is full or fails.
     """
     for name, entry in listing.items():
@@ -111,12 +115,12 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors; empty when it cannot be read, which verifying it will say."""
+    """The values of a checkpoint besides tensors; empty when they cannot be read, which its verification reports."""
     return read_mapping(folder / VALUES)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty when it is missing, damaged or no mapping."""
+    """The mapping in a JSON file; empty when the file is missing, damaged or holds no mapping."""
     try:
         return read_json_object(path)
     except (OSError, ValueError):
@@ -124,7 +128,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The run that wrote a checkpoint; None when it does not say."""
+    """The id of the run that wrote a checkpoint; None when the checkpoint does not hold it."""
     return read_values(folder).get("run_id")
 
 
@@ -133,8 +137,8 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
     Args:
         folder: a checkpoint.
-        rank: of those who share the work, each of whom takes some of the files.
-        num_ranks: how many they are.
+        rank: of this process among those that share the work; each verifies some of the files.
+        num_ranks: how many processes share the work.
 
     Raises:
         CheckpointError: names the first file that differs.
@@ -166,7 +170,7 @@ def newest_intact(
     """The newest checkpoint that verifies; damaged ones are named and passed over.
 
     Args:
-        found: from ``list_checkpoints``.
+        checkpoints: from ``list_checkpoints``.
         say: takes a line for the person who watches.
         verify: raises CheckpointError or OSError for a checkpoint that is not intact.
 
@@ -190,10 +194,10 @@ def newest_intact(
 
 
 def prune_checkpoints(root: Path, keep: int, step: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints up to a step, and what killed saves left.
+    """Removes all but the newest ``keep`` checkpoints up to a step, and leftovers of saves that were killed.
 
-    Later ones go as well: they are damaged, or of a run that was resumed from an earlier step, and would otherwise
-    take the places of sound ones.
+    Checkpoints of later steps are removed, too: they are damaged, or of a run that was resumed from an earlier step,
+    and would otherwise count as the newest ones.
 
     Args:
         root: folder of all checkpoints.
@@ -222,7 +226,7 @@ def _sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Sees to it that a file, or the names in a folder, survive a power failure."""
+    """Makes sure that a file, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -235,11 +239,11 @@ _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside the one that it then replaces.
+    """Writes a folder under another name, and then replaces the folder of this name by it.
 
-    Where the kernel and the file system can exchange two names in one call, the old folder or the new one is there
-    whatever is killed when. Elsewhere (NFS, other systems than Linux) there are two renames, and a process that is
-    killed between them leaves what ``restore_folder`` puts back.
+    Where the kernel and the file system can exchange two names in one call, either the old folder or the new one is
+    there whenever the process is killed. Elsewhere (NFS, other systems than Linux) there are two renames; after a kill
+    between them ``restore_folder`` puts the folder back.
 
     Args:
         folder: the name; need not exist.
@@ -270,7 +274,7 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def restore_folder(folder: Path) -> None:
-    """Puts back what a process that was killed between the two renames of ``replace_folder`` left."""
+    """Puts a folder back after a process was killed between the two renames of ``replace_folder``."""
     building, old = _working_names(folder)
     if old.is_symlink():  # no run makes one
         old.unlink()
@@ -279,7 +283,7 @@ def restore_folder(folder: Path) -> None:
     if building.is_symlink():
         building.unlink()
     if not folder.exists():  # killed before the second rename
-        os.replace(building if building.exists() else old, folder)  # what was being written was complete by then
+        os.replace(building if building.exists() else old, folder)  # the new folder was complete before any rename
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -304,5 +308,5 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def _working_names(folder: Path) -> tuple[Path, Path]:
-    """Where its successor is written, and where it waits for its end."""
+    """The name under which a folder's successor is written, and the name that the folder has until it is removed."""
     return folder.with_name(f".{folder.name}.being_written"), folder.with_name(f".{folder.name}.being_replaced")

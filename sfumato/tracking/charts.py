@@ -1,4 +1,4 @@
-"""Drawings for pages, curves and timelines: SVG of matplotlib figures in the light or dark theme of the reader."""
+"""Curves and timelines for pages: SVG of matplotlib figures, in the light or dark theme of the reader's browser."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ DARK: Mapping[str, str] = {
 CURVE_SIZE = (4.6, 2.5)
 """Inches of a curve's picture."""
 CURVE_AREA = (0.2, 0.2, 0.98, 0.92)
-"""Left, bottom, right and top of a curve's axes in its picture: a layout fitted to each doubles the time."""
+"""Left, bottom, right and top of a curve's axes in its picture. A layout fitted to each curve doubles the time."""
 DIGIT_WIDTH, LABEL_WIDTH = 0.09, 0.3
 """Inches of a digit beside the y axis, and of the axis' own label."""
 LARGEST_DRAWN = 1e100
-"""A greater number is left out of a curve: axes around it would end beyond the numbers that there are."""
+"""Larger values are left out of a curve: the limits of its axes would overflow a float."""
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
 
 def stand_in(name: str) -> str:
-    """The colour that matplotlib draws with where the page is to have its colour of this name."""
+    """A colour for matplotlib that ``inline_svg`` replaces by the page's colour of this name."""
     return f"#01{list(LIGHT).index(name):02x}03"
 
 
@@ -123,7 +123,8 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-    shown = axes.yaxis.get_major_formatter().format_ticks(axes.yaxis.get_majorticklocs())
+    ticks = axes.yaxis.get_majorticklocs()
+    shown = axes.yaxis.get_major_formatter().format_ticks(ticks)  # pyright: ignore[reportArgumentType]  # takes arrays
     left_edge = max(left_edge, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
     axes.set_position((left_edge, bottom, right - left_edge, top - bottom))
     axes.yaxis.get_offset_text().set(color=MUTED, fontsize=10)
@@ -131,7 +132,7 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
 
 
 def unit_of(name: str) -> str:
-    """What stands beside the axis of a metric's curve."""
+    """The unit of a metric, for the axis of its curve, from the metric's name."""
     last = name.rsplit("/", 1)[-1]
     if last.endswith(("_mib", "_gib")):
         return last[-3].upper() + "iB"
@@ -142,7 +143,7 @@ def unit_of(name: str) -> str:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean ``[n]`` over about a fifteenth of the points; at the ends over those that there are."""
+    """Centred moving mean ``[n]`` over about a fifteenth of the points; near the ends, over fewer points."""
     half = max(2, len(values) // 30)
     window = np.ones(2 * half + 1)
     return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]
@@ -174,10 +175,14 @@ class Stretch:
 
 
 def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stretch | None:
-    """The last steps, fewer where they hold many calls, of some processes of each role.
+    """Chooses the last steps of a run, fewer where they hold too many calls, and some processes of each role.
+
+    Args:
+        events: of the run.
+        max_steps: at most so many steps.
 
     Returns:
-        None where nothing can be shown: no step has ended, or nothing was done in it.
+        None where nothing can be shown: no step has ended, or no process worked in one.
     """
     work = [event for event in events if event.role != RUN]
     spans = step_windows(events)
@@ -194,15 +199,18 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
                 rows[event.role, event.rank].append(event)
         if sum(len(bars) for bars in rows.values()) <= MAX_BARS:
             break
-    ends = {step: span[1] for step, span in list(windows.items())[-count:]}
+    # The loop has run at least once, since there is a window.
+    ends = {step: span[1] for step, span in list(windows.items())[-count:]}  # pyright: ignore
     return Stretch(start, end, rows, ends, left_out)
 
 
 def _reaches(event: Event, start: float, end: float) -> bool:
+    """Whether an event overlaps a stretch of time."""
     return event.start < end and event.end > start
 
 
 def _choose_processes(processes: Iterable[Process]) -> tuple[list[Process], dict[str, tuple[int, int]]]:
+    """At most ``MAX_RANKS`` processes of each role, in the order of rows; and ``Stretch.left_out``."""
     by_role: dict[str, list[int]] = {}
     for role, rank in sorted(processes):
         by_role.setdefault(role, []).append(rank)
@@ -237,10 +245,10 @@ def draw_legend(figure: Figure, kinds: Iterable[str]) -> None:
 
 
 def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
-    """Draws a stretch, its first second at 0, with the fraction of time that each process worked beside its row.
+    """Draws a stretch, from second 0 on, with each process's fraction of busy time beside its row.
 
     Returns:
-        The kinds of work that are to be seen.
+        The kinds of work that are visible, for the legend.
     """
     labels = []
     fractions = []
@@ -272,10 +280,18 @@ def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
 
 
 def _assign_lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
-    """Events, which are in order of time, by lane and number of lanes: calls beside each other share the row."""
+    """Divides the row of a process into lanes, so that calls at the same time are drawn one above the other.
+
+    Args:
+        events: of one process, in order of time.
+
+    Returns:
+        The events by lane and number of lanes of their group; a group is calls that overlap, directly or through
+        others.
+    """
     events_by_lane: dict[tuple[int, int], list[Event]] = {}
-    overlapping_lanes: list[list[Event]] = []  # lanes of calls that overlap, directly or through others
-    for event in [*events, None]:
+    overlapping_lanes: list[list[Event]] = []  # lanes of the group that has not ended
+    for event in [*events, None]:  # None ends the last group
         if event is None or all(event.start >= lane[-1].end - _SAME_S for lane in overlapping_lanes):
             for number, members in enumerate(overlapping_lanes):
                 events_by_lane.setdefault((number, len(overlapping_lanes)), []).extend(members)
@@ -313,7 +329,7 @@ Bar = tuple[str, int | None, float, float]
 
 
 def _merge_short_bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
-    """What is drawn: many calls too short to be seen become one bar, a lonely one is as wide as can be seen."""
+    """The bars of a lane: neighbouring calls too short to be seen become one bar, a single one is widened."""
     least = (stretch.end - stretch.start) * _NARROW
     bars: list[Bar] = []
     for event in events:

@@ -1,4 +1,4 @@
-"""How a process of a run ends: what signals do to it, what it says, its exit code, and its stacks when it hangs."""
+"""How a process of a run ends: its signals, its last message, its exit code, and its stacks when it hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sfumato.config.characters import printable
 from sfumato.errors import (
@@ -27,6 +27,9 @@ from sfumato.errors import (
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RESUME = "to go on, add --train.load_checkpoint_path auto"
 STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError)
@@ -34,16 +37,16 @@ STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostE
 
 @dataclass(frozen=True)
 class Ending:
-    """What a process says at its end, and its exit code."""
+    """The last message of a process, and its exit code."""
 
     text: str
     code: int
     kind: str = "own"
-    """Cause of the end. lost: another rank has ended; hang: another rank does not come; own: everything else."""
+    """Cause of the end: "lost", another rank has ended; "hang", another rank does not answer; "own", anything else."""
     stacks: str = ""
 
     def tell(self) -> None:
-        """Says it: to the launcher, which knows how the other ranks ended, or where there is none on stderr."""
+        """Gives the message to the launcher, which knows how the other ranks ended; without one, prints it."""
         folder = os.environ.get("SFUMATO_ENDS")
         rank = os.environ.get("RANK")
         if folder is not None:
@@ -60,7 +63,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """What an error that nobody has caught means for the process."""
+    """The ending of a process that an uncaught error ends."""
     if isinstance(error, (PreemptedError, StoppedError)):
         return Ending(str(error), error.exit_code)
     if isinstance(error, UserError):
@@ -86,7 +89,7 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def keep_stacks() -> None:
-    """A crash shows the stacks of all threads; under the launcher SIGQUIT does, too, whatever the process is doing."""
+    """Makes a crash show the stacks of all threads, and under the launcher SIGQUIT, too, whatever the process does."""
     folder = os.environ.get("SFUMATO_ENDS")
     rank = os.environ.get("RANK")
     if folder is None:
@@ -105,7 +108,7 @@ def name_log(log: Path) -> None:
 
 
 class Stoppable(Protocol):
-    """What is known of a run here."""
+    """The attributes of a run that the handler of signals needs."""
 
     output_dir: Path
     stop_requested: bool
@@ -114,12 +117,12 @@ class Stoppable(Protocol):
 
 
 class Listener:
-    """The handler of a run's signals. A second SIGINT stops at once, whatever is lost."""
+    """The handler of a run's signals: the first asks the run to stop after the step, a second SIGINT stops at once."""
 
     def __init__(self, run: Stoppable) -> None:
         self.run = run
 
-    def __call__(self, number: int, _frame: Any) -> None:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.run.stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.run.stop_requested = True
@@ -132,10 +135,11 @@ class Listener:
 
 
 def listen(run: Stoppable) -> None:
-    """Listens to the signals of this process, for a run.
+    """Installs the handler of a run's signals.
 
     Raises:
-        StoppedError: when the run before, which made what this one starts from, was asked to stop while it ended.
+        StoppedError: when an earlier run of this process, whose result this run starts from, was asked to stop while it
+            ended.
     """
     run.stop_requested = getattr(signal.getsignal(signal.SIGTERM), "was_asked", False)
     check_early_stop(run)

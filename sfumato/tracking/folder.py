@@ -1,7 +1,7 @@
-"""The run folder at the start of a run: what stands there, whether this run may begin there, and which run it is.
+"""The run folder at the start of a run: which run is in it, whether this run may begin there, and the id of this run.
 
-A start only looks, until the model, the data and the checkpoint have been opened: what is refused until then leaves
-every file as it was. A folder with a run in it is never begun in by another run.
+Until the model, the data and the checkpoint have been opened, a start only reads: a run that is refused until then
+leaves every file as it was. No run begins in a folder that holds another run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors"
 
 
 def environment_of(mesh: Mesh) -> dict[str, Any]:
-    """Versions, commit and hardware, as they are written to ``environment.json``."""
+    """Versions, commit and hardware, for ``environment.json``."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -66,13 +66,13 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
 ENVIRONMENT = "environment.json"
 
 DATE = "date"
-"""What ``environment.json`` calls the date of the run's first start."""
+"""Key of ``environment.json`` for the date of the run's first start."""
 
 OWN_FOLDER = {"train.output_dir", "train.load_checkpoint_path"}
-"""Fields that do not make another run of a configuration."""
+"""Fields in which a configuration may differ and still be the same run."""
 
 CACHES = ("tokens", "processes.json")
-"""What a run makes in its folder before it begins; it goes along when an earlier run is moved aside."""
+"""Files that a run makes in its folder before it begins; they stay there when an earlier run is moved aside."""
 
 NAMED = 3
 """Differences that an error names; the others are counted."""
@@ -80,10 +80,10 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Standing:
-    """A run that stands in a folder."""
+    """A run whose files are in a folder."""
 
     run_id: str | None
-    """The run's id; None where a run has none."""
+    """The run's id; None where neither ``environment.json`` nor the newest checkpoint holds one."""
     forked_from: str | None
     """The run whose checkpoint it began with."""
     finished: bool
@@ -97,7 +97,7 @@ class Standing:
 
 
 def look_at(folder: Path) -> Standing | None:
-    """The run that stands in a folder; None when there is none that made a step or a checkpoint."""
+    """The run whose files are in a folder; None when there is none that has made a step or a checkpoint."""
     metrics = folder / "metrics.jsonl"
     checkpoints = list_checkpoints(folder / "checkpoints")
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
@@ -107,7 +107,7 @@ def look_at(folder: Path) -> Standing | None:
     lines = read_jsonl(metrics) if has_metrics else []
     newest = max(checkpoints, default=None)
     config: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # none, or a damaged one: then nothing can be said of it
+    with contextlib.suppress(ConfigError):  # a missing or damaged configuration counts as empty: nothing is compared
         config = flatten(read_yaml(folder / "config.yaml"))
     return Standing(
         run_id=environment.get("run_id") or (None if newest is None else read_run_id(checkpoints[newest])),
@@ -121,16 +121,18 @@ def look_at(folder: Path) -> Standing | None:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What ``environment.json`` of a run folder says; empty when there is none or it is damaged."""
+    """The content of a run folder's ``environment.json``; empty when it is missing or damaged."""
     return read_mapping(folder / ENVIRONMENT)
 
 
 def run_date(train: Any) -> datetime.date:
-    """The date of a run's first start, which chat templates take for today however often it goes on.
+    """The date of a run's first start, which chat templates show as today's in every resumed run, too.
 
     Args:
-        train: the train section: the folder, and what the run goes on from. A run that was begun before dates were
-            kept has today's.
+        train: the train section, with the folder and the checkpoint that the run goes on from.
+
+    Returns:
+        Today where the run begins now, or began before dates were stored.
     """
     wanted = train.load_checkpoint_path
     if wanted not in (None, "new"):
@@ -142,22 +144,22 @@ def run_date(train: Any) -> datetime.date:
 
 @functools.cache
 def _today(_output_dir: str) -> datetime.date:
-    """Once for each run of this process: it may begin before midnight."""
+    """Today's date, asked once for each run folder of this process: a run may go on past midnight."""
     return datetime.date.today()
 
 
 class RunFolder:
-    """The folder of a run that has been started, as rank 0 sees it."""
+    """The folder of a run that has been started; only rank 0 has one."""
 
     def __init__(self, config: Section, say: Callable[[str], None]) -> None:
-        """Locks the folder and looks whether this run may begin there. Nothing else is written.
+        """Locks the folder and checks whether this run may begin there. Nothing but the lock is written.
 
         Args:
             config: of the task.
             say: takes a line for the person who watches.
 
         Raises:
-            FolderError: when another run is at work there, or one stands there that this run does not go on with.
+            FolderError: when another run is at work there, or the folder holds a run that this one does not resume.
         """
         self.path = Path(config.train.output_dir)  # type: ignore[attr-defined]
         self.wanted: str | None = config.train.load_checkpoint_path  # type: ignore[attr-defined]
@@ -167,7 +169,7 @@ class RunFolder:
         try:
             self.standing = look_at(self.path)
             self.source_id = None if self.wanted in (None, "auto", "new") else read_run_id(Path(self.wanted))
-            """Of the run whose checkpoint is named."""
+            """Id of the run whose checkpoint the configuration names by its path."""
             self._moves = self.standing is not None and self._decide(self.standing)
             if self._moves:
                 self._check_move()
@@ -177,7 +179,7 @@ class RunFolder:
 
     @property
     def differences(self) -> list[str]:
-        """Fields in which this configuration is another than that of the run that stands here."""
+        """Fields in which this configuration differs from that of the run in the folder, with both values."""
         standing_config = self.standing.config if self.standing is not None else {}
         config = flatten(self._config.model_dump(mode="json"))
         names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
@@ -188,12 +190,12 @@ class RunFolder:
         ]
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, Any]) -> None:
-        """Makes the folder this run's: an earlier run is moved aside, configuration and environment are written.
+        """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
 
         Args:
             total_steps: of the whole run.
             from_step: the step of the checkpoint that it goes on from; 0 without one.
-            environment: what else ``environment.json`` holds.
+            environment: further entries of ``environment.json``.
 
         Raises:
             FolderError: when the lock was lost, or a finished run would get the configuration of another one.
@@ -213,15 +215,18 @@ class RunFolder:
         write_json(self.path / ENVIRONMENT, environment_file)
 
     def add_environment(self, values: Mapping[str, Any]) -> None:
-        """Adds to ``environment.json`` what is known only when the run has begun."""
+        """Adds entries to ``environment.json`` that are known only after the run has begun."""
         write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
 
     def finish(self) -> None:
-        """Notes that the run has come to its end."""
+        """Marks the run as finished."""
         self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
 
     def _identity(self, from_step: int) -> dict[str, Any]:
-        """The run's id, and the run that it was forked from. A resumed run keeps what it is."""
+        """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
+
+        A resumed run keeps both.
+        """
         standing = self.standing if not self._moves else None
         fresh: dict[str, Any] = {"run_id": secrets.token_hex(8)}
         if self.wanted == "auto":
@@ -240,7 +245,7 @@ class RunFolder:
         return {**fresh, "forked_from": {"run_id": self.source_id, "checkpoint": str(self.wanted)}}
 
     def _decide(self, standing: Standing) -> bool:
-        """Whether the run that stands here is moved aside. Raises FolderError when this one may not begin here."""
+        """Whether the run in the folder is moved aside. Raises FolderError when this one may not begin here."""
         if self.wanted == "new":
             return True
         if self.wanted == "auto":
@@ -270,13 +275,14 @@ class RunFolder:
         )
 
     def _describe_standing(self, standing: Standing) -> str:
+        """How far the run in the folder is, for messages."""
         of = f" of {standing.total_steps}" if standing.total_steps is not None else ""
         if standing.finished:
             return f"a finished run ({standing.step} steps)"
         return f"an unfinished run (step {standing.step}{of}, newest checkpoint of step {standing.newest})"
 
     def _check_move(self) -> None:
-        """Whether moving the folder takes away what this run needs."""
+        """Raises FolderError when moving the folder aside would move files that this run needs."""
         root = self.path.resolve()
         for name, path in self._paths():
             if name != "data.cache_dir" and path.resolve().is_relative_to(root):
@@ -291,7 +297,7 @@ class RunFolder:
             )
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
-        """Files and folders that the configuration names, with the fields' names."""
+        """Existing files and folders that the configuration names, with the names of the fields."""
         for name, value in flatten(self._config.model_dump(mode="json")).items():
             if name == "train.output_dir":
                 continue
@@ -302,6 +308,7 @@ class RunFolder:
                             yield name, path
 
     def _move_aside(self) -> None:
+        """Renames the folder of the earlier run, and moves caches of this run back into the new folder."""
         root = self.path.resolve()
         moved_folder = self._kept_name()
         caches = {Path(cache) for cache in CACHES}
@@ -314,11 +321,11 @@ class RunFolder:
         self._say(f"an earlier run stood in {self.path}; it is now {moved_folder}")
 
     def _kept_name(self) -> Path:
-        """Where an earlier run is moved to."""
+        """The folder that an earlier run is moved to."""
         return self._free_name(".", 1)
 
     def _other_name(self) -> Path:
-        """A folder for another run."""
+        """A folder to suggest for another run."""
         return self._free_name("_", 2)
 
     def _free_name(self, separator: str, number: int) -> Path:
@@ -330,16 +337,18 @@ class RunFolder:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a file as one indivisible act."""
+    """Writes a JSON file atomically, so that it survives a power failure."""
     write_atomically(path, json.dumps(value, indent=1).encode())
     flush(path.parent)
 
 
 def _name_first(texts: list[str]) -> str:
+    """The first texts, and how many more there are."""
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
 
 
 def _shorten_value(value: Any) -> str:
+    """A value of the configuration in at most 40 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,7 +1,7 @@
-"""What a resume must find unchanged: the data, the seed, and the numbers that say which samples a step takes.
+"""The identity of a run, which a resume must find unchanged: data, seed, and the numbers that choose a step's samples.
 
-A checkpoint holds a position in the data. With other data, or steps of another size, it would mean other samples: some
-would be trained twice and others never, and nothing would show it.
+A checkpoint holds a position in the data. With other data, or steps of another size, the position would mean other
+samples: some would be trained twice and others never, without any sign of it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
 
 Identity = dict[str, Any]
-"""Values by the fields that they come from, of what JSON can hold."""
+"""Values that JSON can hold, by the fields that they come from."""
 
 _DIGEST = re.compile("[0-9a-f]{32,}")
 
 KEY = "identity"
-"""Where a checkpoint's values hold it."""
+"""Key of the identity among a checkpoint's values."""
 
 FREE = {"train_path", "eval_path", "cache_dir", "cache_media", "num_workers", "max_bad_rows", "train_size"}
-"""Fields of ``data`` that may change: where it lies (its content is compared), how it is read, when the run ends."""
+"""Fields of ``data`` that may change: paths (the content is compared), how data are read, and when the run ends."""
 
 EVALUATION = ("data.eval_path", "eval.")
-"""What may change, too, but is said, since curves of the evaluation have a break there."""
+"""Beginnings of fields that may change, too, but with a message, since curves of the evaluation break there."""
 
 BEGUN_WITH = ("model.model_path (weights that the run began with)", "critic.")
-"""Likewise weights of which the checkpoint holds what has become."""
+"""Beginnings of fields of weights that may change with a message, since the checkpoint holds the trained ones."""
 
 OWN_SOURCE = "(its source)"
-"""Ends the fields of functions of the user's, whose source may change and is said."""
+"""The end of fields of functions in the user's own code, which may change with a message."""
 
 
 def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, Any] | None = None) -> Identity:
-    """What a resume of a run must find unchanged; refuses one that cannot, before anything is built or written.
+    """Computes the identity of a run, and refuses a resume with another one before anything is built or written.
 
     Args:
         config: of the task; the fields of ``data`` and ``train.seed`` count.
-        content: digests of what the data holds, by the field that names it.
-        numbers: which samples a step takes, by field.
+        content: digests of the data's content, by the field that names the data.
+        numbers: the numbers that choose which samples a step takes, by field.
 
     Raises:
         CheckpointError: when the run goes on from a checkpoint with another identity.
     """
     data = config.data.model_dump(mode="json", exclude=FREE)  # type: ignore[attr-defined]
     if data.get("datasets_type") == "mapping":
-        del data["shuffle_buffer"]  # of streams
+        del data["shuffle_buffer"]  # streams alone use it
     train = config.train  # type: ignore[attr-defined]
     identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
     folder = _find_wanted(Path(train.output_dir), train.load_checkpoint_path)
@@ -64,15 +64,15 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
     """Whether a run may go on from a checkpoint.
 
     Args:
-        saved: of the checkpoint; None when it holds none.
-        here: of this run; empty compares nothing.
+        saved: identity in the checkpoint; None when it holds none.
+        here: identity of this run; empty compares nothing.
         folder: the checkpoint.
 
     Returns:
-        What has changed but may, as a line for the person who watches; empty when nothing has.
+        A line about permitted changes, for the person who watches; empty when there are none.
 
     Raises:
-        CheckpointError: names what must not have changed, and the remedy.
+        CheckpointError: names the values that must not change, and the remedy.
     """
     both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
     changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
@@ -100,9 +100,9 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
 
 
 def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """The checkpoints in a run folder that are of the run that stands there, and the ids of the others, by step.
+    """The checkpoints in a run folder that the folder's run wrote, and the run ids of the other ones, both by step.
 
-    Those that name no run count as its own.
+    Checkpoints without a run id count as the run's own.
     """
     checkpoints = list_checkpoints(output_dir / "checkpoints")
     ids = {step: read_values(folder).get("run_id") for step, folder in checkpoints.items()}
@@ -112,7 +112,7 @@ def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
 
 
 def _find_wanted(output_dir: Path, path: str | None) -> Path | None:
-    """The checkpoint that a run will probably go on from; whether it is intact is looked at later."""
+    """The checkpoint that a run will probably go on from; it is verified later, and may then be passed over."""
     if path in (None, "new"):
         return None
     if path != "auto":
