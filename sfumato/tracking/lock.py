@@ -1,8 +1,8 @@
-"""The lock of a run folder: who holds it, whether that process is alive, and what happens when it is not.
+"""The lock of a run folder: which process holds it, whether that process is alive, and how a dead one's is taken over.
 
-The lock is a file, made by a hard link, which exactly one process wins on local and on shared file systems. Its holder
-renews its time every ``HEARTBEAT_S`` seconds, so that other machines, which cannot look at the process, see that it is
-alive. The times are those of the file system's own clock: clocks of machines need not agree.
+The lock is a file that is made by a hard link, which exactly one process can make, on local and on shared file systems.
+Its holder renews the file's time every ``HEARTBEAT_S`` seconds, so that other machines, which cannot see the process,
+know that it is alive. Times are those of the file system's clock, so the clocks of the machines need not agree.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from sfumato.errors import FolderError
 NAME = "run.lock"
 
 MOST_BYTES = 2**16
-"""What is read of a lock; one has a few hundred bytes."""
+"""Most bytes that are read of a lock, which has a few hundred."""
 
 HEARTBEAT_S = 5.0
 """Seconds between two renewals."""
 
 STALE_S = 120.0
-"""Seconds without a renewal after which a process that cannot be looked at counts as dead."""
+"""Seconds without a renewal after which a process on another machine counts as dead."""
 
 SETTLE_S = 0.2
-"""Seconds after taking over a lock until it is looked at again, for file systems that do not lock files."""
+"""Seconds between taking over a lock and reading it again. On file systems that do not lock files, two processes may
+take it over at once; only the second's name is then in the file."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Owner:
     born: str
     """When the process started, which tells it from a later one with the same id; empty where it is not known."""
     place: str
-    """The machine since its last start, and the namespace that process ids belong to."""
+    """The boot of the machine, and the namespace of process ids, within which ``pid`` means something."""
     since: str
+    """When the lock was taken, for messages."""
     token: str
     """A random text that tells this lock from all others."""
 
@@ -66,7 +68,7 @@ class Owner:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there, if it is visible. A dead one that nobody waited for is not."""
+        """Whether the process runs; only meaningful where it is visible. A zombie counts as dead."""
         return _born(self.pid) == self.born if self.born else _exists(self.pid)
 
     @property
@@ -79,7 +81,13 @@ class FolderLock:
     """A run folder that this process holds."""
 
     def __init__(self, folder: Path, owner: Owner, made: list[Path]) -> None:
-        """Use ``lock_folder``; ``made`` are folders that were made for the lock, outermost first."""
+        """Use ``lock_folder``, which starts the renewals, too.
+
+        Args:
+            folder: the run folder.
+            owner: this process.
+            made: folders that were made for the lock, outermost first; ``release`` removes them if they are empty.
+        """
         self.folder = folder
         self.owner = owner
         self._made_folders = made
@@ -88,13 +96,13 @@ class FolderLock:
         _held.add(self)
 
     def check(self, at_most_every_s: float = 0.0) -> None:
-        """Whether the lock is still this process's.
+        """Checks that this process still holds the lock.
 
         Args:
-            at_most_every_s: look only if the last look is longer ago.
+            at_most_every_s: does nothing if the last check is no longer ago than this.
 
         Raises:
-            FolderError: when another process has taken it over, so that nothing may be written any more.
+            FolderError: when the lock is gone or another process has taken it over: nothing may be written any more.
         """
         now = time.monotonic()
         if now - self._checked < at_most_every_s:
@@ -109,11 +117,15 @@ class FolderLock:
             )
 
     def move_folder(self, kept: Path) -> None:
-        """Renames the folder with all that is in it, and holds a new one in its place.
+        """Renames the folder with its content, and holds a new, empty one in its place.
+
+        Args:
+            kept: the new path of the renamed folder.
 
         Raises:
             FolderError: when it cannot be renamed, or another process took the new folder in that moment.
         """
+        # A heartbeat in the middle would renew, or miss, the wrong file.
         self._released.set()
         self._thread.join()
         try:
@@ -129,13 +141,13 @@ class FolderLock:
         self._begin_to_beat()
 
     def abandon(self) -> None:
-        """Stops renewing the lock, and leaves it as it is."""
+        """Stops renewing the lock, and leaves the file as it is."""
         _held.discard(self)
         self._released.set()
 
     def release(self) -> None:
-        """Gives the folder back, and removes folders that were made for the lock alone."""
-        if self not in _held or self.owner.pid != os.getpid():  # a fork has a copy of its parent's
+        """Removes the lock, and folders that were made for it and are still empty."""
+        if self not in _held or self.owner.pid != os.getpid():  # a forked child has a copy of its parent's lock
             return
         self.abandon()
         with contextlib.suppress(OSError):  # the disk is gone: others see that the lock is not renewed
@@ -145,11 +157,13 @@ class FolderLock:
                 folder.rmdir()
 
     def _begin_to_beat(self) -> None:
+        """Starts the thread that renews the lock."""
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
+        """Renews the time of the lock until it is released, while it is this process's."""
         released = self._released
         while not released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # a file system that is away for a while
@@ -158,13 +172,18 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
+"""The locks that this process holds."""
 
 
 def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     """Takes the lock of a run folder, which is made if it is missing.
 
-    A lock whose process is gone is taken over, and that is said: at once on the machine where it ran, and elsewhere
-    when it has not been renewed for ``STALE_S`` seconds, which is waited for.
+    The lock of a dead process is taken over, with a message: at once on the machine where the process ran, elsewhere
+    after waiting until it has not been renewed for ``STALE_S`` seconds.
+
+    Args:
+        folder: the run folder.
+        say: takes a line for the person who watches.
 
     Raises:
         FolderError: when a living run holds the folder, or it cannot be written.
@@ -199,11 +218,16 @@ def release_locks() -> None:
 
 
 Seen = tuple["Owner | None", float]
-"""Who holds a lock, None where the file does not say so (yet), and when it was renewed."""
+"""The state of a lock: its holder, None where the file does not name one (yet), and the time of its last renewal."""
 
 
 def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
-    """Replaces the lock of a dead process; returns with nothing done when there is another lock by now, or none.
+    """Replaces the lock of a dead process. Does nothing when there is another lock by then, or none.
+
+    Args:
+        path: of the lock.
+        owner: this process.
+        say: takes a line for the person who watches.
 
     Raises:
         FolderError: when its holder is alive.
@@ -214,6 +238,7 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
     with _hold_exclusively(path) as state:
         if state != dead_state:
             return
+        # A lock that an earlier run of this process left: its thread must not go on renewing the file.
         for lock in [lock for lock in _held if lock.owner == dead_state[0]]:
             lock.abandon()
         os.replace(_write_beside(path, owner), path)
@@ -224,7 +249,11 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
 
 
 def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None, str]:
-    """The lock of a dead process, and why it may be taken over, empty where that need not be said; None without one.
+    """Waits until it is clear whether the holder of a lock is dead.
+
+    Returns:
+        The state of the dead process's lock, None when there is no lock any more; and why it may be taken over, empty
+        where no message is needed.
 
     Raises:
         FolderError: when its holder is alive.
@@ -262,7 +291,7 @@ def _refusal(folder: Path, holder: Owner | None) -> FolderError:
 
 
 def _read(path: Path) -> Seen | None:
-    """The lock, or None when there is none."""
+    """The state of a lock; None when there is none."""
     try:
         with _open_lock(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
             text = file.read(MOST_BYTES)
@@ -276,7 +305,7 @@ def _read(path: Path) -> Seen | None:
 
 
 def _open_lock(path: Path, flags: int) -> IO[bytes]:
-    """The lock, opened.
+    """Opens a lock, without following links and without waiting for a pipe.
 
     Raises:
         FileNotFoundError: there is none.
@@ -297,12 +326,13 @@ def _open_lock(path: Path, flags: int) -> IO[bytes]:
 
 
 def _no_lock(path: Path) -> FolderError:
+    """The error for something else in the place of the lock."""
     kind = "is a link" if path.is_symlink() else file_problem(path) or "is no file"
     return FolderError(f"{path} {kind}, which no run has made: remove it")
 
 
 def _link(path: Path, owner: Owner) -> bool:
-    """Makes the lock if there is none; whether it was made."""
+    """Makes the lock if there is none. Returns whether it was made."""
     own_file = _write_beside(path, owner)
     try:
         os.link(own_file, path)
@@ -317,12 +347,14 @@ def _link(path: Path, owner: Owner) -> bool:
         os.close(descriptor)
         return True
     finally:
-        was_linked = own_file.stat().st_nlink == 2  # NFS may lose the answer of a link that was made
+        # NFS may lose the answer to a link that was made, and then report an error: the number of links tells.
+        was_linked = own_file.stat().st_nlink == 2
         own_file.unlink()
     return was_linked
 
 
 def _write_beside(path: Path, owner: Owner) -> Path:
+    """Writes a file with the owner beside the lock, to be linked or renamed to it."""
     own_file = path.with_name(f"{path.name}.{owner.token}")
     with os.fdopen(os.open(own_file, NEW, 0o666), "wb") as file:
         file.write(json.dumps(asdict(owner)).encode())
@@ -331,7 +363,7 @@ def _write_beside(path: Path, owner: Owner) -> Path:
 
 @contextmanager
 def _hold_exclusively(path: Path) -> Iterator[Seen | None]:
-    """One process at a time is inside; gives the lock, or None when it has been replaced or removed meanwhile."""
+    """Lets one process at a time inside. Yields the state of the lock; None when it was replaced or removed before."""
     try:
         file = _open_lock(path, os.O_RDWR)
     except FileNotFoundError:
@@ -348,7 +380,7 @@ def _hold_exclusively(path: Path) -> Iterator[Seen | None]:
 
 
 def _now_of(folder: Path) -> float:
-    """The time by the clock of the folder's file system."""
+    """The time by the clock of the folder's file system, which may be a server's."""
     path = folder / f"{NAME}.{secrets.token_hex(8)}"
     path.touch(exist_ok=False)
     try:
@@ -358,13 +390,14 @@ def _now_of(folder: Path) -> float:
 
 
 def make_with_parents(folder: Path) -> list[Path]:
-    """Makes a folder with its parents; those that were not there, outermost first."""
+    """Makes a folder with its parents. Returns the folders that were made, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _machine_id() -> str:
+    """The boot of this machine and the namespace of process ids; elsewhere than on Linux the host's name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -373,15 +406,16 @@ def _machine_id() -> str:
 
 
 def _born(pid: int) -> str:
-    """Clock ticks from the machine's start to the process's; empty when there is no living one, or no way to know."""
+    """Clock ticks from the machine's boot to the start of a process; empty when none runs, or it cannot be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    return "" if fields[0] in ("Z", "X") else fields[19]  # zombie, dead; starttime is field 22 of proc_pid_stat(5)
 
 
 def _exists(pid: int) -> bool:
+    """Whether a process of this id runs, of whatever user."""
     try:
         os.kill(pid, 0)
     except OSError as error:
