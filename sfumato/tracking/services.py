@@ -1,8 +1,8 @@
-"""Trackers of other makers as sinks for the numbers and images of a run.
+"""Trackers of other makers, which the numbers and images of a run are sent to.
 
-Each is imported when it is asked for, takes its settings (project, server, offline mode) from its own environment
-variables, and keeps the run's id in ``<output_dir>/<tracker>/run_id``, so that a resumed run goes on in the same curve.
-A project that no variable names is called sfumato; the run is called after its folder.
+Each is imported when the configuration names it, takes its settings (project, server, offline mode) from its own
+environment variables, and stores the run's id in ``<output_dir>/<tracker>/run_id``, so that a resumed run continues the
+same curve. Without a variable the project is called sfumato; the run is called like its folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PROJECT = "sfumato"
 
 
 class _LoggedRun:
-    """What the services share whose run takes dictionaries: ``_run``, and ``_image``, which wraps an array."""
+    """The base of services whose run takes dictionaries."""
 
     _run: Any
+    """The service's run."""
     _image: Any
+    """The service's class that wraps an array as an image."""
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._run.log(finite_numbers(metrics), step=step)
@@ -129,7 +131,7 @@ class TrackioTracker(_LoggedRun):
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         trackio = _import("trackio")
         known_id = _read_known_id(output_dir / "trackio", resumed)
-        # its runs are told apart by their names, and many folders are called alike
+        # trackio tells runs apart by their names alone, and many run folders have the same name.
         fresh_name = f"{_name(output_dir)}-{secrets.token_hex(3)}"
         self._image = trackio.Image
         self._run = trackio.init(
@@ -150,7 +152,7 @@ SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTr
 
 
 def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The metrics that are numbers and finite, as Python floats: services refuse, or draw, the others in their ways."""
+    """The finite metrics as Python floats: services refuse None, and each shows NaN and infinity in its own way."""
     numbers = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -163,6 +165,7 @@ def missing(name: str) -> MissingDependencyError:
 
 
 def _import(name: str) -> Any:
+    """The module of a service. Raises MissingDependencyError when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -174,12 +177,13 @@ def _name(output_dir: Path) -> str:
 
 
 def _read_known_id(folder: Path, resumed: bool) -> str | None:
-    """The id of the run that is resumed, if it was kept."""
+    """The stored id of the run that is resumed; None for a new run, or where none was stored."""
     id_file = folder / "run_id"
     return id_file.read_text(encoding="utf-8").strip() if resumed and id_file.exists() else None
 
 
 def _keep_id(folder: Path, run_id: str) -> str:
+    """Stores the id of a new run, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "run_id", run_id.encode())
     return run_id

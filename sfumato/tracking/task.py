@@ -24,7 +24,11 @@ from sfumato.tracking.run import Run
 def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     """Parses the command line, runs a task, and turns errors into messages and exit codes.
 
-    A user's mistake prints its message without a stack trace; anything else keeps its trace.
+    An error that is the user's mistake prints its message alone; any other prints its stack trace.
+
+    Args:
+        main: runs the task with its configuration.
+        schema: of the configuration.
     """
     keep_stacks()
     choose_kernels()
@@ -40,7 +44,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
         ending = ending_of(error)
     ending.tell()
     leave_peers()
-    if ending.code != 128 + signal.SIGINT:  # at once
+    if ending.code != 128 + signal.SIGINT:  # a second Ctrl+C asks to stop at once: a report would take seconds
         report_ending(ending)
     release_locks()
     sys.stdout.flush()
@@ -49,7 +53,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
 
 
 def report_ending(ending: Ending) -> None:
-    """Brings log and report of a run that has begun up to the step that it reached, with why it ended there."""
+    """Writes to the log and the report of a run that has begun why it ended, and brings the report up to date."""
     run = Run.newest
     if run is None or not run._enabled:
         return
@@ -62,7 +66,16 @@ def report_ending(ending: Ending) -> None:
 
 
 def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
-    """Runs a task; when its actor or all of Ray is lost, again from the newest checkpoint, as if it was resumed."""
+    """Runs a task; if its actor or all of Ray is lost, runs it again from the newest checkpoint, as a resume does.
+
+    Args:
+        main: runs the task with its configuration.
+        config: of the task; ``runtime.max_restarts`` says how often it is run again.
+
+    Raises:
+        RoleLostError: when another role is lost, or no restart is left.
+        PreemptedError: when the run was also asked to stop.
+    """
     runtime = getattr(config, "runtime", None)
     if runtime is None:  # a task without roles
         return main(config)

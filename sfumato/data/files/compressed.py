@@ -27,8 +27,8 @@ def _open_zst(path: Path) -> IO[bytes]:
     return zstandard.open(path, "rb")  # the others open in this mode by default
 
 
-OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {  # pyright: ignore[reportAssignmentType]  # they are in all but name
-    ".gz": gzip.GzipFile,
+OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {
+    ".gz": gzip.GzipFile,  # pyright: ignore[reportAssignmentType]  # typeshed does not call these classes IO[bytes]
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
     ".zst": _open_zst,

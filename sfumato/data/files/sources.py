@@ -121,7 +121,7 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, hel
     refuse_twice([file.path for source in files for file in source], path)
     weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
     mixture = (weights, file.level, file.stopping_strategy)
-    rows = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
+    rows: list[RowTable] = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
 
 

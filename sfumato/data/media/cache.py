@@ -16,12 +16,12 @@ import json
 import platform
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class MediaCache:
         Raises:
             DataError: as ``ImageReader.tensors``, and for a damaged shard.
         """
-        media = images.find()
+        media = cast("Sequence[Medium]", images.find())  # documents of a data set name files, and nothing opened
         key = key_of(media, images.where)
         place = None if key is None else self._find(key)
         if place is None:
@@ -178,7 +178,7 @@ def build_media_cache(
             # This process may have written to the folder before: another process may have added shards since then.
             _cached_keys.cache_clear()
             work = in_workers(rows, transform, partial(_write, cache_folder), jobs, num_workers)
-            with closing(work) as parts:
+            with closing(cast("Generator[int]", work)) as parts:  # so that an error here ends the worker processes
                 size = sum(watch(parts, len(jobs)) if watch else parts)
             write_atomically(complete_mark, b"")
             say(f"media: {size / 2**30:.2f} GiB were added to {cache_folder}")
@@ -298,7 +298,7 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
         with open_new(part) as file:
             for place in places:
                 images = find_images(rows, transform, place)
-                media = images.find()
+                media = cast("Sequence[Medium]", images.find())
                 key = key_of(media, images.where)
                 if key is None or key in cached_keys or key in new_keys:
                     continue

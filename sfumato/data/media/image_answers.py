@@ -71,7 +71,7 @@ def add_drawing_tokens(tokenizer: PreTrainedTokenizerFast, codebook_size: int) -
     """
     names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
     tokenizer.add_tokens(names, special_tokens=True)
-    code_ids = tokenizer.convert_tokens_to_ids(names[3:])
+    code_ids = cast("list[int]", tokenizer.convert_tokens_to_ids(names[3:]))
     if code_ids != list(range(code_ids[0], code_ids[0] + codebook_size)):
         raise ConfigError(f"the tokens {CODE.format(0)} to {names[-1]} of the tokenizer do not follow each other")
     return code_ids[0]

@@ -140,7 +140,7 @@ def check_video(source: File, where: str) -> None:
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOptionalOperand]  # None only if a user lifted it
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]  # None only if a user lifted it
     if examine_video(source, where, _describe_source(source), 1, most_pixels).num_frames == 0:
         raise DataError(f"{where}: broken video ({_describe_source(source)}): no frame can be read")
 
@@ -252,7 +252,7 @@ def _open_image(source: File, where: str) -> Iterator[ImageFile]:
     except Image.DecompressionBombError as error:
         raise DataError(
             f"{where}: image ({_describe_source(source)}) of more than "
-            f"{2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"  # pyright: ignore[reportOptionalOperand]
+            f"{2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"  # pyright: ignore[reportOperatorIssue]
         ) from error
 
 
@@ -416,7 +416,7 @@ def read_video(source: File, where: str, choose: Callable[[int, float], Sequence
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOptionalOperand]
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]
     total, width, height, fps, stated = examine_video(
         source, where, _describe_source(source), MAX_FRAMES + 1, most_pixels
     )
