@@ -60,12 +60,12 @@ def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, 
     return identity
 
 
-def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> str:
+def compare_identity(saved: Identity | None, current: Identity, folder: Path) -> str:
     """Whether a run may go on from a checkpoint.
 
     Args:
         saved: identity in the checkpoint; None when it holds none.
-        here: identity of this run; empty compares nothing.
+        current: identity of this run; empty compares nothing.
         folder: the checkpoint.
 
     Returns:
@@ -74,7 +74,7 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
     Raises:
         CheckpointError: names the values that must not change, and the remedy.
     """
-    both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
+    both = {name: (value, current[name]) for name, value in (saved or {}).items() if name in current}
     changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     evaluation = {name for name in changed if name.startswith(EVALUATION)}
     remade = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
@@ -86,7 +86,7 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
             f"twice and others never), or other models: {'; '.join(fatal)}. Restore that, or start a new run from the "
             "exported weights (model.model_path) with another train.output_dir"
         )
-    unknown = [name for name, value in here.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
+    unknown = [name for name, value in current.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
     lines = []
     for names, reason in (
         (evaluation, "the evaluation is another one than before the checkpoint"),

@@ -80,17 +80,17 @@ class Owner:
 class FolderLock:
     """A run folder that this process holds."""
 
-    def __init__(self, folder: Path, owner: Owner, made: list[Path]) -> None:
+    def __init__(self, folder: Path, owner: Owner, made_folders: list[Path]) -> None:
         """Use ``lock_folder``, which starts the renewals, too.
 
         Args:
             folder: the run folder.
             owner: this process.
-            made: folders that were made for the lock, outermost first; ``release`` removes them if they are empty.
+            made_folders: that were made for the lock, outermost first; ``release`` removes them if they are empty.
         """
         self.folder = folder
         self.owner = owner
-        self._made_folders = made
+        self._made_folders = made_folders
         self._checked = time.monotonic()
         self._begin_to_beat()
         _held.add(self)
@@ -116,11 +116,11 @@ class FolderLock:
                 "It stops, so that two runs do not write into one folder"
             )
 
-    def move_folder(self, kept: Path) -> None:
+    def move_folder(self, new_path: Path) -> None:
         """Renames the folder with its content, and holds a new, empty one in its place.
 
         Args:
-            kept: the new path of the renamed folder.
+            new_path: of the renamed folder.
 
         Raises:
             FolderError: when it cannot be renamed, or another process took the new folder in that moment.
@@ -129,15 +129,17 @@ class FolderLock:
         self._released.set()
         self._thread.join()
         try:
-            self.folder.rename(kept)
+            self.folder.rename(new_path)
         except OSError as error:
             self._begin_to_beat()
-            raise FolderError(f"{self.folder} cannot be moved to {kept}: {error.strerror}") from error
-        (kept / NAME).unlink()
+            raise FolderError(f"{self.folder} cannot be moved to {new_path}: {error.strerror}") from error
+        (new_path / NAME).unlink()
         self.folder.mkdir(exist_ok=True)
         if not _link(self.folder / NAME, self.owner):
             self.abandon()
-            raise FolderError(f"another run took {self.folder} while the earlier one was moved to {kept}: start again")
+            raise FolderError(
+                f"another run took {self.folder} while the earlier one was moved to {new_path}: start again"
+            )
         self._begin_to_beat()
 
     def abandon(self) -> None:

@@ -354,7 +354,7 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
 
 
 def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
-    """The content of a file of the image at another size; of a video that is too large every second, fourth, ... frame."""
+    """A file of the image at another size; every second, fourth, ... frame of a video that is too large."""
     iterator = ImageSequence.Iterator(image)
     frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in iterator]
     buffer = io.BytesIO()
