@@ -101,7 +101,7 @@ def keep_stacks() -> None:
 
 
 def name_log(log: Path) -> None:
-    """Tells the launcher where the run's log is, so that what the ranks say at their end stands there, too."""
+    """Tells the launcher where the run's log is, so that it adds the last messages of the ranks there."""
     folder = os.environ.get("SFUMATO_ENDS")
     if folder is not None:
         (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")

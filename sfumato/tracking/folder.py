@@ -336,7 +336,7 @@ class RunFolder:
         return self.path.parent / f"{root.name}{separator}{number}"
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Writes a JSON file atomically, so that it survives a power failure."""
     write_atomically(path, json.dumps(value, indent=1).encode())
     flush(path.parent)
@@ -348,7 +348,7 @@ def _name_first(texts: list[str]) -> str:
     return ", ".join(texts[:NAMED]) + more
 
 
-def _shorten_value(value: Any) -> str:
+def _shorten_value(value: object) -> str:
     """A value of the configuration in at most 40 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

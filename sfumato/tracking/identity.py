@@ -121,7 +121,7 @@ def _find_wanted(output_dir: Path, path: str | None) -> Path | None:
     return checkpoints[max(checkpoints)] if checkpoints else None
 
 
-def _describe(name: str, saved: Any, current: Any) -> str:
+def _describe(name: str, saved: object, current: object) -> str:
     if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(current)):
         return f"{name} has another content"
     return f"{name} was {saved!r}, is {current!r}"

@@ -117,7 +117,9 @@ def _parse_config(config: str) -> Any:
         return None
 
 
-def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str, ending: str) -> str:
+def _header(
+    output_dir: Path, metrics: Series, samples: dict[int, list[dict[str, Any]]], config: str, ending: str
+) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
     last = max(steps, default=0)
     total = _planned_steps(config)

@@ -231,7 +231,7 @@ class Run:
         for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers.all else ():
             self._trackers.log_images(step, f"samples/{kind}", images)
 
-    def attempt(self, write: Callable[..., Any], *arguments: Any) -> None:
+    def attempt(self, write: Callable[..., object], *arguments: object) -> None:
         """Writes something that is written again at the end of the run; that it fails now is only reported."""
         try:
             with self.timed(Phase.EXPORT):
@@ -325,10 +325,10 @@ class Run:
         """Adds measured numbers to the timings of the step, which a rerun does not reproduce."""
         self._timings |= timings
 
-    def watch(self, label: str) -> Callable[[Iterable[Any], int], Iterator[Any]]:
+    def watch(self, label: str) -> Callable[[Iterable[Item], int], Iterator[Item]]:
         """A function that passes on items, given their number, and shows the progress over them."""
 
-        def watched(items: Iterable[Any], count: int) -> Iterator[Any]:
+        def watched(items: Iterable[Item], count: int) -> Iterator[Item]:
             with Progress(count, 0, label, enabled=self.mesh.is_first) as progress:
                 for number, item in enumerate(items, start=1):
                     yield item

@@ -45,7 +45,7 @@ EMBEDDED_BYTES = 600_000
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One generated sample and what is known about it.
+    """One generated sample with its prompt, seed, rewards and file.
 
     Attributes:
         content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], or a text.
@@ -235,7 +235,7 @@ def _read_checked(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_value(value: Any) -> bool:
+def _is_value(value: object) -> bool:
     """Whether a value of a row is a finite number or null, which stands for one that is not finite."""
     return value is None or (is_number(value) and math.isfinite(value))
 

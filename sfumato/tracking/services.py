@@ -44,7 +44,7 @@ class _LoggedRun:
 
 
 class WandbTracker(_LoggedRun):
-    """Weights & Biases. ``WANDB_MODE=offline`` needs no network; what it writes lies below ``output_dir/wandb``.
+    """Weights & Biases. ``WANDB_MODE=offline`` needs no network; its files lie in ``output_dir/wandb``.
 
     Offline, a resumed run is a second folder with the same id: ``wandb sync --append`` joins them.
     """

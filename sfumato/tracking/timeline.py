@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.file_checks import outside_problem
 from sfumato.errors import DataError
@@ -242,7 +241,7 @@ def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Even
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "int | None": (int,)}
 
 
-def _parse(record: Any) -> Event:
+def _parse(record: object) -> Event:
     """The event of a line. Raises ValueError or TypeError for a record that no run has written."""
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -132,15 +132,15 @@ class Trackers:
         self._say = say
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.log``, for each tracker."""
         self._tell(lambda tracker: tracker.log(step, metrics))
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.log_images``, for each tracker."""
         self._tell(lambda tracker: tracker.log_images(step, name, images))
 
     def close(self) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.close``, for each tracker."""
         self._tell(lambda tracker: tracker.close())
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
@@ -277,12 +277,12 @@ def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
     return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: object) -> TypeGuard[int]:
     """Whether a value can be the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_STEPS
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -294,7 +294,7 @@ def finite(points: Mapping[int, float | None]) -> dict[int, float]:
     return {step: value for step, value in points.items() if value is not None}
 
 
-def strict_json(value: Any) -> str:
+def strict_json(value: object) -> str:
     """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null, and halves of surrogate
     pairs, which UTF-8 does not have, U+FFFD."""
     return whole_characters(_STRICT.encode(_plain(value)))

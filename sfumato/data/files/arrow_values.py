@@ -111,5 +111,5 @@ def _convert_items(convert: Convert, value: Any, where: str) -> Any:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
 
 
-def _parse(value: Any, where: str) -> Any:
+def _parse(value: object, where: str) -> Any:
     return parse_json(value, where) if isinstance(value, str | bytes) else value

@@ -54,11 +54,11 @@ def check_text(text: str, where: str) -> None:
         raise DataError(f"{where}: {half} is half of a character, of which the other half is missing") from error
 
 
-def check_value(value: Any, where: str) -> None:
+def check_value(value: object, where: str) -> None:
     """Raises DataError for a value of JSON that is nested deeper than ``MAX_DEPTH`` or holds half of a character."""
     level = [value]  # level by level and not by recursion, which a deep value would exhaust
     for _ in range(MAX_DEPTH + 1):
-        deeper: list[Any] = []
+        deeper: list[object] = []
         for child in level:
             if isinstance(child, dict):
                 deeper += [*child.keys(), *child.values()]

@@ -47,7 +47,7 @@ class FolderFiles:
 
 
 def data_ending(path: Path) -> str:
-    """The ending that says what a file holds: ``.jsonl`` of ``rows.jsonl.gz``."""
+    """The ending that tells the format of the rows, without that of the compression: ``.jsonl`` of ``rows.jsonl.gz``."""
     inner = Path(path.stem).suffix.lower()
     return inner if is_compressed(path) and inner in TEXT_ENDINGS else path.suffix.lower()
 
@@ -132,7 +132,7 @@ def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFil
 
 
 def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
-    """A file, the files that a pattern such as ``test-*.parquet`` names, or those of a folder."""
+    """The files of one path: a file, a pattern such as ``test-*.parquet``, or a folder. Raises DataError for none."""
     path = Path(part)
     if part and not path.exists() and ("*" in path.name or "?" in path.name):
         matching = sorted(file for file in path.parent.glob(path.name) if file.is_file())

@@ -79,7 +79,7 @@ def _is_trained(file: Path, folder: Path, config: BaseModel) -> bool:
     return file.suffix == ".safetensors" and (not is_pipeline or file.parent.name in DENOISERS)
 
 
-def _iterate_named(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _iterate_named(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Dotted names of the fields that name files, with their values."""
     if isinstance(value, BaseModel):
         parts: Mapping[str, Any] = {field: getattr(value, field) for field in type(value).model_fields}

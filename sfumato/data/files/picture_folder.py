@@ -113,7 +113,7 @@ class FolderRows:
         """The files of all images and captions."""
         return [*self._files, *(path for path in self._captions if path is not None)]
 
-    def _caption_of(self, content: Any, where: Path) -> str:
+    def _caption_of(self, content: object, where: Path) -> str:
         """The caption in the parsed content of a .json file. Raises DataError when it has none."""
         fields = content if isinstance(content, dict) else {}
         key = next((name for name in (self.text_key, *CAPTION_FIELDS) if fields.get(name)), None)

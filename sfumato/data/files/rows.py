@@ -421,7 +421,7 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     return number, index - (ends[number - 1] if number else 0)
 
 
-def _json_object(row: Any, where: str) -> dict[str, Any]:
+def _json_object(row: object, where: str) -> dict[str, Any]:
     """The row, if it is a mapping. Raises DataError otherwise."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a JSON object, not {type(row).__name__}")

@@ -68,7 +68,7 @@ def check_file(path: Path, num_bytes: int, kind: str) -> None:
         raise DataError(f"damaged {kind}: {path} is missing or has not {num_bytes} bytes; delete its folder")
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     """The digest of a value that JSON can hold."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=10).hexdigest()
 

@@ -60,7 +60,7 @@ class Buckets:
 
 
 class OneSize:
-    """The rows of a dataset that are in one bucket, numbered from 0."""
+    """The rows of a dataset that are in one bucket. Indices of its methods are those within the bucket, from 0 on."""
 
     def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
         self.dataset = dataset
@@ -76,36 +76,36 @@ class OneSize:
         return self.dataset.describe(int(self.indices[index]))
 
     def caption(self, index: int) -> str:
-        """As of the dataset."""
+        """As ``ImageTextDataset.caption``."""
         return self.dataset.caption(int(self.indices[index]))
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.files``."""
         return self.dataset.files(int(self.indices[index]), with_source)
 
     def has_source(self, index: int) -> bool:
-        """As of the dataset."""
+        """As ``ImageTextDataset.has_source``."""
         return self.dataset.has_source(int(self.indices[index]))
 
     def tables(self) -> list[Path]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.tables``."""
         return self.dataset.tables()
 
     def paths(self, index: int) -> list[str]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.paths``."""
         return self.dataset.paths(int(self.indices[index]))
 
     @property
     def settings(self) -> list[Any]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.settings``."""
         return self.dataset.settings
 
     def pixels(self, index: int) -> torch.Tensor:
-        """As of the dataset. Raises as ``picture``."""
+        """As ``ImageTextDataset.pixels``. Raises as ``picture``."""
         return self.picture(index).pixels
 
     def picture(self, index: int) -> Picture:
-        """As of the dataset. Raises DataError also when the image has changed, so that it belongs to another bucket."""
+        """As ``ImageTextDataset.picture``. Raises DataError also when the image has changed, so that it belongs to another bucket."""
         picture = self.dataset.picture(int(self.indices[index]))
         if tuple(picture.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(
@@ -115,7 +115,7 @@ class OneSize:
         return picture
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """As of the dataset."""
+        """As ``ImageTextDataset.source``."""
         return self.dataset.source(int(self.indices[index]), pixels)
 
     def fingerprint(self) -> str:

@@ -349,21 +349,21 @@ class PairDataset:
         return self.sides[0].caption(self.indices[index])
 
     def file(self, index: int) -> File:
-        """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
+        """The file of the image in ``chosen_key``, or its content. Raises DataError when there is none."""
         return self.sides[0].file(self.indices[index])
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
-        """As of ``ImageTextDataset``, of both images or videos, the better one first."""
+        """As ``ImageTextDataset.files``, for both images or videos, the better one first."""
         row = self.indices[index]
         better = 0 if self._label(index) else 1
         return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
 
     def tables(self) -> list[Path]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.tables``."""
         return self.sides[0].tables()
 
     def paths(self, index: int) -> list[str]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.paths``."""
         return self.sides[0].paths(self.indices[index])
 
     def pixels(self, index: int) -> torch.Tensor:
@@ -403,11 +403,11 @@ class PairDataset:
         return self.sides[0].has_source(self.indices[index])
 
     def example_captions(self, count: int) -> list[str]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.example_captions``."""
         return self.sides[0].example_captions(count)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.example_edits``."""
         return self.sides[0].example_edits(count)
 
     def fingerprint(self) -> str:
@@ -447,6 +447,6 @@ def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> Pai
     return None if config.eval_path is None else PairDataset(config, "eval_path", limit=num_rows)
 
 
-def _is_tie(label: Any) -> bool:
+def _is_tie(label: object) -> bool:
     """Whether a label prefers neither side: null, or a number other than 0 and 1, such as 0.5."""
     return label is None or (isinstance(label, float | int) and label not in (0, 1))

@@ -92,7 +92,7 @@ def significant_bits(head: bytes, file_format: str | None) -> int | None:
 
 
 def check_code_points(head: bytes, file_format: str | None) -> None:
-    """Refuses PNG and AVIF files whose colours Pillow would take for those of sRGB.
+    """Refuses PNG and AVIF files of other colours that Pillow would read as sRGB.
 
     Args:
         head: how the file begins.
@@ -147,7 +147,7 @@ def _to_8_bits(image: Image.Image, is_deep: bool, significant_bits: int | None) 
 
 
 def _gamma(image: Image.Image) -> float | None:
-    """The gamma that a PNG file states instead of a profile; None where it is that of sRGB, or not stated."""
+    """The gamma that a PNG file states instead of a profile; None where it is the gamma of sRGB, or not stated."""
     gamma = image.info.get("gamma")
     if not gamma or image.info.get("icc_profile") or "srgb" in image.info or abs(gamma - SRGB_GAMMA) < SAME_GAMMA:
         return None

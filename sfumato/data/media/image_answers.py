@@ -87,7 +87,7 @@ class DrawingReader(ImageReader):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies how images become tokens and pixels, those that are drawn too."""
+        """Identifies how images become tokens and pixels, by the processor and the image tokenizer."""
         return f"{super().fingerprint} {self.image_tokenizer.fingerprint}"
 
     def codes(self, image: Image.Image) -> str:
@@ -201,5 +201,5 @@ def _split_seen_and_drawn(drawn: list[bool], count: int, keeps_drawn: bool) -> t
 
 
 def _select_media(files: Sequence[Medium], seen: list[int], drawn: list[int]) -> list[Medium]:
-    """The seen images, then the drawn ones: those that are read from files with no kind of their own come first."""
+    """The files of these indices in the order of ``Images``: the seen ones, then the drawn ones as ``DrawnFile``."""
     return [*(files[index] for index in seen), *(DrawnFile(cast("File", files[index])) for index in drawn)]

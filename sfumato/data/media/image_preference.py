@@ -59,7 +59,7 @@ class ImagePreferenceTransform(ImageConversationTransform):
     documents_per_sample: ClassVar[int] = 2
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images of a row, which are those of both documents."""
+        """The images of a row, which both documents share."""
         return self._read_pair(row, where)[1]
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:

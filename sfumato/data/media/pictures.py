@@ -221,7 +221,12 @@ def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: 
 
 
 def is_enlarged(framing: Tensor, size: Sequence[int]) -> Tensor:
-    """Which pictures are smaller than what they are brought to, by ``framing_of``, int ``[..., 4]``: bool ``[...]``."""
+    """Which pictures are enlarged: bool ``[...]``.
+
+    Args:
+        framing: of ``framing_of``, int ``[..., 4]``.
+        size: height and width that the pictures are brought to.
+    """
     return (framing[..., 0] < size[0]) | (framing[..., 1] < size[1])
 
 
@@ -258,7 +263,7 @@ def _open_image(source: File, where: str) -> Iterator[ImageFile]:
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Those of ``FORMATS`` that this Pillow has."""
+    """The formats of ``FORMATS`` that this build of Pillow reads."""
     from PIL import Image
 
     Image.init()

@@ -57,7 +57,7 @@ def check_sound(source: File, where: str) -> None:
 
 
 def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
-    """A file of audio: .wav, .flac, .mp3, .ogg and what else libsndfile reads.
+    """Reads a file of audio: .wav, .flac, .mp3, .ogg or another format of libsndfile.
 
     Args:
         source: the file, or what it holds.
