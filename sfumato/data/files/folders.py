@@ -47,7 +47,7 @@ class FolderFiles:
 
 
 def data_ending(path: Path) -> str:
-    """The ending that tells the format of the rows, without that of the compression: ``.jsonl`` of ``rows.jsonl.gz``."""
+    """The ending that tells the format of the rows, without a compression's: ``.jsonl`` of ``rows.jsonl.gz``."""
     inner = Path(path.stem).suffix.lower()
     return inner if is_compressed(path) and inner in TEXT_ENDINGS else path.suffix.lower()
 

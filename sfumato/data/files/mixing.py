@@ -203,9 +203,7 @@ class Order:
         amounts = [int(self.lengths[members].sum()) if by_tokens else len(members) for members in self._members]
         needed = [amount / weight for amount, weight in zip(amounts, self._weights, strict=True)]
         epoch = min(needed) if self.stopping == "first_exhausted" else max(needed)
-        size = sum(
-            len(members) * epoch / samples_needed for members, samples_needed in zip(self._members, needed, strict=True)
-        )
+        size = sum(len(members) * epoch / need for members, need in zip(self._members, needed, strict=True))
         if size > MAX_EPOCH:
             raise DataError(
                 f"with these weights an epoch would have {size:.2g} samples until source "

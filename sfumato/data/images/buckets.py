@@ -105,7 +105,7 @@ class OneSize:
         return self.picture(index).pixels
 
     def picture(self, index: int) -> Picture:
-        """As ``ImageTextDataset.picture``. Raises DataError also when the image has changed, so that it belongs to another bucket."""
+        """As ``ImageTextDataset.picture``. Raises DataError also when the image now belongs to another bucket."""
         picture = self.dataset.picture(int(self.indices[index]))
         if tuple(picture.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(

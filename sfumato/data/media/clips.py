@@ -80,9 +80,8 @@ class VideoProcessor:
         edges = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         size = self.size | {name: value for name, value in edges.items() if value is not None}
         frame_limits = {"fps": fps, "min_frames": min_frames, "max_frames": max_frames}
-        processor = replace(
-            self, size=size, **{name: value for name, value in frame_limits.items() if value is not None}
-        )
+        frame_limits = {name: limit for name, limit in frame_limits.items() if limit is not None}
+        processor = replace(self, size=size, **frame_limits)
         if processor.min_frames > processor.max_frames or size["shortest_edge"] > size["longest_edge"]:
             raise ConfigError(
                 f"data.data_type: videos of {processor.min_frames} to {processor.max_frames} frames and "

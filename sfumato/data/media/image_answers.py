@@ -179,11 +179,8 @@ class OmniTransform(ImageConversationTransform):
             seen_indices, drawn_indices = _split_seen_and_drawn(drawn, count, self.reader.keeps_drawn)
             drawn_shapes = np.zeros((len(drawn_indices), 3), shapes.dtype)  # the encoder does not see them
             image_shapes = np.concatenate([shapes[: len(seen_indices)], drawn_shapes])
-            images = (
-                Images(image_shapes, partial(_select_media, files, seen_indices, drawn_indices), where)
-                if seen_indices or drawn_indices
-                else None
-            )
+            select = partial(_select_media, files, seen_indices, drawn_indices)
+            images = Images(image_shapes, select, where) if seen_indices or drawn_indices else None
             samples.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
         return samples
 

@@ -253,9 +253,8 @@ def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> li
         if kind.removesuffix("_url") in num_files:
             value = part.get(kind) if kind.endswith("_url") else None
             kind = kind.removesuffix("_url")
-            parts.append(
-                {"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _source_of(part, kind)
-            )
+            url = value["url"] if isinstance(value, dict) else value  # OpenAI's parts nest the address in a mapping
+            parts.append({"type": kind, "url": url} | _source_of(part, kind))
         elif kind == "text" and isinstance(part.get("text"), str):
             for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
                 parts += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)

@@ -211,9 +211,9 @@ def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: 
     shown = min(scales) / max(scales)
     if max(scales) > MOST_ENLARGED or shown < LEAST_SHOWN:
         remainder = "shown" if crop == "center" else "left of its longer side against the shorter one"
-        problem = (
-            f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {remainder}"
-        )
+        problem = f"{shown:.1%} would be {remainder}"
+        if max(scales) > MOST_ENLARGED:
+            problem = f"enlarged {max(scales):.0f} times"
         raise DataError(
             f"{where}: a picture of {size[0]} x {size[1]} pixels (height x width) for {height} x {width}: {problem}; "
             f"at most {MOST_ENLARGED} times, and at least {LEAST_SHOWN:.0%}, make sense: leave it out"

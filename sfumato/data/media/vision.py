@@ -290,9 +290,8 @@ class ImageReader:
         if not images:
             return [], np.zeros((0, 3), np.int32)
         features = self._process(images)
-        return [entry["replacement"] for entry in features["text_replacement_offsets"][0]], self._shapes(
-            features, images
-        )
+        replacements = [entry["replacement"] for entry in features["text_replacement_offsets"][0]]
+        return replacements, self._shapes(features, images)
 
     def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
         """Opens files and places them, as ``place``. Raises DataError when one is broken, or refused."""
