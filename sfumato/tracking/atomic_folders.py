@@ -1,7 +1,7 @@
-"""Folders that are complete or not there, whatever is killed when: checkpoints, and the export that replaces another.
+"""Folders that are complete or absent, whenever a process is killed: checkpoints, and exports that replace another.
 
-A checkpoint ``global_step_N`` is written beside, flushed to disk, listed with SHA-256, then renamed. What writes the
-files into it, and on how many ranks, is not the envelope's business.
+A checkpoint ``global_step_N`` is written under another name, flushed to disk, listed with SHA-256, then renamed. This
+module does not care what writes the files into it, or on how many ranks.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ def begin_checkpoint(root: Path, step: int) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, so that it is still there after a power failure."""
+    """Makes a folder and its missing parents so that they survive a power failure."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
+    for path in reversed(missing):  # the name of a new folder is on disk once its parent folder is flushed
         flush(path.parent)
 
 
 def list_files(building: Path, paths: Iterable[Path]) -> Listing:
-    """Flushes finished files of a checkpoint to disk and reads them back.
+    """Flushes finished files of a checkpoint to disk, reads them back, and lists their sizes and digests.
+
+    Args:
+        building: the folder of the checkpoint.
+        paths: of the files.
 
     Raises:
         OSError: when the disk is full or fails.
@@ -64,17 +68,17 @@ def list_files(building: Path, paths: Iterable[Path]) -> Listing:
 
 
 def finish_checkpoint(building: Path, listing: Listing) -> Path:
-    """Turns a folder whose files are all written and listed into a checkpoint, as one indivisible act.
+    """Turns a folder whose files are all written and listed into a checkpoint, atomically.
 
     Args:
         building: from ``begin_checkpoint``.
         listing: all its files, of all ranks.
 
     Returns:
-        The finished folder. One of the same step is replaced.
+        The finished folder, which replaces a checkpoint of the same step.
 
     Raises:
-        CheckpointError: when a listed file is not here.
+        CheckpointError: when a listed file cannot be seen by this process.
         OSError: when the disk is full or fails.
     """
     for name, entry in listing.items():
@@ -84,7 +88,8 @@ def finish_checkpoint(building: Path, listing: Listing) -> Path:
                 f"{path} was written by another process, but cannot be seen here: train.output_dir must lie on a "
                 "file system that all nodes share"
             )
-    root, final = building.parent, building.with_suffix("")
+    root = building.parent
+    final = building.with_suffix("")
     text = json.dumps({"step": int(final.name.rpartition("_")[2]), "files": listing}, indent=1)
     write_atomically(building / MANIFEST, text.encode())
     for path in (building / MANIFEST, building, *(inner for inner in building.rglob("*") if inner.is_dir())):
@@ -103,19 +108,19 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     """Finished checkpoints by step, ascending. Leftovers of a killed save do not count."""
     if not root.is_dir():
         return {}
-    found = {
+    folder_of_step = {
         int(match[1]): folder for folder in root.iterdir() if (match := _NAME.match(folder.name)) and folder.is_dir()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(folder_of_step.items()))
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors; empty when it cannot be read, which verifying it will say."""
+    """The values of a checkpoint besides tensors; empty when they cannot be read, which its verification reports."""
     return read_mapping(folder / VALUES)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty when it is missing, damaged or no mapping."""
+    """The mapping in a JSON file; empty when the file is missing, damaged or holds no mapping."""
     try:
         return read_json_object(path)
     except (OSError, ValueError):
@@ -123,7 +128,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The run that wrote a checkpoint; None when it does not say."""
+    """The id of the run that wrote a checkpoint; None when the checkpoint does not hold it."""
     return read_values(folder).get("run_id")
 
 
@@ -132,8 +137,8 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
     Args:
         folder: a checkpoint.
-        rank: of those who share the work, each of whom takes some of the files.
-        num_ranks: how many they are.
+        rank: of this process among those that share the work; each verifies some of the files.
+        num_ranks: how many processes share the work.
 
     Raises:
         CheckpointError: names the first file that differs.
@@ -160,12 +165,12 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def newest_intact(
-    found: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
+    checkpoints: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
 ) -> tuple[int, Path] | None:
     """The newest checkpoint that verifies; damaged ones are named and passed over.
 
     Args:
-        found: from ``list_checkpoints``.
+        checkpoints: from ``list_checkpoints``.
         say: takes a line for the person who watches.
         verify: raises CheckpointError or OSError for a checkpoint that is not intact.
 
@@ -175,33 +180,34 @@ def newest_intact(
     Raises:
         CheckpointError: when there are checkpoints but none is intact; starting anew would lose the run in silence.
     """
-    for step, folder in sorted(found.items(), reverse=True):
+    for step, folder in sorted(checkpoints.items(), reverse=True):
         try:
             verify(folder)
         except (CheckpointError, OSError) as error:  # OSError: the disk cannot read it
             say(f"checkpoint passed over: {error}")
             continue
         return step, folder
-    if found:
-        root = next(iter(found.values())).parent
+    if checkpoints:
+        root = next(iter(checkpoints.values())).parent
         raise CheckpointError(f"no checkpoint in {root} is intact; to start anew, give another train.output_dir")
     return None
 
 
 def prune_checkpoints(root: Path, keep: int, step: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints up to a step, and what killed saves left.
+    """Removes all but the newest ``keep`` checkpoints up to a step, and leftovers of saves that were killed.
 
-    Later ones go as well: they are damaged, or of a run that was resumed from an earlier step, and would otherwise
-    take the places of sound ones.
+    Checkpoints of later steps are removed, too: they are damaged, or of a run that was resumed from an earlier step,
+    and would otherwise count as the newest ones.
 
     Args:
         root: folder of all checkpoints.
         keep: how many stay.
         step: of the checkpoint that was just written.
     """
-    found = list_checkpoints(root)
-    kept = [saved for saved in found if saved <= step][-keep:]
-    for folder in [found[saved] for saved in reversed(found) if saved not in kept]:  # later ones first
+    checkpoints = list_checkpoints(root)
+    kept_steps = [saved for saved in checkpoints if saved <= step][-keep:]
+    superseded = [checkpoints[saved] for saved in reversed(checkpoints) if saved not in kept_steps]
+    for folder in superseded:  # later ones first
         if folder.is_symlink():  # the person's own link to another disk, where nothing is removed
             folder.unlink()
             continue
@@ -220,7 +226,7 @@ def _sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Sees to it that a file, or the names in a folder, survive a power failure."""
+    """Makes sure that a file, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -233,18 +239,18 @@ _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder beside the one that it then replaces.
+    """Writes a folder under another name, and then replaces the folder of this name by it.
 
-    Where the kernel and the file system can exchange two names in one call, the old folder or the new one is there
-    whatever is killed when. Elsewhere (NFS, other systems than Linux) there are two renames, and a process that is
-    killed between them leaves what ``restore_folder`` puts back.
+    Where the kernel and the file system can exchange two names in one call, either the old folder or the new one is
+    there whenever the process is killed. Elsewhere (NFS, other systems than Linux) there are two renames; after a kill
+    between them ``restore_folder`` puts the folder back.
 
     Args:
         folder: the name; need not exist.
         write: fills an empty folder.
     """
     restore_folder(folder)
-    building, old = _beside(folder)
+    building, old = _working_names(folder)
     make_new_folder(building)
     try:
         write(building)
@@ -268,8 +274,8 @@ def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def restore_folder(folder: Path) -> None:
-    """Puts back what a process that was killed between the two renames of ``replace_folder`` left."""
-    building, old = _beside(folder)
+    """Puts a folder back after a process was killed between the two renames of ``replace_folder``."""
+    building, old = _working_names(folder)
     if old.is_symlink():  # no run makes one
         old.unlink()
     if not old.exists():
@@ -277,7 +283,7 @@ def restore_folder(folder: Path) -> None:
     if building.is_symlink():
         building.unlink()
     if not folder.exists():  # killed before the second rename
-        os.replace(building if building.exists() else old, folder)  # what was being written was complete by then
+        os.replace(building if building.exists() else old, folder)  # the new folder was complete before any rename
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -301,6 +307,6 @@ def exchange(left: Path, right: Path) -> bool:
     raise OSError(number, os.strerror(number), str(left), None, str(right))
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
-    """Where its successor is written, and where it waits for its end."""
+def _working_names(folder: Path) -> tuple[Path, Path]:
+    """The name under which a folder's successor is written, and the name that the folder has until it is removed."""
     return folder.with_name(f".{folder.name}.being_written"), folder.with_name(f".{folder.name}.being_replaced")

@@ -1,4 +1,4 @@
-"""Drawings for pages, curves and timelines: SVG of matplotlib figures in the light or dark theme of the reader."""
+"""Curves and timelines for pages: SVG of matplotlib figures, in the light or dark theme of the reader's browser."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ DARK: Mapping[str, str] = {
 CURVE_SIZE = (4.6, 2.5)
 """Inches of a curve's picture."""
 CURVE_AREA = (0.2, 0.2, 0.98, 0.92)
-"""Left, bottom, right and top of a curve's axes in its picture: a layout fitted to each doubles the time."""
+"""Left, bottom, right and top of a curve's axes in its picture. A layout fitted to each curve doubles the time."""
 DIGIT_WIDTH, LABEL_WIDTH = 0.09, 0.3
 """Inches of a digit beside the y axis, and of the axis' own label."""
 LARGEST_DRAWN = 1e100
-"""A greater number is left out of a curve: axes around it would end beyond the numbers that there are."""
+"""Larger values are left out of a curve: the limits of its axes would overflow a float."""
 SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
 
 
 def stand_in(name: str) -> str:
-    """The colour that matplotlib draws with where the page is to have its colour of this name."""
+    """A colour for matplotlib that ``inline_svg`` replaces by the page's colour of this name."""
     return f"#01{list(LIGHT).index(name):02x}03"
 
 
@@ -101,11 +101,12 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps, ys = np.array(list(values), dtype=float), np.array(list(values.values()), dtype=float)
+    steps = np.array(list(values), dtype=float)
+    ys = np.array(list(values.values()), dtype=float)
     ys[np.abs(ys) > LARGEST_DRAWN] = np.nan
-    left, bottom, right, top = CURVE_AREA
+    left_edge, bottom, right, top = CURVE_AREA
     figure = Figure(figsize=CURVE_SIZE)
-    axes = figure.add_axes((left, bottom, right - left, top - bottom))
+    axes = figure.add_axes((left_edge, bottom, right - left_edge, top - bottom))
     if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
         axes.plot(steps, ys, color=FAINT, linewidth=1.0, clip_on=False)
         axes.plot(steps, smooth(ys), color=ACCENT, linewidth=1.9, clip_on=False)
@@ -113,35 +114,36 @@ def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int
         marker = "o" if len(ys) <= SMOOTH_FROM else None
         axes.plot(steps, ys, color=ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
     if beside:
-        other = axes.twinx()
-        other.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
-        other.set_axis_off()
+        twin_axes = axes.twinx()
+        twin_axes.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
+        twin_axes.set_axis_off()
     axes.set_xlabel("step", color=MUTED, fontsize=10)
     axes.set_ylabel(in_one_line(unit_of(name)), color=MUTED, fontsize=10, parse_math=False)
     plain_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-    shown = axes.yaxis.get_major_formatter().format_ticks(axes.yaxis.get_majorticklocs())
-    left = max(left, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
-    axes.set_position((left, bottom, right - left, top - bottom))
+    ticks = axes.yaxis.get_majorticklocs()
+    shown = axes.yaxis.get_major_formatter().format_ticks(ticks)  # pyright: ignore[reportArgumentType]  # takes arrays
+    left_edge = max(left_edge, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
+    axes.set_position((left_edge, bottom, right - left_edge, top - bottom))
     axes.yaxis.get_offset_text().set(color=MUTED, fontsize=10)
     return inline_svg(figure, prefix, f"{name} over steps")
 
 
 def unit_of(name: str) -> str:
-    """What stands beside the axis of a metric's curve."""
+    """The unit of a metric, for the axis of its curve, from the metric's name."""
     last = name.rsplit("/", 1)[-1]
     if last.endswith(("_mib", "_gib")):
         return last[-3].upper() + "iB"
     if "_per_s" in last:
-        counted, _, of = last.partition("_per_s")
-        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{of.replace('_', ' ')}"
+        counted, _, divisor = last.partition("_per_s")
+        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{divisor.replace('_', ' ')}"
     return "seconds" if last.endswith("_s") else last[:28]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean ``[n]`` over about a fifteenth of the points; at the ends over those that there are."""
+    """Centred moving mean ``[n]`` over about a fifteenth of the points; near the ends, over fewer points."""
     half = max(2, len(values) // 30)
     window = np.ones(2 * half + 1)
     return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]
@@ -173,10 +175,14 @@ class Stretch:
 
 
 def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stretch | None:
-    """The last steps, fewer where they hold many calls, of some processes of each role.
+    """Chooses the last steps of a run, fewer where they hold too many calls, and some processes of each role.
+
+    Args:
+        events: of the run.
+        max_steps: at most so many steps.
 
     Returns:
-        None where nothing can be shown: no step has ended, or nothing was done in it.
+        None where nothing can be shown: no step has ended, or no process worked in one.
     """
     work = [event for event in events if event.role != RUN]
     spans = step_windows(events)
@@ -193,15 +199,18 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
                 rows[event.role, event.rank].append(event)
         if sum(len(bars) for bars in rows.values()) <= MAX_BARS:
             break
-    ends = {step: span[1] for step, span in list(windows.items())[-count:]}
+    # The loop has run at least once, since there is a window.
+    ends = {step: span[1] for step, span in list(windows.items())[-count:]}  # pyright: ignore
     return Stretch(start, end, rows, ends, left_out)
 
 
 def _reaches(event: Event, start: float, end: float) -> bool:
+    """Whether an event overlaps a stretch of time."""
     return event.start < end and event.end > start
 
 
 def _choose_processes(processes: Iterable[Process]) -> tuple[list[Process], dict[str, tuple[int, int]]]:
+    """At most ``MAX_RANKS`` processes of each role, in the order of rows; and ``Stretch.left_out``."""
     by_role: dict[str, list[int]] = {}
     for role, rank in sorted(processes):
         by_role.setdefault(role, []).append(rank)
@@ -236,14 +245,15 @@ def draw_legend(figure: Figure, kinds: Iterable[str]) -> None:
 
 
 def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
-    """Draws a stretch, its first second at 0, with the fraction of time that each process worked beside its row.
+    """Draws a stretch, from second 0 on, with each process's fraction of busy time beside its row.
 
     Returns:
-        The kinds of work that are to be seen.
+        The kinds of work that are visible, for the legend.
     """
-    labels, fractions = [], []
+    labels = []
+    fractions = []
     for row, ((role, rank), events) in enumerate(stretch.rows.items()):
-        for (lane, lanes), members in _lanes(events).items():
+        for (lane, lanes), members in _assign_lanes(events).items():
             _draw_lane(axes, members, stretch, row - 0.4 + 0.8 * lane / lanes, 0.8 / lanes)
         labels.append(f"{in_one_line(role)[:40]} {rank}")
         within = [(max(event.start, stretch.start), min(event.end, stretch.end)) for event in events]
@@ -269,21 +279,29 @@ def draw_rows(axes: Axes, stretch: Stretch) -> list[str]:
     return [kind for kind in KINDS if kind in seen] + (["other"] if seen - set(KINDS) else [])
 
 
-def _lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
-    """Events, which are in order of time, by lane and number of lanes: calls beside each other share the row."""
-    found: dict[tuple[int, int], list[Event]] = {}
-    together: list[list[Event]] = []  # lanes of calls that overlap, directly or through others
-    for event in [*events, None]:
-        if event is None or all(event.start >= lane[-1].end - _SAME_S for lane in together):
-            for number, members in enumerate(together):
-                found.setdefault((number, len(together)), []).extend(members)
-            together = []
+def _assign_lanes(events: Sequence[Event]) -> dict[tuple[int, int], list[Event]]:
+    """Divides the row of a process into lanes, so that calls at the same time are drawn one above the other.
+
+    Args:
+        events: of one process, in order of time.
+
+    Returns:
+        The events by lane and number of lanes of their group; a group is calls that overlap, directly or through
+        others.
+    """
+    events_by_lane: dict[tuple[int, int], list[Event]] = {}
+    overlapping_lanes: list[list[Event]] = []  # lanes of the group that has not ended
+    for event in [*events, None]:  # None ends the last group
+        if event is None or all(event.start >= lane[-1].end - _SAME_S for lane in overlapping_lanes):
+            for number, members in enumerate(overlapping_lanes):
+                events_by_lane.setdefault((number, len(overlapping_lanes)), []).extend(members)
+            overlapping_lanes = []
         if event is not None:
-            lane = next((lane for lane in together if event.start >= lane[-1].end - _SAME_S), None)
+            lane = next((lane for lane in overlapping_lanes if event.start >= lane[-1].end - _SAME_S), None)
             if lane is None:
-                together.append(lane := [])
+                overlapping_lanes.append(lane := [])
             lane.append(event)
-    return found
+    return events_by_lane
 
 
 def _draw_lane(axes: Axes, events: Sequence[Event], stretch: Stretch, top: float, height: float) -> None:
@@ -292,7 +310,7 @@ def _draw_lane(axes: Axes, events: Sequence[Event], stretch: Stretch, top: float
     from matplotlib.transforms import Affine2D
 
     by_kind: dict[str, list[tuple[float, float]]] = {}
-    bars = _bars(events, stretch)
+    bars = _merge_short_bars(events, stretch)
     for kind, _, start, end in bars:
         by_kind.setdefault(kind, []).append((start, end - start))
     for kind, spans in by_kind.items():
@@ -310,8 +328,8 @@ Bar = tuple[str, int | None, float, float]
 """Kind, version, and seconds from the start of the picture."""
 
 
-def _bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
-    """What is drawn: many calls too short to be seen become one bar, a lonely one is as wide as can be seen."""
+def _merge_short_bars(events: Sequence[Event], stretch: Stretch) -> list[Bar]:
+    """The bars of a lane: neighbouring calls too short to be seen become one bar, a single one is widened."""
     least = (stretch.end - stretch.start) * _NARROW
     bars: list[Bar] = []
     for event in events:
@@ -332,11 +350,13 @@ def _version_labels(bars: Sequence[Bar], width: float) -> list[tuple[float, int]
         if kind != "generate" or version is None:
             continue
         group = list(bars_of_version)
-        start, end, widest = group[0][2], group[-1][3], max(group, key=lambda bar: bar[3] - bar[2])
+        start = group[0][2]
+        end = group[-1][3]
+        widest = max(group, key=lambda bar: bar[3] - bar[2])
         filled = sum(bar[3] - bar[2] for bar in group) > 0.9 * (end - start)
-        left, right = (start, end) if filled else widest[2:]  # never on the gap between two bars
-        if right - left >= _LEAST_LABEL * width:
-            labels.append(((left + right) / 2, version))
+        label_start, label_end = (start, end) if filled else widest[2:]  # never on the gap between two bars
+        if label_end - label_start >= _LEAST_LABEL * width:
+            labels.append(((label_start + label_end) / 2, version))
     return labels
 
 

@@ -1,4 +1,4 @@
-"""How a process of a run ends: what signals do to it, what it says, its exit code, and its stacks when it hangs."""
+"""How a process of a run ends: its signals, its last message, its exit code, and its stacks when it hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sfumato.config.characters import printable
 from sfumato.errors import (
@@ -27,6 +27,9 @@ from sfumato.errors import (
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RESUME = "to go on, add --train.load_checkpoint_path auto"
 STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError)
@@ -34,17 +37,18 @@ STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostE
 
 @dataclass(frozen=True)
 class Ending:
-    """What a process says at its end, and its exit code."""
+    """The last message of a process, and its exit code."""
 
     text: str
     code: int
     kind: str = "own"
-    """Cause of the end. lost: another rank has ended; hang: another rank does not come; own: everything else."""
+    """Cause of the end: "lost", another rank has ended; "hang", another rank does not answer; "own", anything else."""
     stacks: str = ""
 
     def tell(self) -> None:
-        """Says it: to the launcher, which knows how the other ranks ended, or where there is none on stderr."""
-        folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+        """Gives the message to the launcher, which knows how the other ranks ended; without one, prints it."""
+        folder = os.environ.get("SFUMATO_ENDS")
+        rank = os.environ.get("RANK")
         if folder is not None:
             record = {"text": self.text, "kind": self.kind, "at": time.time(), "stacks": self.stacks}
             path = Path(folder) / f"{rank}.json"
@@ -59,7 +63,7 @@ class Ending:
 
 
 def ending_of(error: BaseException) -> Ending:
-    """What an error that nobody has caught means for the process."""
+    """The ending of a process that an uncaught error ends."""
     if isinstance(error, (PreemptedError, StoppedError)):
         return Ending(str(error), error.exit_code)
     if isinstance(error, UserError):
@@ -71,7 +75,8 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
         return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
     trace = "".join(traceback.format_exception(error)).rstrip()
-    text, rank = str(error), os.environ.get("RANK", "0")
+    text = str(error)
+    rank = os.environ.get("RANK", "0")
     if is_lost_connection(error) and ("Timed out" in text or "timeout" in text.lower()):
         waited = f"stopped: rank {rank} has waited for another rank for longer than train.timeout_s allows; {RESUME}"
         return Ending(waited, RoleLostError.exit_code, "hang", trace)
@@ -84,8 +89,9 @@ def ending_of(error: BaseException) -> Ending:
 
 
 def keep_stacks() -> None:
-    """A crash shows the stacks of all threads; under the launcher SIGQUIT does, too, whatever the process is doing."""
-    folder, rank = os.environ.get("SFUMATO_ENDS"), os.environ.get("RANK")
+    """Makes a crash show the stacks of all threads, and under the launcher SIGQUIT, too, whatever the process does."""
+    folder = os.environ.get("SFUMATO_ENDS")
+    rank = os.environ.get("RANK")
     if folder is None:
         faulthandler.enable()
         return
@@ -95,14 +101,14 @@ def keep_stacks() -> None:
 
 
 def name_log(log: Path) -> None:
-    """Tells the launcher where the run's log is, so that what the ranks say at their end stands there, too."""
+    """Tells the launcher where the run's log is, so that it adds the last messages of the ranks there."""
     folder = os.environ.get("SFUMATO_ENDS")
     if folder is not None:
         (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")
 
 
 class Stoppable(Protocol):
-    """What is known of a run here."""
+    """The attributes of a run that the handler of signals needs."""
 
     output_dir: Path
     stop_requested: bool
@@ -111,12 +117,12 @@ class Stoppable(Protocol):
 
 
 class Listener:
-    """The handler of a run's signals. A second SIGINT stops at once, whatever is lost."""
+    """The handler of a run's signals: the first asks the run to stop after the step, a second SIGINT stops at once."""
 
     def __init__(self, run: Stoppable) -> None:
         self.run = run
 
-    def __call__(self, number: int, _frame: Any) -> None:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.run.stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.run.stop_requested = True
@@ -129,10 +135,11 @@ class Listener:
 
 
 def listen(run: Stoppable) -> None:
-    """Listens to the signals of this process, for a run.
+    """Installs the handler of a run's signals.
 
     Raises:
-        StoppedError: when the run before, which made what this one starts from, was asked to stop while it ended.
+        StoppedError: when an earlier run of this process, whose result this run starts from, was asked to stop while it
+            ended.
     """
     run.stop_requested = getattr(signal.getsignal(signal.SIGTERM), "was_asked", False)
     check_early_stop(run)
@@ -147,5 +154,5 @@ def check_early_stop(run: Stoppable) -> None:
         return
     steps = [path.name.rpartition("_")[2] for path in (run.output_dir / "checkpoints").glob("global_step_*[0-9]")]
     newest = max(map(int, steps), default=None)
-    kept = " yet" if newest is None else f" since the start; the checkpoint of step {newest} is untouched"
-    raise StoppedError(f"stopped by signal before the first step; nothing was trained{kept}")
+    untouched_note = " yet" if newest is None else f" since the start; the checkpoint of step {newest} is untouched"
+    raise StoppedError(f"stopped by signal before the first step; nothing was trained{untouched_note}")

@@ -1,7 +1,7 @@
-"""The run folder at the start of a run: what stands there, whether this run may begin there, and which run it is.
+"""The run folder at the start of a run: which run is in it, whether this run may begin there, and the id of this run.
 
-A start only looks, until the model, the data and the checkpoint have been opened: what is refused until then leaves
-every file as it was. A folder with a run in it is never begun in by another run.
+Until the model, the data and the checkpoint have been opened, a start only reads: a run that is refused until then
+leaves every file as it was. No run begins in a folder that holds another run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors"
 
 
 def environment_of(mesh: Mesh) -> dict[str, Any]:
-    """Versions, commit and hardware, as they are written to ``environment.json``."""
+    """Versions, commit and hardware, for ``environment.json``."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -47,8 +47,8 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
     commit = ""
     if shutil.which("git"):
         command = ["git", "rev-parse", "HEAD"]
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
-        commit = found.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        commit = result.stdout.strip()
     return {
         "python": platform.python_version(),
         "packages": versions,
@@ -66,13 +66,13 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
 ENVIRONMENT = "environment.json"
 
 DATE = "date"
-"""What ``environment.json`` calls the date of the run's first start."""
+"""Key of ``environment.json`` for the date of the run's first start."""
 
 OWN_FOLDER = {"train.output_dir", "train.load_checkpoint_path"}
-"""Fields that do not make another run of a configuration."""
+"""Fields in which a configuration may differ and still be the same run."""
 
 CACHES = ("tokens", "processes.json")
-"""What a run makes in its folder before it begins; it goes along when an earlier run is moved aside."""
+"""Files that a run makes in its folder before it begins; they stay there when an earlier run is moved aside."""
 
 NAMED = 3
 """Differences that an error names; the others are counted."""
@@ -80,10 +80,10 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Standing:
-    """A run that stands in a folder."""
+    """A run whose files are in a folder."""
 
     run_id: str | None
-    """The run's id; None where a run has none."""
+    """The run's id; None where neither ``environment.json`` nor the newest checkpoint holds one."""
     forked_from: str | None
     """The run whose checkpoint it began with."""
     finished: bool
@@ -97,8 +97,9 @@ class Standing:
 
 
 def look_at(folder: Path) -> Standing | None:
-    """The run that stands in a folder; None when there is none that made a step or a checkpoint."""
-    metrics, checkpoints = folder / "metrics.jsonl", list_checkpoints(folder / "checkpoints")
+    """The run whose files are in a folder; None when there is none that has made a step or a checkpoint."""
+    metrics = folder / "metrics.jsonl"
+    checkpoints = list_checkpoints(folder / "checkpoints")
     has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     if not has_metrics and not checkpoints:
         return None
@@ -106,7 +107,7 @@ def look_at(folder: Path) -> Standing | None:
     lines = read_jsonl(metrics) if has_metrics else []
     newest = max(checkpoints, default=None)
     config: dict[str, Any] = {}
-    with contextlib.suppress(ConfigError):  # none, or a damaged one: then nothing can be said of it
+    with contextlib.suppress(ConfigError):  # a missing or damaged configuration counts as empty: nothing is compared
         config = flatten(read_yaml(folder / "config.yaml"))
     return Standing(
         run_id=environment.get("run_id") or (None if newest is None else read_run_id(checkpoints[newest])),
@@ -120,16 +121,18 @@ def look_at(folder: Path) -> Standing | None:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What ``environment.json`` of a run folder says; empty when there is none or it is damaged."""
+    """The content of a run folder's ``environment.json``; empty when it is missing or damaged."""
     return read_mapping(folder / ENVIRONMENT)
 
 
 def run_date(train: Any) -> datetime.date:
-    """The date of a run's first start, which chat templates take for today however often it goes on.
+    """The date of a run's first start, which chat templates show as today's in every resumed run, too.
 
     Args:
-        train: the train section: the folder, and what the run goes on from. A run that was begun before dates were
-            kept has today's.
+        train: the train section, with the folder and the checkpoint that the run goes on from.
+
+    Returns:
+        Today where the run begins now, or began before dates were stored.
     """
     wanted = train.load_checkpoint_path
     if wanted not in (None, "new"):
@@ -141,31 +144,32 @@ def run_date(train: Any) -> datetime.date:
 
 @functools.cache
 def _today(_output_dir: str) -> datetime.date:
-    """Once for each run of this process: it may begin before midnight."""
+    """Today's date, asked once for each run folder of this process: a run may go on past midnight."""
     return datetime.date.today()
 
 
 class RunFolder:
-    """The folder of a run that has been started, as rank 0 sees it."""
+    """The folder of a run that has been started; only rank 0 has one."""
 
     def __init__(self, config: Section, say: Callable[[str], None]) -> None:
-        """Locks the folder and looks whether this run may begin there. Nothing else is written.
+        """Locks the folder and checks whether this run may begin there. Nothing but the lock is written.
 
         Args:
             config: of the task.
             say: takes a line for the person who watches.
 
         Raises:
-            FolderError: when another run is at work there, or one stands there that this run does not go on with.
+            FolderError: when another run is at work there, or the folder holds a run that this one does not resume.
         """
         self.path = Path(config.train.output_dir)  # type: ignore[attr-defined]
         self.wanted: str | None = config.train.load_checkpoint_path  # type: ignore[attr-defined]
-        self._config, self._say = config, say
+        self._config = config
+        self._say = say
         self.lock: FolderLock = lock_folder(self.path, say)
         try:
             self.standing = look_at(self.path)
             self.source_id = None if self.wanted in (None, "auto", "new") else read_run_id(Path(self.wanted))
-            """Of the run whose checkpoint is named."""
+            """Id of the run whose checkpoint the configuration names by its path."""
             self._moves = self.standing is not None and self._decide(self.standing)
             if self._moves:
                 self._check_move()
@@ -175,23 +179,23 @@ class RunFolder:
 
     @property
     def differences(self) -> list[str]:
-        """Fields in which this configuration is another than that of the run that stands here."""
-        there = self.standing.config if self.standing is not None else {}
-        here = flatten(self._config.model_dump(mode="json"))
-        names = [name for name in dict.fromkeys([*here, *there]) if name not in OWN_FOLDER]
+        """Fields in which this configuration differs from that of the run in the folder, with both values."""
+        standing_config = self.standing.config if self.standing is not None else {}
+        config = flatten(self._config.model_dump(mode="json"))
+        names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
         return [
-            f"{name} ({_short(there.get(name))} there, {_short(here.get(name))} here)"
+            f"{name} ({_shorten_value(standing_config.get(name))} there, {_shorten_value(config.get(name))} here)"
             for name in names
-            if there and there.get(name) != here.get(name)
+            if standing_config and standing_config.get(name) != config.get(name)
         ]
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, Any]) -> None:
-        """Makes the folder this run's: an earlier run is moved aside, configuration and environment are written.
+        """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
 
         Args:
             total_steps: of the whole run.
             from_step: the step of the checkpoint that it goes on from; 0 without one.
-            environment: what else ``environment.json`` holds.
+            environment: further entries of ``environment.json``.
 
         Raises:
             FolderError: when the lock was lost, or a finished run would get the configuration of another one.
@@ -200,33 +204,36 @@ class RunFolder:
         if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {_some(self.differences)}: give it a folder of its own, "
+                f"this configuration differs in {_name_first(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}"
             )
         if self._moves:
             self._move_aside()
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
-        about = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
+        environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
-        write_json(self.path / ENVIRONMENT, about)
+        write_json(self.path / ENVIRONMENT, environment_file)
 
     def add_environment(self, values: Mapping[str, Any]) -> None:
-        """Adds to ``environment.json`` what is known only when the run has begun."""
+        """Adds entries to ``environment.json`` that are known only after the run has begun."""
         write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
 
     def finish(self) -> None:
-        """Notes that the run has come to its end."""
+        """Marks the run as finished."""
         self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
 
     def _identity(self, from_step: int) -> dict[str, Any]:
-        """The run's id, and the run that it was forked from. A resumed run keeps what it is."""
+        """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
+
+        A resumed run keeps both.
+        """
         standing = self.standing if not self._moves else None
         fresh: dict[str, Any] = {"run_id": secrets.token_hex(8)}
         if self.wanted == "auto":
             if standing is None or standing.run_id is None:
                 return fresh
-            known = read_environment(self.path).get("forked_from")
-            return {"run_id": standing.run_id, **({"forked_from": known} if known else {})}
+            origin = read_environment(self.path).get("forked_from")
+            return {"run_id": standing.run_id, **({"forked_from": origin} if origin else {})}
         if self.wanted in (None, "new"):
             return fresh
         if standing is not None and standing.run_id == self.source_id:
@@ -238,7 +245,7 @@ class RunFolder:
         return {**fresh, "forked_from": {"run_id": self.source_id, "checkpoint": str(self.wanted)}}
 
     def _decide(self, standing: Standing) -> bool:
-        """Whether the run that stands here is moved aside. Raises FolderError when this one may not begin here."""
+        """Whether the run in the folder is moved aside. Raises FolderError when this one may not begin here."""
         if self.wanted == "new":
             return True
         if self.wanted == "auto":
@@ -249,29 +256,33 @@ class RunFolder:
             if standing.newest is None:
                 return not standing.finished and standing.forked_from != self.source_id
             raise FolderError(
-                f"{self.path} holds {self._what(standing)}, and {self.wanted} is of another one: give this run a "
-                f"folder of its own, --train.output_dir {self._other_name()}"
+                f"{self.path} holds {self._describe_standing(standing)}, and {self.wanted} is of another one: give "
+                f"this run a folder of its own, --train.output_dir {self._other_name()}"
             )
-        anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
-        other = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
-        differs = f" This one differs in {_some(self.differences)}." if self.differences else ""
+        start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
+        elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
+        differences = f" This one differs in {_name_first(self.differences)}." if self.differences else ""
         if standing.finished:
-            raise FolderError(f"{self.path} holds {self._what(standing)}, which stays.{differs} {other}; {anew}")
+            raise FolderError(
+                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere}; "
+                f"{start_anew}"
+            )
         if standing.newest is None:
             return True
         raise FolderError(
-            f"{self.path} holds {self._what(standing)}.{differs} --train.load_checkpoint_path auto goes on with it; "
-            f"{anew}; {other}"
+            f"{self.path} holds {self._describe_standing(standing)}.{differences} --train.load_checkpoint_path auto "
+            f"goes on with it; {start_anew}; {elsewhere}"
         )
 
-    def _what(self, standing: Standing) -> str:
+    def _describe_standing(self, standing: Standing) -> str:
+        """How far the run in the folder is, for messages."""
         of = f" of {standing.total_steps}" if standing.total_steps is not None else ""
         if standing.finished:
             return f"a finished run ({standing.step} steps)"
         return f"an unfinished run (step {standing.step}{of}, newest checkpoint of step {standing.newest})"
 
     def _check_move(self) -> None:
-        """Whether moving the folder takes away what this run needs."""
+        """Raises FolderError when moving the folder aside would move files that this run needs."""
         root = self.path.resolve()
         for name, path in self._paths():
             if name != "data.cache_dir" and path.resolve().is_relative_to(root):
@@ -286,7 +297,7 @@ class RunFolder:
             )
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
-        """Files and folders that the configuration names, with the fields' names."""
+        """Existing files and folders that the configuration names, with the names of the fields."""
         for name, value in flatten(self._config.model_dump(mode="json")).items():
             if name == "train.output_dir":
                 continue
@@ -297,22 +308,24 @@ class RunFolder:
                             yield name, path
 
     def _move_aside(self) -> None:
-        root, kept = self.path.resolve(), self._kept_name()
+        """Renames the folder of the earlier run, and moves caches of this run back into the new folder."""
+        root = self.path.resolve()
+        moved_folder = self._kept_name()
         caches = {Path(cache) for cache in CACHES}
         caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
-        self.lock.move_folder(root.with_name(kept.name))
+        self.lock.move_folder(root.with_name(moved_folder.name))
         for cache in caches:
-            if (kept / cache).exists():
+            if (moved_folder / cache).exists():
                 (self.path / cache).parent.mkdir(parents=True, exist_ok=True)
-                (kept / cache).rename(self.path / cache)
-        self._say(f"an earlier run stood in {self.path}; it is now {kept}")
+                (moved_folder / cache).rename(self.path / cache)
+        self._say(f"an earlier run stood in {self.path}; it is now {moved_folder}")
 
     def _kept_name(self) -> Path:
-        """Where an earlier run is moved to."""
+        """The folder that an earlier run is moved to."""
         return self._free_name(".", 1)
 
     def _other_name(self) -> Path:
-        """A folder for another run."""
+        """A folder to suggest for another run."""
         return self._free_name("_", 2)
 
     def _free_name(self, separator: str, number: int) -> Path:
@@ -323,17 +336,19 @@ class RunFolder:
         return self.path.parent / f"{root.name}{separator}{number}"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file as one indivisible act."""
+def write_json(path: Path, value: object) -> None:
+    """Writes a JSON file atomically, so that it survives a power failure."""
     write_atomically(path, json.dumps(value, indent=1).encode())
     flush(path.parent)
 
 
-def _some(texts: list[str]) -> str:
+def _name_first(texts: list[str]) -> str:
+    """The first texts, and how many more there are."""
     more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
 
 
-def _short(value: Any) -> str:
+def _shorten_value(value: object) -> str:
+    """A value of the configuration in at most 40 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,7 +1,7 @@
-"""What a resume must find unchanged: the data, the seed, and the numbers that say which samples a step takes.
+"""The identity of a run, which a resume must find unchanged: data, seed, and the numbers that choose a step's samples.
 
-A checkpoint holds a position in the data. With other data, or steps of another size, it would mean other samples: some
-would be trained twice and others never, and nothing would show it.
+A checkpoint holds a position in the data. With other data, or steps of another size, the position would mean other
+samples: some would be trained twice and others never, without any sign of it.
 """
 
 from __future__ import annotations
@@ -18,67 +18,67 @@ from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
 
 Identity = dict[str, Any]
-"""Values by the fields that they come from, of what JSON can hold."""
+"""Values that JSON can hold, by the fields that they come from."""
 
 _DIGEST = re.compile("[0-9a-f]{32,}")
 
 KEY = "identity"
-"""Where a checkpoint's values hold it."""
+"""Key of the identity among a checkpoint's values."""
 
 FREE = {"train_path", "eval_path", "cache_dir", "cache_media", "num_workers", "max_bad_rows", "train_size"}
-"""Fields of ``data`` that may change: where it lies (its content is compared), how it is read, when the run ends."""
+"""Fields of ``data`` that may change: paths (the content is compared), how data are read, and when the run ends."""
 
 EVALUATION = ("data.eval_path", "eval.")
-"""What may change, too, but is said, since curves of the evaluation have a break there."""
+"""Beginnings of fields that may change, too, but with a message, since curves of the evaluation break there."""
 
 BEGUN_WITH = ("model.model_path (weights that the run began with)", "critic.")
-"""Likewise weights of which the checkpoint holds what has become."""
+"""Beginnings of fields of weights that may change with a message, since the checkpoint holds the trained ones."""
 
 OWN_SOURCE = "(its source)"
-"""Ends the fields of functions of the user's, whose source may change and is said."""
+"""The end of fields of functions in the user's own code, which may change with a message."""
 
 
 def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, Any] | None = None) -> Identity:
-    """What a resume of a run must find unchanged; refuses one that cannot, before anything is built or written.
+    """Computes the identity of a run, and refuses a resume with another one before anything is built or written.
 
     Args:
         config: of the task; the fields of ``data`` and ``train.seed`` count.
-        content: digests of what the data holds, by the field that names it.
-        numbers: which samples a step takes, by field.
+        content: digests of the data's content, by the field that names the data.
+        numbers: the numbers that choose which samples a step takes, by field.
 
     Raises:
         CheckpointError: when the run goes on from a checkpoint with another identity.
     """
     data = config.data.model_dump(mode="json", exclude=FREE)  # type: ignore[attr-defined]
     if data.get("datasets_type") == "mapping":
-        del data["shuffle_buffer"]  # of streams
+        del data["shuffle_buffer"]  # streams alone use it
     train = config.train  # type: ignore[attr-defined]
     identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
-    folder = _wanted(Path(train.output_dir), train.load_checkpoint_path)
+    folder = _find_wanted(Path(train.output_dir), train.load_checkpoint_path)
     if folder is not None:
         compare_identity(read_values(folder).get(KEY), identity, folder)
     return identity
 
 
-def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> str:
+def compare_identity(saved: Identity | None, current: Identity, folder: Path) -> str:
     """Whether a run may go on from a checkpoint.
 
     Args:
-        saved: of the checkpoint; None when it holds none.
-        here: of this run; empty compares nothing.
+        saved: identity in the checkpoint; None when it holds none.
+        current: identity of this run; empty compares nothing.
         folder: the checkpoint.
 
     Returns:
-        What has changed but may, as a line for the person who watches; empty when nothing has.
+        A line about permitted changes, for the person who watches; empty when there are none.
 
     Raises:
-        CheckpointError: names what must not have changed, and the remedy.
+        CheckpointError: names the values that must not change, and the remedy.
     """
-    both = {name: (value, here[name]) for name, value in (saved or {}).items() if name in here}
+    both = {name: (value, current[name]) for name, value in (saved or {}).items() if name in current}
     changed = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
     evaluation = {name for name in changed if name.startswith(EVALUATION)}
-    others = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
-    watched = evaluation | others
+    remade = {name for name in changed if name.startswith(BEGUN_WITH) or name.endswith(OWN_SOURCE)} - evaluation
+    watched = evaluation | remade
     fatal = [_describe(name, *changed[name]) for name in changed if name not in watched]
     if fatal:
         raise CheckpointError(
@@ -86,42 +86,42 @@ def compare_identity(saved: Identity | None, here: Identity, folder: Path) -> st
             f"twice and others never), or other models: {'; '.join(fatal)}. Restore that, or start a new run from the "
             "exported weights (model.model_path) with another train.output_dir"
         )
-    unknown = [name for name, value in here.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
+    unknown = [name for name, value in current.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
     lines = []
-    for names, what in (
+    for names, reason in (
         (evaluation, "the evaluation is another one than before the checkpoint"),
-        (others, "changed since the checkpoint, which is gone on with"),
+        (remade, "changed since the checkpoint, which is gone on with"),
     ):
         if names:
-            lines.append(f"{what}: {'; '.join(_describe(name, *changed[name]) for name in sorted(names))}")
+            lines.append(f"{reason}: {'; '.join(_describe(name, *changed[name]) for name in sorted(names))}")
     if unknown:
         lines.append(f"{folder} does not say what these held, so they are not compared: {', '.join(unknown)}")
     return "; ".join(lines)
 
 
 def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:
-    """The checkpoints in a run folder that are of the run that stands there, and the ids of the others, by step.
+    """The checkpoints in a run folder that the folder's run wrote, and the run ids of the other ones, both by step.
 
-    Those that name no run count as its own.
+    Checkpoints without a run id count as the run's own.
     """
-    found = list_checkpoints(output_dir / "checkpoints")
-    ids = {step: read_values(folder).get("run_id") for step, folder in found.items()}
-    own = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
-    others = {step: str(run_id) for step, run_id in ids.items() if own is not None and run_id not in (None, own)}
-    return {step: folder for step, folder in found.items() if step not in others}, others
+    checkpoints = list_checkpoints(output_dir / "checkpoints")
+    ids = {step: read_values(folder).get("run_id") for step, folder in checkpoints.items()}
+    own_id = read_environment(output_dir).get("run_id") or next((ids[step] for step in reversed(ids)), None)
+    foreign = {step: str(run_id) for step, run_id in ids.items() if own_id is not None and run_id not in (None, own_id)}
+    return {step: folder for step, folder in checkpoints.items() if step not in foreign}, foreign
 
 
-def _wanted(output_dir: Path, path: str | None) -> Path | None:
-    """The checkpoint that a run will probably go on from; whether it is intact is looked at later."""
+def _find_wanted(output_dir: Path, path: str | None) -> Path | None:
+    """The checkpoint that a run will probably go on from; it is verified later, and may then be passed over."""
     if path in (None, "new"):
         return None
     if path != "auto":
         return Path(path)
-    own, _ = own_checkpoints(output_dir)
-    return own[max(own)] if own else None
+    checkpoints, _ = own_checkpoints(output_dir)
+    return checkpoints[max(checkpoints)] if checkpoints else None
 
 
-def _describe(name: str, saved: Any, here: Any) -> str:
-    if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(here)):
+def _describe(name: str, saved: object, current: object) -> str:
+    if _DIGEST.fullmatch(str(saved)) and _DIGEST.fullmatch(str(current)):
         return f"{name} has another content"
-    return f"{name} was {saved!r}, is {here!r}"
+    return f"{name} was {saved!r}, is {current!r}"

@@ -1,4 +1,4 @@
-"""Iterations of RL that learned nothing: which those are by their metrics, why, and what can be done."""
+"""Iterations of RL that learned nothing: how metrics show them, why they happen, and what can be done."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ REMEDIES = {
     "frozen",
     "the learning rate is zero": "raise train.lr or train.lr_min",
 }
-"""What can be done, by why nothing was learned."""
+"""What can be done, by the reason why nothing was learned."""
 
 
 def why_idle(metrics: Mapping[str, float | None]) -> str:
-    """Why an iteration with these metrics learned nothing, a key of ``REMEDIES``; empty where it did, or is no RL."""
+    """The reason, a key of ``REMEDIES``, why an iteration learned nothing; empty where it learned, or is no RL."""
     if "updates" not in metrics:
         return ""
     if metrics["updates"] == 0:
@@ -32,24 +32,24 @@ def why_idle(metrics: Mapping[str, float | None]) -> str:
 
 
 class IdleIterations:
-    """Says of iterations in a row that learn nothing the first, and each doubling of their number."""
+    """Reports consecutive iterations that learn nothing: the first, and whenever their number has doubled."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def note(self, step: int, metrics: Mapping[str, float | None]) -> str:
-        """What is to be said of an iteration; most often nothing."""
+        """The message about an iteration; empty where there is nothing to report."""
         why = why_idle(metrics)
         if "updates" in metrics:
             self._in_a_row = self._in_a_row + 1 if why else 0
-        if not why or self._in_a_row & (self._in_a_row - 1):
+        if not why or self._in_a_row & (self._in_a_row - 1):  # not a power of two
             return ""
         in_a_row = f", the last {self._in_a_row} of them" if self._in_a_row > 1 else ""
         return f"step {step}: nothing was learned{in_a_row}: {why}. {REMEDIES[why].capitalize()}"
 
 
 def idle_summary(series: Series) -> str:
-    """How many of a run's iterations learned nothing, and what can be done; empty where that was not half of them."""
+    """How many of a run's iterations learned nothing, and what can be done; empty where fewer than half did."""
     iterations = [
         {name: points.get(step) for name, points in series.items() if step in points}
         for step in series.get("updates", {})

@@ -1,8 +1,8 @@
-"""The lock of a run folder: who holds it, whether that process is alive, and what happens when it is not.
+"""The lock of a run folder: which process holds it, whether that process is alive, and how a dead one's is taken over.
 
-The lock is a file, made by a hard link, which exactly one process wins on local and on shared file systems. Its holder
-renews its time every ``HEARTBEAT_S`` seconds, so that other machines, which cannot look at the process, see that it is
-alive. The times are those of the file system's own clock: clocks of machines need not agree.
+The lock is a file that is made by a hard link, which exactly one process can make, on local and on shared file systems.
+Its holder renews the file's time every ``HEARTBEAT_S`` seconds, so that other machines, which cannot see the process,
+know that it is alive. Times are those of the file system's clock, so the clocks of the machines need not agree.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from sfumato.errors import FolderError
 NAME = "run.lock"
 
 MOST_BYTES = 2**16
-"""What is read of a lock; one has a few hundred bytes."""
+"""Most bytes that are read of a lock, which has a few hundred."""
 
 HEARTBEAT_S = 5.0
 """Seconds between two renewals."""
 
 STALE_S = 120.0
-"""Seconds without a renewal after which a process that cannot be looked at counts as dead."""
+"""Seconds without a renewal after which a process on another machine counts as dead."""
 
 SETTLE_S = 0.2
-"""Seconds after taking over a lock until it is looked at again, for file systems that do not lock files."""
+"""Seconds between taking over a lock and reading it again. On file systems that do not lock files, two processes may
+take it over at once; only the second's name is then in the file."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Owner:
     born: str
     """When the process started, which tells it from a later one with the same id; empty where it is not known."""
     place: str
-    """The machine since its last start, and the namespace that process ids belong to."""
+    """The boot of the machine, and the namespace of process ids, within which ``pid`` means something."""
     since: str
+    """When the lock was taken, for messages."""
     token: str
     """A random text that tells this lock from all others."""
 
@@ -62,11 +64,11 @@ class Owner:
     @property
     def is_visible(self) -> bool:
         """Whether this machine could see the process."""
-        return self.place == _place()
+        return self.place == _machine_id()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there, if it is visible. A dead one that nobody waited for is not."""
+        """Whether the process runs; only meaningful where it is visible. A zombie counts as dead."""
         return _born(self.pid) == self.born if self.born else _exists(self.pid)
 
     @property
@@ -78,105 +80,125 @@ class Owner:
 class FolderLock:
     """A run folder that this process holds."""
 
-    def __init__(self, folder: Path, owner: Owner, made: list[Path]) -> None:
-        """Use ``lock_folder``; ``made`` are folders that were made for the lock, outermost first."""
-        self.folder, self.owner = folder, owner
-        self._made = made
+    def __init__(self, folder: Path, owner: Owner, made_folders: list[Path]) -> None:
+        """Use ``lock_folder``, which starts the renewals, too.
+
+        Args:
+            folder: the run folder.
+            owner: this process.
+            made_folders: that were made for the lock, outermost first; ``release`` removes them if they are empty.
+        """
+        self.folder = folder
+        self.owner = owner
+        self._made_folders = made_folders
         self._checked = time.monotonic()
         self._begin_to_beat()
         _held.add(self)
 
     def check(self, at_most_every_s: float = 0.0) -> None:
-        """Whether the lock is still this process's.
+        """Checks that this process still holds the lock.
 
         Args:
-            at_most_every_s: look only if the last look is longer ago.
+            at_most_every_s: does nothing if the last check is no longer ago than this.
 
         Raises:
-            FolderError: when another process has taken it over, so that nothing may be written any more.
+            FolderError: when the lock is gone or another process has taken it over: nothing may be written any more.
         """
         now = time.monotonic()
         if now - self._checked < at_most_every_s:
             return
         self._checked = now
-        found = _read(self.folder / NAME)
-        if found is None or found[0] is None or found[0].token != self.owner.token:
-            who = "was removed" if found is None else f"is now held by {found[0] or 'another process'}"
+        state = _read(self.folder / NAME)
+        if state is None or state[0] is None or state[0].token != self.owner.token:
+            who = "was removed" if state is None else f"is now held by {state[0] or 'another process'}"
             raise FolderError(
                 f"{self.folder / NAME} {who}: this run had not renewed it for {STALE_S:.0f} s, or somebody removed it. "
                 "It stops, so that two runs do not write into one folder"
             )
 
-    def move_folder(self, kept: Path) -> None:
-        """Renames the folder with all that is in it, and holds a new one in its place.
+    def move_folder(self, new_path: Path) -> None:
+        """Renames the folder with its content, and holds a new, empty one in its place.
+
+        Args:
+            new_path: of the renamed folder.
 
         Raises:
             FolderError: when it cannot be renamed, or another process took the new folder in that moment.
         """
+        # A heartbeat in the middle would renew, or miss, the wrong file.
         self._released.set()
         self._thread.join()
         try:
-            self.folder.rename(kept)
+            self.folder.rename(new_path)
         except OSError as error:
             self._begin_to_beat()
-            raise FolderError(f"{self.folder} cannot be moved to {kept}: {error.strerror}") from error
-        (kept / NAME).unlink()
+            raise FolderError(f"{self.folder} cannot be moved to {new_path}: {error.strerror}") from error
+        (new_path / NAME).unlink()
         self.folder.mkdir(exist_ok=True)
         if not _link(self.folder / NAME, self.owner):
             self.abandon()
-            raise FolderError(f"another run took {self.folder} while the earlier one was moved to {kept}: start again")
+            raise FolderError(
+                f"another run took {self.folder} while the earlier one was moved to {new_path}: start again"
+            )
         self._begin_to_beat()
 
     def abandon(self) -> None:
-        """Stops renewing the lock, and leaves it as it is."""
+        """Stops renewing the lock, and leaves the file as it is."""
         _held.discard(self)
         self._released.set()
 
     def release(self) -> None:
-        """Gives the folder back, and removes folders that were made for the lock alone."""
-        if self not in _held or self.owner.pid != os.getpid():  # a fork has a copy of its parent's
+        """Removes the lock, and folders that were made for it and are still empty."""
+        if self not in _held or self.owner.pid != os.getpid():  # a forked child has a copy of its parent's lock
             return
         self.abandon()
         with contextlib.suppress(OSError):  # the disk is gone: others see that the lock is not renewed
-            if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+            if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
                 (self.folder / NAME).unlink()
-            for folder in reversed(self._made):
+            for folder in reversed(self._made_folders):
                 folder.rmdir()
 
     def _begin_to_beat(self) -> None:
+        """Starts the thread that renews the lock."""
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
+        """Renews the time of the lock until it is released, while it is this process's."""
         released = self._released
         while not released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # a file system that is away for a while
-                if (found := _read(self.folder / NAME)) is not None and found[0] == self.owner:
+                if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
                     os.utime(self.folder / NAME)
 
 
 _held: set[FolderLock] = set()
+"""The locks that this process holds."""
 
 
 def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     """Takes the lock of a run folder, which is made if it is missing.
 
-    A lock whose process is gone is taken over, and that is said: at once on the machine where it ran, and elsewhere
-    when it has not been renewed for ``STALE_S`` seconds, which is waited for.
+    The lock of a dead process is taken over, with a message: at once on the machine where the process ran, elsewhere
+    after waiting until it has not been renewed for ``STALE_S`` seconds.
+
+    Args:
+        folder: the run folder.
+        say: takes a line for the person who watches.
 
     Raises:
         FolderError: when a living run holds the folder, or it cannot be written.
     """
     try:
-        made = make_with_parents(folder)
+        made_folders = make_with_parents(folder)
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be made: {error.strerror}") from error
     owner = Owner(
         host=socket.gethostname(),
         pid=os.getpid(),
         born=_born(os.getpid()),
-        place=_place(),
+        place=_machine_id(),
         since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         token=secrets.token_hex(8),
     )
@@ -184,11 +206,11 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     try:
         while not _link(path, owner):
             _take_over(path, owner, say)
-            if (found := _read(path)) is not None and found[0] == owner:
+            if (state := _read(path)) is not None and state[0] == owner:
                 break
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be written: {error.strerror}") from error
-    return FolderLock(folder, owner, made)
+    return FolderLock(folder, owner, made_folders)
 
 
 def release_locks() -> None:
@@ -198,51 +220,61 @@ def release_locks() -> None:
 
 
 Seen = tuple["Owner | None", float]
-"""Who holds a lock, None where the file does not say so (yet), and when it was renewed."""
+"""The state of a lock: its holder, None where the file does not name one (yet), and the time of its last renewal."""
 
 
 def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
-    """Replaces the lock of a dead process; returns with nothing done when there is another lock by now, or none.
+    """Replaces the lock of a dead process. Does nothing when there is another lock by then, or none.
+
+    Args:
+        path: of the lock.
+        owner: this process.
+        say: takes a line for the person who watches.
 
     Raises:
         FolderError: when its holder is alive.
     """
-    dead, reason = _wait_for_death(path, say)
-    if dead is None:
+    dead_state, reason = _wait_for_death(path, say)
+    if dead_state is None:
         return
-    with _exclusively(path) as found:
-        if found != dead:
+    with _hold_exclusively(path) as state:
+        if state != dead_state:
             return
-        for lock in [lock for lock in _held if lock.owner == dead[0]]:
+        # A lock that an earlier run of this process left: its thread must not go on renewing the file.
+        for lock in [lock for lock in _held if lock.owner == dead_state[0]]:
             lock.abandon()
         os.replace(_write_beside(path, owner), path)
-    if not dead[0] or not dead[0].is_self:
+    if not dead_state[0] or not dead_state[0].is_self:
         time.sleep(SETTLE_S)
-    if (now := _read(path)) is not None and now[0] == owner and reason:
+    if (new_state := _read(path)) is not None and new_state[0] == owner and reason:
         say(reason)
 
 
 def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None, str]:
-    """The lock of a dead process, and why it may be taken over, empty where that need not be said; None without one.
+    """Waits until it is clear whether the holder of a lock is dead.
+
+    Returns:
+        The state of the dead process's lock, None when there is no lock any more; and why it may be taken over, empty
+        where no message is needed.
 
     Raises:
         FolderError: when its holder is alive.
     """
     first = None
-    while (found := _read(path)) is not None:
-        holder, renewed = found
+    while (state := _read(path)) is not None:
+        holder, renewed = state
         if holder is not None and holder.is_self:
-            return found, ""  # a run of this process that ended with an error
+            return state, ""  # a run of this process that ended with an error
         if holder is not None and holder.is_visible:
             if holder.is_alive:
                 raise _refusal(path.parent, holder)
-            return found, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
+            return state, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
         if first is not None and renewed != first:
             raise _refusal(path.parent, holder)
         silent_s = _now_of(path.parent) - renewed
         if silent_s > STALE_S:
             who = holder or "a process that did not write its name"
-            return found, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
+            return state, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
         if first is None:
             say(
                 f"{path} is held by {holder or 'another process'} and was renewed {max(silent_s, 0):.0f} s ago: "
@@ -261,10 +293,11 @@ def _refusal(folder: Path, holder: Owner | None) -> FolderError:
 
 
 def _read(path: Path) -> Seen | None:
-    """The lock, or None when there is none."""
+    """The state of a lock; None when there is none."""
     try:
-        with _opened(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
-            text, renewed = file.read(MOST_BYTES), os.fstat(file.fileno()).st_mtime
+        with _open_lock(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
+            text = file.read(MOST_BYTES)
+            renewed = os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
     try:
@@ -273,8 +306,8 @@ def _read(path: Path) -> Seen | None:
         return None, renewed
 
 
-def _opened(path: Path, flags: int) -> IO[bytes]:
-    """The lock, opened.
+def _open_lock(path: Path, flags: int) -> IO[bytes]:
+    """Opens a lock, without following links and without waiting for a pipe.
 
     Raises:
         FileNotFoundError: there is none.
@@ -295,15 +328,16 @@ def _opened(path: Path, flags: int) -> IO[bytes]:
 
 
 def _no_lock(path: Path) -> FolderError:
+    """The error for something else in the place of the lock."""
     kind = "is a link" if path.is_symlink() else file_problem(path) or "is no file"
     return FolderError(f"{path} {kind}, which no run has made: remove it")
 
 
 def _link(path: Path, owner: Owner) -> bool:
-    """Makes the lock if there is none; whether it was made."""
-    mine = _write_beside(path, owner)
+    """Makes the lock if there is none. Returns whether it was made."""
+    own_file = _write_beside(path, owner)
     try:
-        os.link(mine, path)
+        os.link(own_file, path)
     except FileExistsError:
         pass
     except OSError:  # a file system without hard links
@@ -311,27 +345,29 @@ def _link(path: Path, owner: Owner) -> bool:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
             return False
-        os.write(descriptor, mine.read_bytes())
+        os.write(descriptor, own_file.read_bytes())
         os.close(descriptor)
         return True
     finally:
-        made = mine.stat().st_nlink == 2  # NFS may lose the answer of a link that was made
-        mine.unlink()
-    return made
+        # NFS may lose the answer to a link that was made, and then report an error: the number of links tells.
+        was_linked = own_file.stat().st_nlink == 2
+        own_file.unlink()
+    return was_linked
 
 
 def _write_beside(path: Path, owner: Owner) -> Path:
-    mine = path.with_name(f"{path.name}.{owner.token}")
-    with os.fdopen(os.open(mine, NEW, 0o666), "wb") as file:
+    """Writes a file with the owner beside the lock, to be linked or renamed to it."""
+    own_file = path.with_name(f"{path.name}.{owner.token}")
+    with os.fdopen(os.open(own_file, NEW, 0o666), "wb") as file:
         file.write(json.dumps(asdict(owner)).encode())
-    return mine
+    return own_file
 
 
 @contextmanager
-def _exclusively(path: Path) -> Iterator[Seen | None]:
-    """One process at a time is inside; gives the lock, or None when it has been replaced or removed meanwhile."""
+def _hold_exclusively(path: Path) -> Iterator[Seen | None]:
+    """Lets one process at a time inside. Yields the state of the lock; None when it was replaced or removed before."""
     try:
-        file = _opened(path, os.O_RDWR)
+        file = _open_lock(path, os.O_RDWR)
     except FileNotFoundError:
         yield None
         return
@@ -346,7 +382,7 @@ def _exclusively(path: Path) -> Iterator[Seen | None]:
 
 
 def _now_of(folder: Path) -> float:
-    """The time by the clock of the folder's file system."""
+    """The time by the clock of the folder's file system, which may be a server's."""
     path = folder / f"{NAME}.{secrets.token_hex(8)}"
     path.touch(exist_ok=False)
     try:
@@ -356,13 +392,14 @@ def _now_of(folder: Path) -> float:
 
 
 def make_with_parents(folder: Path) -> list[Path]:
-    """Makes a folder with its parents; those that were not there, outermost first."""
+    """Makes a folder with its parents. Returns the folders that were made, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
-def _place() -> str:
+def _machine_id() -> str:
+    """The boot of this machine and the namespace of process ids; elsewhere than on Linux the host's name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -371,15 +408,16 @@ def _place() -> str:
 
 
 def _born(pid: int) -> str:
-    """Clock ticks from the machine's start to the process's; empty when there is no living one, or no way to know."""
+    """Clock ticks from the machine's boot to the start of a process; empty when none runs, or it cannot be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    return "" if fields[0] in ("Z", "X") else fields[19]  # zombie, dead; starttime is field 22 of proc_pid_stat(5)
 
 
 def _exists(pid: int) -> bool:
+    """Whether a process of this id runs, of whatever user."""
     try:
         os.kill(pid, 0)
     except OSError as error:

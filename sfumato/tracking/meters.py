@@ -1,4 +1,4 @@
-"""What a step took and got through: tokens and images a second, model FLOPs utilisation (MFU), memory, traces."""
+"""Rates and resources of a step: tokens and images a second, model FLOPs utilisation (MFU), memory, traces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,15 @@ from sfumato.config.writing import make_new_folder, write_atomically
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.timeline import Phase
 
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
 COUNTED = ("tokens", "images", "flops")
 """Names of the amounts that can be counted."""
 
 
 WITH_PEAKS = (Phase.GENERATE, Phase.UPDATE, Phase.EVALUATE)
-"""Phases whose peak of GPU memory is kept apart."""
+"""Phases whose peaks of GPU memory are metrics of their own."""
 
 PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
     "A100": (312, 156, 19.5),
@@ -48,7 +51,8 @@ PEAK_TFLOPS: Mapping[str, tuple[float | None, float | None, float]] = {
     "MI325X": (1307.4, 653.7, 163.4),
     "MI355X": (2516.6, None, 157.3),
 }
-"""Dense peaks in 10^12 operations a second: bf16 and TF32 on matrix units, and float32 without them; None is none.
+"""Dense peaks in 10^12 operations a second: bf16 and TF32 on matrix units, and float32 without them; None where the
+device lacks a format.
 
 From the makers' data sheets, without sparsity (NVIDIA prints twice the dense rate for some): NVIDIA A100, A40, A10, L4,
 L40S, H100, H200 and HGX B200 data sheets, the Ada and Blackwell GPU architecture papers for GeForce (bf16 with float32
@@ -57,10 +61,10 @@ accumulation), and the AMD Instinct MI250X, MI300X, MI325X and MI355X data sheet
 
 
 class Meter:
-    """Adds up what a step processes and turns it into rates.
+    """Adds up the tokens, images and FLOPs of a step, and turns them into rates.
 
-    MFU is the fraction of the devices' peak that the model's own operations make up (arXiv 2204.02311): what is
-    computed twice to save memory does not count.
+    MFU is the share of the devices' peak that the model's own operations make up (arXiv 2204.02311): operations that
+    are computed twice to save memory do not count.
     """
 
     def __init__(self, mesh: Mesh, peak_flops: float | None = None) -> None:
@@ -69,9 +73,10 @@ class Meter:
             mesh: the ranks whose amounts are added.
             peak_flops: operations a second of one device; None reports no MFU.
         """
-        self.mesh, self.peak_flops = mesh, peak_flops
+        self.mesh = mesh
+        self.peak_flops = peak_flops
         self.num_devices = mesh.size
-        """Devices that work on what is counted."""
+        """Devices that compute what is counted."""
         self._amounts: defaultdict[str, float] = defaultdict(float)
         self._peaks: dict[str, float] = {}
 
@@ -92,16 +97,17 @@ class Meter:
             parts = amount if isinstance(amount, Mapping) else {}
             for phase, part in parts.items():
                 self._amounts[f"{name}/{phase}"] += float(part)
-            self._amounts[name] += float(sum(parts.values()) if parts else amount)
+            self._amounts[name] += float(sum(parts.values()) if parts else cast("float", amount))
 
     def rates(self, seconds: float, timings: Mapping[str, float] | None = None) -> dict[str, float]:
         """Rates over all ranks since the last call, by metric name; a collective where something was counted.
 
         Args:
             seconds: that training took.
-            timings: ``time/<part>_s`` of the parts by which something was counted.
+            timings: seconds of the parts by which flops were counted, as ``time/<part>_s``.
         """
-        amounts, self._amounts = self._amounts, defaultdict(float)
+        amounts = self._amounts
+        self._amounts = defaultdict(float)
         if not amounts:
             return {}
         amounts = self._over_ranks(amounts)
@@ -122,19 +128,22 @@ class Meter:
         return rates
 
     def phase_ended(self, phase: Phase) -> None:
-        """Keeps the GPU's peak memory since the last phase ended, where ``phase`` is one of ``WITH_PEAKS``."""
+        """Stores the GPU's peak memory since the last phase ended, where ``phase`` is one of ``WITH_PEAKS``."""
         if phase in WITH_PEAKS and torch.cuda.is_initialized():
             self._peaks[phase] = max(self._peaks.get(phase, 0.0), torch.cuda.max_memory_allocated() / 2**20)
             torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> dict[str, float]:
-        """``memory_in_use``, with the GPU's peak in each phase since the last call."""
-        found, peaks, self._peaks = memory_in_use(), self._peaks, {}
-        if peaks:
-            found["memory/gpu_peak_mib"] = max(found["memory/gpu_peak_mib"], *peaks.values())
-        return found | {f"memory/{phase}_gpu_peak_mib": peak for phase, peak in peaks.items()}
+        """``memory_in_use``, and the GPU's peak in each phase since the last call."""
+        usage = memory_in_use()
+        peaks = self._peaks
+        self._peaks = {}
+        if peaks:  # the end of a phase has reset CUDA's peak: the step's peak is the largest of all
+            usage["memory/gpu_peak_mib"] = max(usage["memory/gpu_peak_mib"], *peaks.values())
+        return usage | {f"memory/{phase}_gpu_peak_mib": peak for phase, peak in peaks.items()}
 
     def _over_ranks(self, amounts: dict[str, float]) -> dict[str, float]:
+        """The amounts summed over data-parallel ranks, which must have counted the same names in the same order."""
         if self.mesh.data_size == 1:
             return amounts
         sums = torch.tensor(list(amounts.values()), dtype=torch.float64, device=self.mesh.device)
@@ -148,42 +157,43 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
     Args:
         device: where a rank computes.
         mixed_precision: "bf16", or "no" for float32, with TF32 where torch is allowed to use it.
-        given_tflops: ``train.peak_tflops``, which wins.
+        given_tflops: ``train.peak_tflops``, which replaces the table's value.
 
     Returns:
-        None on a CPU or an unknown GPU when nothing is given.
+        None on a CPU or an unknown GPU, unless ``given_tflops`` is set.
     """
     if given_tflops is not None:
         return given_tflops * 1e12
     if device.type != "cuda":
         return None
-    found = known_peaks(torch.cuda.get_device_name(device))
-    if found is None:
+    peaks = known_peaks(torch.cuda.get_device_name(device))
+    if peaks is None:
         return None
-    bf16, tf32, fp32 = found
+    bf16, tf32, fp32 = peaks
     in_fp32 = fp32 if torch.get_float32_matmul_precision() == "highest" else tf32
     peak = bf16 if mixed_precision == "bf16" else in_fp32
     return None if peak is None else peak * 1e12
 
 
 def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
-    """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest that fits."""
+    """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest key that fits."""
     words = f" {name.replace('-', ' ')} ".lower()
     fitting = [gpu for gpu in PEAK_TFLOPS if all(f" {word} " in words for word in gpu.lower().split())]
     return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
 
 
 def memory_in_use() -> dict[str, float]:
-    """Memory of this process in MiB, now and at its peak so far; of its GPU now and at its peak since the last call."""
-    found = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    """Memory in MiB of this process, now and at its peak so far, and of its GPU, now and at its peak since the last
+    call."""
+    usage = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as pages:
-        found["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        usage["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     if torch.cuda.is_initialized():  # asking would open a context on GPU 0
-        found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        found["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
-        found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20
+        usage["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        usage["memory/gpu_mib"] = torch.cuda.memory_allocated() / 2**20
+        usage["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved() / 2**20
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return usage
 
 
 NUM_ROWS = 40
@@ -204,12 +214,15 @@ class StepProfiler:
         """
         Args:
             first, last: steps that are recorded, both included.
-            folder: where to; made when there is something to write.
+            folder: of the files; made when there is something to write.
             rank: this process.
         """
-        self.first, self.last, self.folder, self.rank = first, last, folder, rank
+        self.first = first
+        self.last = last
+        self.folder = folder
+        self.rank = rank
         self._on_gpu = torch.cuda.is_available()
-        self._profile: Any = None
+        self._profile: profile | None = None
 
     def after_step(self, step: int) -> bool:
         """Starts or ends the recording between two steps.
@@ -255,8 +268,10 @@ class StepProfiler:
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
 
-    def _stop(self) -> Any:
-        profile, self._profile = self._profile, None
+    def _stop(self) -> profile | None:
+        """Ends the recording; None where there was none."""
+        profile = self._profile
+        self._profile = None
         if profile is not None:
             if self._on_gpu:
                 torch.cuda.synchronize()

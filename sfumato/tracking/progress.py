@@ -1,4 +1,4 @@
-"""How far a run is: a bar in a terminal, plain lines in a log file, and no bars of libraries between them."""
+"""The progress of a run: a bar in a terminal, plain lines in a log file, and no bars of libraries between them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from sfumato.config.characters import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
 
 class Progress:
@@ -42,10 +45,14 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_steps, self.label, self.enabled, self.interval_s = total_steps, label, enabled, interval_s
+        self.total_steps = total_steps
+        self.label = label
+        self.enabled = enabled
+        self.interval_s = interval_s
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
-        self._last_step, self._last_time = start_step, clock()
+        self._last_step = start_step
+        self._last_time = clock()
         self._seconds_per_step: deque[float] = deque(maxlen=30)
         self._shown_at: float | None = None
         self._pending: dict[str, float] | None = None
@@ -56,16 +63,17 @@ class Progress:
             self._task = self._bar.add_task(label, total=total_steps, completed=start_step, values="", eta="")
 
     def update(self, step: int, **shown_values: float) -> None:
-        """Says that ``step`` steps are finished. The values are shown in the order given."""
+        """Shows that ``step`` steps are finished, and values in the order in which they are passed."""
         if not self.enabled:
             return
         now = self._clock()
         if step > self._last_step:
             self._seconds_per_step.append((now - self._last_time) / (step - self._last_step))
-        self._last_step, self._last_time = step, now
+        self._last_step = step
+        self._last_time = now
         is_last = step >= self.total_steps
         if self._bar is not None:
-            values, eta = self._described(shown_values)
+            values, eta = self._format_state(shown_values)
             self._bar.update(self._task, completed=step, values=values, eta=eta)
             if is_last or self._is_due(now, 0.1):  # no background thread draws: it would not survive a fork
                 self._bar.refresh()
@@ -78,7 +86,8 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left by the median of the last 30 steps (one slow step, a compile or a save, does not count)."""
+        """Seconds that remain, by the median of the last 30 steps, which a single slow step (a compile or a save) does
+        not change."""
         if not self._seconds_per_step:
             return None
         return statistics.median(self._seconds_per_step) * max(self.total_steps - self._last_step, 0)
@@ -101,7 +110,8 @@ class Progress:
             self._bar = None
         elif self._pending is not None:
             self._write_pending()
-        self._pending, self.enabled = None, False
+        self._pending = None
+        self.enabled = False
 
     def __enter__(self) -> Progress:
         return self
@@ -112,14 +122,14 @@ class Progress:
     def _is_due(self, now: float, interval_s: float) -> bool:
         return self._shown_at is None or now - self._shown_at >= interval_s
 
-    def _described(self, shown_values: dict[str, float]) -> tuple[str, str]:
-        """The values of the last step, and the time that is left after it, as text."""
+    def _format_state(self, shown_values: dict[str, float]) -> tuple[str, str]:
+        """The values of the last step, and the time that remains, as text."""
         values = "  ".join(f"{name} {format_value(value)}" for name, value in shown_values.items())
-        left = None if self._last_step >= self.total_steps else self.eta_s
-        return values, "" if left is None else f"eta {format_duration(left)}"
+        seconds_left = None if self._last_step >= self.total_steps else self.eta_s
+        return values, "" if seconds_left is None else f"eta {format_duration(seconds_left)}"
 
     def _write_pending(self) -> None:
-        values, eta = self._described(self._pending or {})
+        values, eta = self._format_state(self._pending or {})
         parts = (self.label, f"step {self._last_step}/{self.total_steps}", values, eta)
         self._write("  ".join(part for part in parts if part))
         self._pending = None
@@ -143,7 +153,7 @@ def format_value(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as people say them: 42s, 3m12s, 5h07m, 2d04h."""
+    """Seconds in a short form: 42s, 3m12s, 5h07m, 2d04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -154,7 +164,8 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _build_bar(stream: TextIO) -> Any:
+def _build_bar(stream: TextIO) -> RichProgress:
+    """The bar of a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
@@ -174,7 +185,7 @@ def _build_bar(stream: TextIO) -> Any:
 
 
 def quiet_other_bars() -> None:
-    """Keeps progress bars of libraries that are not loaded yet, also in processes started from here, out of the log."""
+    """Turns off the progress bars of libraries, here and in processes that are started from here."""
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):  # transformers obeys the first
         os.environ.setdefault(name, "1")
     if "datasets" in sys.modules:
@@ -182,7 +193,7 @@ def quiet_other_bars() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keeps libraries' notices and bars out of the log; their errors still show."""
+    """Turns off the notices and progress bars of libraries; their errors are still shown."""
     quiet_other_bars()
     import diffusers
     import transformers

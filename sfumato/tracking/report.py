@@ -1,4 +1,4 @@
-"""One HTML file that shows a run: what training changed, curves, samples over training, config, timing."""
+"""The report of a run in one HTML file: what training changed, curves, samples over training, config, timing."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_j
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
 NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""What a browser lets the page do, whatever stands in it: no script, nothing from elsewhere."""
+"""The page's content security policy: a browser runs no script and loads nothing, whatever text a run has logged."""
 MOST_BYTES = 2**28
-"""Size of the largest text of a run that is read."""
+"""Size of the largest text file of a run that is read."""
 MOST_FACTS = 60
 """Most facts about the environment that are shown."""
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
@@ -44,15 +44,15 @@ _GROUPS = (
     ("Policy ratio, KL and clipping", r"^policy/|(^|[/_])(ratio|kl|clip|clipped|clipfrac|clip_frac|entropy)($|[/_])"),
 )
 _OTHER = "Loss and optimisation"
-_SIGNS = r"^diversity/|(^|/)velocity/|groups_without_spread$"  # these have a place of their own
-_ROLES = r"^(utilisation|staleness)/"  # and these
+_SIGNS = r"^diversity/|(^|/)velocity/|groups_without_spread$"  # shown among the signs of reward hacking
+_ROLES = r"^(utilisation|staleness)/"  # shown with the timeline of the roles
 SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
 
 
 def write_report(output_dir: Path, ending: str = "") -> Path:
     """Builds ``report.html`` in a run folder: one file that opens offline and refers to nothing outside itself.
 
-    Works from the first second of a run on: what is not there yet is left out. The file is replaced atomically.
+    A run may have begun a second ago: sections without data are left out. The file is replaced atomically.
 
     Args:
         output_dir: a run folder with any of metrics.jsonl, timings.jsonl, timeline.jsonl, samples/, config.yaml,
@@ -100,7 +100,7 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
 
 
 def _read_text(folder: Path, name: str) -> str:
-    """The text of a file of a run folder; empty where there is none. Raises DataError for what no run has written."""
+    """The text of a file in a run folder; empty when it is absent. Raises DataError for a link, pipe or huge file."""
     problem = outside_problem(folder, name, MOST_BYTES)
     if problem == "does not exist":
         return ""
@@ -109,22 +109,27 @@ def _read_text(folder: Path, name: str) -> str:
     return (folder / name).read_text(encoding="utf-8", errors="replace")
 
 
-def _parsed(config: str) -> Any:
-    """A configuration as it was read, or None; the report also serves configurations of other shapes."""
+def _parse_config(config: str) -> Any:
+    """The parsed configuration, of whatever shape; None when it is no YAML. A report needs no valid configuration."""
     try:
         return parse_yaml(config, "config.yaml")
     except ConfigError:
         return None
 
 
-def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: str, ending: str) -> str:
+def _header(
+    output_dir: Path, metrics: Series, samples: dict[int, list[dict[str, Any]]], config: str, ending: str
+) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
-    last, total = max(steps, default=0), _planned_steps(config)
-    state, kind = f"step {last}" + (f" of {total}" if total else ""), "open"
+    last = max(steps, default=0)
+    total = _planned_steps(config)
+    state = f"step {last}" + (f" of {total}" if total else "")
+    kind = "open"
     if not steps:
         state = "nothing logged yet"
     elif total and last >= total:
-        state, kind = f"all {total} steps finished", "done"
+        state = f"all {total} steps finished"
+        kind = "done"
     bar = f'<progress max="{total}" value="{last}">{last} of {total}</progress>' if total else ""
     versions = "".join(f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment(output_dir).items())
     ended = f'<p class="state ended">{escape(ending)}</p>' if ending and kind == "open" else ""
@@ -137,52 +142,54 @@ def _header(output_dir: Path, metrics: Series, samples: dict[int, Any], config: 
 
 
 def _planned_steps(config: str) -> int | None:
+    """Steps of the whole run by its configuration; None where it does not say."""
     try:
-        steps = _parsed(config)["train"]["max_steps"]
+        steps = _parse_config(config)["train"]["max_steps"]
     except (TypeError, KeyError, IndexError):
         return None
     return steps if is_step(steps) and steps > 0 else None
 
 
 def _environment(output_dir: Path) -> dict[str, str]:
-    """The scalars of environment.json, nested names cut to their last part."""
+    """The scalars of environment.json, at most ``MOST_FACTS``, by their last key where no other has the same."""
     try:
         pending = [("", json.loads(_read_text(output_dir, "environment.json")))]
     except DataError:
         raise
     except (ValueError, RecursionError):  # absent, or being written at this moment
         return {}
-    found: dict[str, str] = {}
-    while pending and len(found) < MOST_FACTS:
+    facts: dict[str, str] = {}
+    while pending and len(facts) < MOST_FACTS:
         name, value = pending.pop(0)
         if isinstance(value, dict):
-            pending.extend((f"{name} {key}" if key in found else key, item) for key, item in value.items())
+            pending.extend((f"{name} {key}" if key in facts else key, item) for key, item in value.items())
         elif name and value is not None and not isinstance(value, list) and len(str(value)) <= 60:
-            found[name] = str(value)[:12] if "commit" in name else str(value)
-    return found
+            facts[name] = str(value)[:12] if "commit" in name else str(value)
+    return facts
 
 
 def _weights(config: str) -> dict[str, float]:
     """Weights of the rewards in a configuration, by name."""
     try:
-        rewards = _parsed(config)["reward"]["rewards"]
-        found = {}
+        rewards = _parse_config(config)["reward"]["rewards"]
+        weights = {}
         for reward in rewards:
-            called = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
+            name = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
             weight = reward.get("weight", 1.0)
-            found[called.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
+            weights[name.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
     except (TypeError, KeyError, IndexError, AttributeError):  # a task without rewards
         return {}
-    return found
+    return weights
 
 
 def _better(name: str, weights: dict[str, float]) -> float:
-    """Positive for a metric of which more is better, negative where less is, 0 where nobody has said."""
+    """Positive for a metric of which more is better, negative where less is, 0 where the configuration does not say."""
     reward = name.removeprefix("eval/reward/")
     return 1.0 if reward in (name, "total") else weights.get(reward, 0.0)
 
 
 def _headline(metrics: Series, weights: dict[str, float]) -> str:
+    """Cards with the first, the last and the best value of each evaluation's metric."""
     cards = []
     for name, points in metrics.items():
         values = list(finite(points).items())
@@ -192,7 +199,8 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
         (first_step, first), (last_step, last) = values[0], values[-1]
         best_step, best = (min if sign < 0 else max)(values, key=lambda item: item[1])
         if len(values) == 1:
-            numbers, note = f"<b>{first:.3f}</b>", f"one evaluation so far, at step {first_step}"
+            numbers = f"<b>{first:.3f}</b>"
+            note = f"one evaluation so far, at step {first_step}"
         else:
             kind = {1.0: "better", -1.0: "worse"}.get(np.sign(sign * (last - first)), "unknown")
             numbers = (
@@ -209,13 +217,15 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
 
 
 def _curves(series: Series) -> str:
-    html, number = [], 0
+    """Curves of all metrics that no other section shows, by section."""
+    html = []
+    number = 0
     for group in SECTIONS:
         figures = []
         for name, points in series.items():
             values = finite(points)
-            own = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
+            own_section = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
+            if own_section != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
                 continue
             number += 1
             missing = len(points) - len(values)
@@ -233,7 +243,7 @@ def _idle(metrics: Series) -> str:
 
 
 def _signs(metrics: Series) -> str:
-    """What tells a reward that is gamed from one that is earned; only where something of it was measured."""
+    """Signs of reward hacking with their curves; empty where the run has not measured diversity."""
     shown = {name: finite(points) for name, points in metrics.items() if re.search(_SIGNS, name)}
     if not any(name.startswith("diversity/") for name in shown):
         return ""
@@ -245,7 +255,8 @@ def _signs(metrics: Series) -> str:
     for number, (name, values) in enumerate(shown.items()):
         note = ""
         if name == VELOCITY:
-            values, note = finite(relative_to_first(values)), "<small>relative to the first</small>"
+            values = finite(relative_to_first(values))
+            note = "<small>relative to the first</small>"
         figures.append(_figure(name, values, f"s{number}-", note) if values else "")
     signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
@@ -253,22 +264,24 @@ def _signs(metrics: Series) -> str:
 
 
 def _roles(output_dir: Path, series: Series) -> str:
-    """What each process did in the last steps, and how busy the roles were and how old the samples in all of them."""
+    """The timeline of each process in the last steps, and curves of the roles' utilisation and samples' staleness."""
     stretch = choose_stretch(read_events(output_dir))
     shown = {name: finite(points) for name, points in series.items() if re.search(_ROLES, name)}
     figures = [
         _figure(name, values, f"u{number}-", "") for number, (name, values) in enumerate(shown.items()) if values
     ]
-    picture, note = "", ""
+    picture = ""
+    note = ""
     if stretch is not None:
         picture = f'<figure class="timeline"><div class="scroll">{timeline_svg(stretch, "timeline-")}</div></figure>'
-        hidden = "".join(f" · {shown} of {there} {role} rows" for role, (shown, there) in stretch.left_out.items())
+        hidden = "".join(f" · {shown} of {total} {role} rows" for role, (shown, total) in stretch.left_out.items())
         note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
     curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
     return section("What each role did", note, picture + curves) if picture or curves else ""
 
 
 def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside: dict[int, float] | None = None) -> str:
+    """A curve with its caption; arguments as of ``curve_svg``, and HTML that follows the name."""
     latest = f"{list(values.values())[-1]:.6g}" if values else ""
     return (
         f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
@@ -277,6 +290,7 @@ def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside:
 
 
 def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+    """The samples of evaluations: a row for each prompt and seed, a column for each step."""
     # The key holds prompt and seed too: an image must never stand beside a prompt that did not make it.
     cells: dict[tuple[int, str, int], dict[int, dict[str, Any]]] = {}
     for step, rows in samples.items():
@@ -310,7 +324,7 @@ def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> st
 
 
 def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
-    """Best and worst of some groups of the newest step; a group is the samples of one prompt."""
+    """The best and the worst training sample of some groups of the newest step; a group has one prompt."""
     step = max((s for s, rows in samples.items() if any(r.get("kind") == "train" for r in rows)), default=None)
     if step is None:
         return ""
@@ -334,7 +348,7 @@ def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -
 
 
 class _Chips:
-    """Reward labels, coloured from red to green over 0 to 1, or over the values' own range if they leave it."""
+    """Labels of rewards, coloured from red to green over 0 to 1, or over the range of the values if that is wider."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         """``rows`` are the samples that are shown."""
@@ -345,6 +359,7 @@ class _Chips:
         self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
     def render(self, row: dict[str, Any]) -> str:
+        """The label of a sample; empty where no sample has a reward."""
         if row.get("damage"):
             return f'<span class="warn">{escape(row["damage"])}</span>'
         if not self.has_rewards:
@@ -359,6 +374,7 @@ class _Chips:
 
 
 def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips, label: str = "") -> str:
+    """A sample's picture or text, with its reward and advantage below."""
     if row is None:
         return '<span class="gap">absent</span>'
     if "text" in row:
@@ -371,6 +387,7 @@ def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips
 
 
 def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
+    """A picture of a step, embedded; or its name, and why it is not shown."""
     shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
     if isinstance(shown, str):
         return f'<span class="gap">{escape(Path(name).name)}{shown}</span><br>'
@@ -380,7 +397,7 @@ def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
 
 
 def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
-    """The image that a sample was made from; nothing where there is none."""
+    """The source image of a sample; empty where it has none."""
     if "source" not in row:
         return ""
     picture = _picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")

@@ -1,4 +1,4 @@
-"""A report's table of the best and the worst answers of a language model, collapsed and of bounded size."""
+"""The table of a language model's best and worst answers in a report, collapsed and of bounded size."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sfumato.tracking.samples import embedded_picture
 MAX_ANSWERS = 8
 """Best answers of a kind that are shown, and as many of the worst."""
 MAX_TEXT = 20_000
-"""Characters of a prompt or an answer that the page holds; of longer ones the beginning and the end."""
+"""Characters that the page holds of a prompt or an answer: the beginning and the end of a longer one."""
 MAX_GRID_TEXT = 4_000
-"""The same of one in the grid of all evaluations."""
+"""Characters that it holds of one in the grid of all evaluations."""
 MAX_PIXELS = 256
 """Width and height of the images of a prompt, at most."""
 MAX_SUMMARY = 140
-"""Characters of it that show before it is opened."""
+"""Characters of a text that are shown before it is opened."""
 
 Row = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """A text of at most ``limit`` characters, or the first and last of it and how many are left out between them."""
+    """A text; of one longer than ``limit`` characters its beginning and end, and how many are left out between them."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -46,12 +46,12 @@ def shortened(text: str, limit: int) -> str:
 
 
 def in_html(text: str, limit: int = MAX_GRID_TEXT) -> str:
-    """A text as HTML, of which nothing runs; of long ones ``shortened``."""
+    """A text as escaped HTML, ``shortened`` where it is long."""
     return escape(printable(shortened(text, limit)))
 
 
 def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
-    """The same, which opens on a click where it is long."""
+    """A text as ``in_html`` gives it; a long one is collapsed and opens on a click."""
     if not text:
         return '<span class="gap">empty</span>'
     whole = in_html(text, limit)
@@ -65,14 +65,16 @@ def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
 
 
 def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_dir: Path) -> str:
-    def of_kind(rows: Sequence[Row]) -> list[Row]:
+    """The table of the newest step whose samples of a kind are texts; empty where none has a reward."""
+
+    def select_kind(rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if row.get("kind") == kind and isinstance(row.get("text"), str)]
 
-    step = max((step for step, rows in samples.items() if of_kind(rows)), default=None)
+    step = max((step for step, rows in samples.items() if select_kind(rows)), default=None)
     if step is None:
         return ""
-    kept = of_kind(samples[step])
-    scored = sorted((row for row in kept if row.get("total") is not None), key=lambda row: -row["total"])
+    samples_of_kind = select_kind(samples[step])
+    scored = sorted((row for row in samples_of_kind if row.get("total") is not None), key=lambda row: -row["total"])
     if not scored:
         return ""
     num_best = min(MAX_ANSWERS, -(-len(scored) // 2))
@@ -87,14 +89,14 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_di
         f"<td>{_images(output_dir, step, row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
         for label, row in shown
     )
-    failed = f" · {len(kept) - len(scored)} without a reward" if len(scored) < len(kept) else ""
-    note = f"Step {step} · {len(shown)} of the {len(kept)} samples that were kept, by their reward{failed}"
+    failed = f" · {len(samples_of_kind) - len(scored)} without a reward" if len(scored) < len(samples_of_kind) else ""
+    note = f"Step {step} · {len(shown)} of the {len(samples_of_kind)} samples that were kept, by their reward{failed}"
     table = f'<table class="answers" data-kind="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
     return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
 
 
 def _images(output_dir: Path, step: int, row: Row) -> str:
-    """The images that stand in the prompt, one beside the other, where there are some."""
+    """The images of the prompt in one picture; empty where it has none, or the picture cannot be shown."""
     shown = embedded_picture(output_dir, step, row["source"], MAX_PIXELS) if "source" in row else ""
     if isinstance(shown, str):
         return ""
@@ -103,6 +105,7 @@ def _images(output_dir: Path, step: int, row: Row) -> str:
 
 
 def _rewards(row: Row) -> str:
+    """The total reward of a sample, its parts, and its advantage, a line each."""
     parts = [("reward", row["total"]), *(row.get("rewards") or {}).items()]
     if row.get("advantage") is not None:
         parts.append(("advantage", row["advantage"]))

@@ -15,14 +15,14 @@ from sfumato.tracking.trackers import Series, finite
 
 MAX_REASONS = 20
 OVERLAP = 1.02
-"""Phases that add up to so much of the time have run at the same time."""
+"""Share of the time of all steps; phases that add up to more have run at the same time."""
 
-# as the rollout's task says it; a reason may have several lines
+# The message of the RL tasks in log.txt; a reason may have several lines.
 _FAILED = re.compile(r"^(evaluation at )?step (\d+): reward failed: (.*?) \((\d+) of \d+ samples\)$", re.M | re.S)
 
 
 def section(title: str, note: str, body: str) -> str:
-    """A part of the page with a heading and a line below it."""
+    """A section of the page: a heading, a line of note below it, and HTML."""
     return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
 
 
@@ -37,22 +37,23 @@ def last_values(metrics: Series) -> str:
 
 
 def time_per_phase(timings: Series) -> str:
-    """Where the time of all steps went. A part that is rare, such as saving, counts as often as it happened."""
+    """The table of the time that each phase took, summed over all steps."""
     seconds = {name: list(finite(points).values()) for name, points in timings.items()}
     steps = seconds.get("time/step_s", [])
     phases = {phase: values for phase in Phase if (values := seconds.get(phase.metric, []))}
-    whole, rest = sum(steps), max(sum(steps) - sum(map(sum, phases.values())), 0.0)
+    whole = sum(steps)
+    unattributed = max(sum(steps) - sum(map(sum, phases.values())), 0.0)
     # generation by a sampler of its own goes on while the policy learns; nobody waits for it then
     is_beside = sum(map(sum, phases.values())) > OVERLAP * whole and Phase.GENERATE in phases
     if is_beside:
-        rest = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
+        unattributed = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
     rows = []
     for phase, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
         share = "beside the others" if is_beside and phase == Phase.GENERATE else _share(sum(values), whole)
         rows.append((phase.replace("_", " "), *_spread(values, len(steps)), share))
     if rows and steps:
         rest_of = "everything else" if Phase.UPDATE in phases else "training, and everything else"
-        rows.append((rest_of, "", "", "", _share(rest, whole)))
+        rows.append((rest_of, "", "", "", _share(unattributed, whole)))
     beside = {name: values for name, values in seconds.items() if re.fullmatch(r"time/(scoring|reward_.+)_s", name)}
     for name, values in sorted(beside.items(), key=lambda item: -sum(item[1])):
         label = name.removeprefix("time/").removesuffix("_s").replace("_", " ", 1)
@@ -65,15 +66,18 @@ def time_per_phase(timings: Series) -> str:
 
 
 def failed_rewards(log: str) -> str:
-    """Why samples have no reward, from what the run said; of a step that was repeated the last word counts."""
-    said: dict[tuple[bool, int, str], int] = {}
+    """The table of reasons why samples have no reward, from the messages in the log.
+
+    A resumed run repeats steps, and their messages: the last message about a step and reason counts.
+    """
+    failures: dict[tuple[bool, int, str], int] = {}
     for is_evaluation, step, reason, count in _FAILED.findall(log):
-        said[bool(is_evaluation), int(step), reason] = int(count)
+        failures[bool(is_evaluation), int(step), reason] = int(count)
     reasons: dict[str, _Failed] = {}
-    for (is_evaluation, step, reason), count in said.items():
-        found = reasons.setdefault(reason, _Failed())
-        found.samples[is_evaluation] += count
-        found.steps.add(step)
+    for (is_evaluation, step, reason), count in failures.items():
+        failure = reasons.setdefault(reason, _Failed())
+        failure.samples[is_evaluation] += count
+        failure.steps.add(step)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].samples.total())
     rows = [
         (reason, str(failed.samples[False]), str(failed.samples[True]), f"{min(failed.steps)} to {max(failed.steps)}")
@@ -86,13 +90,14 @@ def failed_rewards(log: str) -> str:
 
 @dataclass
 class _Failed:
-    """How many samples failed for one reason, in evaluations or not, and when."""
+    """Samples that failed for one reason, counted for evaluations (True) and training (False), and the steps."""
 
     samples: Counter[bool] = field(default_factory=Counter)
     steps: set[int] = field(default_factory=set)
 
 
 def _spread(values: list[float], num_steps: int) -> tuple[str, str, str]:
+    """In how many steps a phase was measured, and the median and 90th percentile of its seconds."""
     return (
         f"{len(values)} of {num_steps}",
         f"{statistics.median(values):.3g}",

@@ -1,10 +1,11 @@
-"""Signs of reward hacking in a run's metrics: what is optimised rises while what only watches falls.
+"""Signs of reward hacking in a run's metrics: the optimised reward rises while metrics that only watch fall.
 
-A sign is no proof. Each rule is made so that noise alone sets it off in about one of fifty runs of sixty evaluations.
+A sign is no proof. Each rule is set so that noise alone triggers it in about one of fifty runs of sixty evaluations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,14 @@ OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/veloc
 STANDARD_ERRORS = 5.0
 """Standard errors by which a reward must have changed."""
 LEAST_VALUES = 6
-"""Values of a metric that are needed: fewer say nothing about their noise."""
+"""Fewest values of a metric: fewer do not show how noisy it is."""
 NORM_GROWTH = 0.1
-"""Growth of the velocity's norm: 5 to 15 % went with worse images in arXiv 2606.27771; any training brings some."""
+"""Growth of the velocity's norm that is a sign. Any training brings some; 5 to 15 % went with worse images in arXiv
+2606.27771."""
 DIVERSITY_LEFT = 0.5
-"""Share of the diversity that a run began with."""
+"""Share of the diversity at the beginning of a run below which the loss of it is a sign."""
 TYPICAL = 5
-"""Iterations whose median is a run's diversity at its beginning or now."""
+"""Iterations over which the median of the diversity is taken, at the beginning of a run and at its end."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class Sign:
 
 
 def signs_of_hacking(metrics: Series) -> list[Sign]:
-    """What points to reward hacking at the last step of a run; most often nothing.
+    """The signs of reward hacking at the last step of a run; empty for most runs.
 
     Args:
         metrics: of ``metrics.jsonl``.
     """
     watched = [name for name in [HELD_OUT, *evaluation_only(metrics)] if name in metrics]
-    found = [_gap(metrics, name) for name in watched]
-    found += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
-    return [sign for sign in found if sign is not None]
+    signs = [_gap(metrics, name) for name in watched]
+    signs += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
+    return [sign for sign in signs if sign is not None]
 
 
 def evaluation_only(metrics: Series) -> list[str]:
@@ -52,16 +54,16 @@ def evaluation_only(metrics: Series) -> list[str]:
     return [name for name in rewards if name.removeprefix("eval/") not in metrics] if OPTIMISED in metrics else []
 
 
-def relative_to_first(points: dict[int, float | None]) -> dict[int, float | None]:
+def relative_to_first(points: Mapping[int, float | None]) -> dict[int, float | None]:
     """Values divided by the first of them."""
     first = next((value for value in points.values() if value is not None), None)
     return {step: value / first if value is not None and first else None for step, value in points.items()}
 
 
 def change(values: np.ndarray) -> tuple[float, float]:
-    """Mean of the last third minus mean of the first, and its standard error.
+    """The mean of the last third minus the mean of the first, and the standard error of this difference.
 
-    The noise is taken from successive differences, so a trend hardly counts as noise.
+    The noise is estimated from successive differences, so that a trend hardly counts as noise.
 
     Args:
         values: floats ``[n]``, at least three.
@@ -88,6 +90,7 @@ def _gap(metrics: Series, name: str) -> Sign | None:
 
 
 def _velocity(metrics: Series) -> Sign | None:
+    """The norm of the velocity in evaluations that has grown since the first one."""
     values = list(finite(relative_to_first(metrics.get(VELOCITY, {}))).values())
     if not values or values[-1] <= 1 + NORM_GROWTH:
         return None
@@ -95,6 +98,7 @@ def _velocity(metrics: Series) -> Sign | None:
 
 
 def _diversity(metrics: Series, name: str) -> Sign | None:
+    """A measure of the diversity of a prompt's samples that has fallen since the beginning."""
     values = list(finite(metrics[name]).values())
     if len(values) < 2 * TYPICAL:
         return None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -47,10 +47,10 @@ REPORT_FRACTION = 0.05
 
 
 class Run:
-    """One run's folder and log.
+    """The folder and the logs of one run.
 
-    ``metrics.jsonl`` holds what was computed, which a rerun reproduces to the bit; ``timings.jsonl`` holds what this
-    machine took for it.
+    ``metrics.jsonl`` holds computed numbers, which a rerun reproduces to the bit; ``timings.jsonl`` holds times, rates
+    and memory of this machine.
     """
 
     newest: ClassVar[Run | None] = None
@@ -61,7 +61,9 @@ class Run:
     ) -> None:
         """Use ``start_run``."""
         self._enabled = False
-        self.output_dir, self.label, self.mesh = output_dir, label, mesh
+        self.output_dir = output_dir
+        self.label = label
+        self.mesh = mesh
         self.stop_requested = False
         self.in_steps = False
         """Whether a signal stops the run after the step, and no longer at once."""
@@ -69,18 +71,20 @@ class Run:
         self.total_steps = 0
         """Steps of the whole run, which ``begin`` sets."""
         self.folder = folder
-        """Of rank 0 of a run that was started: what holds the folder."""
+        """The run folder and its lock, on rank 0 of a run that ``start_run`` made; elsewhere None."""
         self._early: list[str] | None = None
-        """What was said before ``begin``, until which nothing is written."""
+        """Messages from before ``begin``, until which nothing is written; None after it."""
         self._config = {} if config is None else config.model_dump(mode="json")
         self._timeout_s: float | None = None
-        self._meter, self._profiler = Meter(mesh), None
+        self._meter = Meter(mesh)
+        self._profiler = None
         if config is not None:
             train = config.train  # type: ignore[attr-defined]
             self._timeout_s = train.timeout_s
             self._meter = Meter(mesh, peak_flops(mesh.device, train.mixed_precision, train.peak_tflops))
             if (steps := train.profile_steps) is not None:
-                self._profiler = StepProfiler(*steps, output_dir / "traces", mesh.rank)
+                first, last = cast("tuple[int, int]", steps)
+                self._profiler = StepProfiler(first, last, output_dir / "traces", mesh.rank)
         self._files = Sparing(self.say)
         self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}
@@ -90,9 +94,14 @@ class Run:
         self._step_started = time.perf_counter()
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
-        """Makes the folder this run's, and opens logs and progress. Until here a start has written nothing.
+        """Takes the folder for this run, and opens logs and progress. Before it, a start has written nothing.
 
         Lines of steps after ``from_step``, which a resumed run repeats, are dropped. Every rank must call it.
+
+        Args:
+            total_steps: of the whole run.
+            from_step: step of the checkpoint that the run goes on from; 0 without one.
+            trackers: names of trackers.
 
         Raises:
             FolderError: on every rank, when the folder cannot be this run's.
@@ -116,6 +125,7 @@ class Run:
         say_unfinished_warmup(self._config, total_steps, self.say)
 
     def _claim(self, total_steps: int, from_step: int) -> None:
+        """Rank 0 takes the folder; every rank raises its FolderError. Then early messages are written to the log."""
         if self._early is None:  # not from start_run
             return
         problem = ""
@@ -128,16 +138,18 @@ class Run:
                 problem = f"train.output_dir {self.output_dir} cannot be written: {error.strerror}"
         if problem := self.mesh.first(problem, among="world"):
             raise FolderError(problem)
-        early, self._early = self._early, None
+        early = self._early
+        self._early = None
         if self.folder is not None:
             self._write_log(early)
             name_log(self.output_dir / "log.txt")
 
     def steps(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The steps of the loop as they come.
+        """Passes on the steps of the training loop.
 
-        Until the first one a signal stops the run at once, as nothing has to be finished; from then on after the step.
-        After the first step, in which much is made that stays, ranks wait less long for each other.
+        Before the first step a signal stops the run at once, since nothing has to be finished; later, after the step.
+        The first step may take long (compilation, caches): only after it ``train.timeout_s`` limits how long ranks wait
+        for each other.
         """
         for item in items:
             check_early_stop(self)
@@ -149,27 +161,28 @@ class Run:
         self.in_steps = True
 
     def is_due(self, step: int, every: int) -> bool:
-        """Whether what is done every ``every`` steps (0: never) and after the last one is done after this step."""
+        """Whether something that is done every ``every`` steps (0: never), and after the last one, is due now."""
         return step == self.total_steps or (every > 0 and step % every == 0)
 
     def count(self, **amounts: float | Mapping[str, float]) -> None:
-        """Adds what this step processed (tokens, images, flops), of this data-parallel rank: see ``Meter.count``."""
+        """Adds tokens, images and flops of this step and this data-parallel rank; see ``Meter.count``."""
         self._meter.count(**amounts)
 
     def log(self, step: int, metrics: dict[str, float], show: Mapping[str, str]) -> None:
-        """Writes one line of metrics, and one of the timings, rates and memory since the last call. All ranks call it.
+        """Writes a line of metrics, and one of timings, rates and memory since the last call. Every rank must call it.
 
         Args:
             step: finished steps.
             metrics: deterministic numbers by name.
-            show: what stands beside the progress bar, as label and metric name.
+            show: metrics to show beside the progress bar, by their label there.
         """
         seconds = time.perf_counter() - self._step_started
         training_s = seconds - sum(self._timings.get(phase.metric, 0.0) for phase in Phase if not phase.is_training)
         rates = self._meter.rates(training_s, self._timings)
         busy = self._timeline.end_step(step) if self._enabled else {}
         timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
-        self._timings, self._step_started = {}, self._step_started + seconds
+        self._timings = {}
+        self._step_started = self._step_started + seconds
         if self._profiler is not None and self._profiler.after_step(step):
             self.say(f"profile of steps {self._profiler.first} to {self._profiler.last}: {self._profiler.folder}")
             self._step_started = time.perf_counter()  # writing the trace belongs to no step
@@ -188,10 +201,10 @@ class Run:
             self.say(text)
 
     def sync(self) -> str:
-        """Makes sure that a power failure does not take lines of metrics and timings that were written.
+        """Flushes metrics and timings to disk, so that they survive a power failure.
 
         Returns:
-            Why metrics cannot be written, naming the file; empty when they could.
+            Why metrics cannot be written, with the name of the file; empty when they were written.
         """
         if not (self.is_open and self._enabled):
             return ""
@@ -204,7 +217,7 @@ class Run:
         return ""
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
-        """Writes samples with their prompts and rewards, for pictures a grid too, and gives the trackers a look."""
+        """Writes samples with their prompts and rewards, and grids of pictures, and passes these to the trackers."""
         if self._enabled and records:
             damaged = [record.damage for record in records if record.damage]
             if damaged:
@@ -214,12 +227,12 @@ class Run:
                 self.show_samples(step)
 
     def show_samples(self, step: int) -> None:
-        """Gives the trackers a look at the pictures of a step that are in the run folder."""
+        """Passes the pictures of a step in the run folder to the trackers."""
         for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers.all else ():
             self._trackers.log_images(step, f"samples/{kind}", images)
 
-    def attempt(self, write: Callable[..., Any], *arguments: Any) -> None:
-        """Writes something that is written again at the end: that it could not be written is only said."""
+    def attempt(self, write: Callable[..., object], *arguments: object) -> None:
+        """Writes something that is written again at the end of the run; that it fails now is only reported."""
         try:
             with self.timed(Phase.EXPORT):
                 write(*arguments)
@@ -227,27 +240,27 @@ class Run:
             self.say(f"{error}; the run goes on")
 
     def owe(self, error: CheckpointError) -> None:
-        """The last checkpoint could not be written. What remains is done first; ``finish`` raises the error."""
+        """Stores the error of the last checkpoint, until the rest of the run's end is done; ``finish`` raises it."""
         self.say(str(error))
         self._owed = error
 
     def set_devices(self, count: int) -> None:
-        """How many processes compute, where they are not those that run the script."""
+        """Sets how many processes compute, where these are not the processes that run the script."""
         self._meter.num_devices = count
 
     def set_peak(self, flops: float | None) -> None:
-        """Peak operations a second of a device that computes, where this process does not; None if it is not known."""
+        """Sets the peak operations a second of a device, where other processes compute; None, unknown, is ignored."""
         if flops is not None:
             self._meter.peak_flops = flops
 
     def add_events(self, events: Iterable[Event], timings: Mapping[str, float]) -> None:
-        """Takes what roles did since the last call, for the timeline, and what else was measured of them."""
+        """Adds events of the roles to the timeline, and numbers that were measured there to the timings."""
         if self._enabled:
             self._timeline.add(events)
         self.add_timings(timings)
 
     def changes(self, prefix: str) -> str:
-        """First and last value of every logged metric of that prefix but spreads and failures, as text."""
+        """The first and last value of every metric with this prefix, without spreads and failures, as text."""
         if not self._enabled:
             return ""
         lines = read_jsonl(self.output_dir / "metrics.jsonl")
@@ -260,7 +273,7 @@ class Run:
         return ", ".join(parts)
 
     def say_signs_of_hacking(self) -> None:
-        """Says what in the metrics points to reward hacking, each sign once."""
+        """Reports signs of reward hacking in the metrics, each sign once in a run."""
         if not self._enabled:
             return
         for sign in signs_of_hacking(series_of(read_jsonl(self.output_dir / "metrics.jsonl"))):
@@ -269,10 +282,11 @@ class Run:
                 self._signs_said.add(sign.metric)
 
     def write_report(self, *, if_cheap: bool = False, ending: str = "") -> None:
-        """Makes ``report.html`` from what the run folder holds now.
+        """Writes ``report.html`` from the present content of the run folder.
 
-        ``if_cheap`` leaves it as it is where writing it so often would take more than ``REPORT_FRACTION`` of the time;
-        ``ending`` says why the run ended before its last step.
+        Args:
+            if_cheap: does nothing where writing it so often would take more than ``REPORT_FRACTION`` of the time.
+            ending: why the run ended before its last step.
         """
         started = time.monotonic()
         if not self._enabled or (if_cheap and started < self._report_due):
@@ -292,7 +306,7 @@ class Run:
         self.add_time(name, time.perf_counter() - started)
 
     def waiting(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items; the seconds until each is there are added to ``time/<name>_s`` of the step."""
+        """Passes on the items, and adds the seconds until each arrives to ``time/<name>_s`` of the step."""
         iterator = iter(items)
         while True:
             with self.timed(name):
@@ -308,13 +322,13 @@ class Run:
         self._timings[phase.metric] = self._timings.get(phase.metric, 0.0) + seconds
 
     def add_timings(self, timings: Mapping[str, float]) -> None:
-        """Adds what was measured of the step besides its parts: numbers that a rerun does not reproduce."""
+        """Adds measured numbers to the timings of the step, which a rerun does not reproduce."""
         self._timings |= timings
 
-    def watch(self, label: str) -> Callable[[Iterable[Any], int], Iterator[Any]]:
-        """A wrapper that shows progress over a loop before training, given the items and their number."""
+    def watch(self, label: str) -> Callable[[Iterable[Item], int], Iterator[Item]]:
+        """A function that passes on items, given their number, and shows the progress over them."""
 
-        def watched(items: Iterable[Any], count: int) -> Iterator[Any]:
+        def watched(items: Iterable[Item], count: int) -> Iterator[Item]:
             with Progress(count, 0, label, enabled=self.mesh.is_first) as progress:
                 for number, item in enumerate(items, start=1):
                     yield item
@@ -323,14 +337,14 @@ class Run:
         return watched
 
     def add_environment(self, values: Mapping[str, Any], message: str = "") -> None:
-        """Adds what was measured of this machine to ``environment.json``, and says what follows from it."""
+        """Adds measurements of this machine to ``environment.json``, and reports what follows from them."""
         if message:
             self.say(message)
         if self.folder is not None:
             self.folder.add_environment(values)
 
     def say(self, text: str) -> None:
-        """A line for the person who watches, and for ``log.txt``."""
+        """Shows a line to the person who watches, and writes it to ``log.txt``."""
         if not self.mesh.is_first:
             return
         text = printable(text)
@@ -353,10 +367,10 @@ class Run:
         self.close()
 
     def finish(self) -> None:
-        """Notes that the run has come to its end, says whether it learned anything, and closes it.
+        """Marks the run as finished, reports if it learned nothing, and closes it.
 
         Raises:
-            CheckpointError: when its last checkpoint, or lines of its metrics, could not be written.
+            CheckpointError: on every rank, when its last checkpoint or lines of its metrics could not be written.
         """
         problem = str(self._owed or "") or self.sync()
         if problem := self.mesh.first(problem, among="world"):
@@ -369,7 +383,8 @@ class Run:
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
-        was_open, self.is_open = self.is_open, False
+        was_open = self.is_open
+        self.is_open = False
         try:
             if was_open:
                 if self._profiler is not None:
@@ -414,13 +429,14 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
 
 
 def _take_folder(config: Section, mesh: Mesh, early: list[str]) -> RunFolder | None:
-    """Rank 0 takes the folder; its failure is everyone's. ``early`` takes what is said."""
+    """Rank 0 opens the folder; every rank raises its FolderError. ``early`` takes the messages."""
 
     def say(text: str) -> None:
         early.append(text)
         print(text, file=sys.stderr, flush=True)
 
-    folder, problem = None, ""
+    folder = None
+    problem = ""
     if mesh.is_first:
         try:
             folder = RunFolder(config, say)

@@ -1,4 +1,4 @@
-"""The samples of a run, images, videos or texts, kept with their prompts, seeds and rewards, and laid out as grids."""
+"""The samples of a run (images, videos, texts), stored with their prompts, seeds and rewards, and laid out as grids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
@@ -27,24 +27,25 @@ FRAME_MS = 1000 // 16
 """Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
 
 WEBP = {"quality": 90, "method": 0}
-"""Settings with which 33 frames of 480 x 832 pixels take a seventh of a lossless file's size, a third of PNG's time."""
+"""Settings of animations: 33 frames of 480 x 832 pixels take a seventh of a lossless file's size and a third of PNG's
+time."""
 
 FORMATS = ("PNG", "WEBP")
-"""What samples are written as, and all that is read."""
+"""Formats that samples are written in, and the only ones that are read: a run folder may come from elsewhere."""
 
 BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, LookupError, ArithmeticError, struct.error)
-"""What Pillow raises for files that are damaged, or made to break it."""
+"""Errors that Pillow raises for files that are damaged, or made to break it."""
 
 MOST_BYTES, MOST_PIXELS = 2**28, 2**30
-"""Of a file that a page shows, and of all of its frames."""
+"""Most bytes of a file that a page shows, and most pixels of all its frames together."""
 
 EMBEDDED_BYTES = 600_000
-"""Most bytes of one animation in a page; larger ones are made smaller."""
+"""Most bytes of an animation in a page; larger ones lose frames."""
 
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One generated sample and what is known about it.
+    """One generated sample with its prompt, seed, rewards and file.
 
     Attributes:
         content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], or a text.
@@ -81,7 +82,7 @@ class SampleRecord:
 
     @property
     def file_ending(self) -> str:
-        """Of the file that holds it; empty for a text."""
+        """The ending of the sample's file; empty for a text, which has none."""
         if isinstance(self.content, str):
             return ""
         return ".webp" if self.content.ndim == 4 else ".png"
@@ -89,7 +90,8 @@ class SampleRecord:
     @property
     def still(self) -> np.ndarray:
         """The image, uint8 [H, W, 3]; of a video the first, the middle and the last frame side by side."""
-        return _still(self.content[None] if self.content.ndim == 3 else self.content)
+        content = cast("np.ndarray", self.content)
+        return _join_still(content[None] if content.ndim == 3 else content)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -98,12 +100,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
-    """Writes all samples of one step and ``samples.jsonl``, which also holds texts. NaN becomes null.
+    """Writes all samples of one step, and ``samples.jsonl`` with their rows and texts. NaN becomes null.
 
-    Images are PNG files, videos animated WebP, which browsers show; of equal source images one is kept.
+    Images are PNG files, videos are animated WebP, which browsers show; equal source images share a file.
 
-    The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces it, so one call
-    holds everything that the step shows, both kinds.
+    The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces the folder, so one
+    call has to pass all samples of the step, of both kinds.
 
     Args:
         folder: the run folder; the samples go to ``samples/step_000010/`` below it.
@@ -130,7 +132,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
         with open_new(tmp / "samples.jsonl") as file:
             for name, sample in zip(names, samples, strict=True):
                 if sample.file_ending:
-                    write_picture(sample.content, tmp / f"{name}{sample.file_ending}")
+                    write_picture(cast("np.ndarray", sample.content), tmp / f"{name}{sample.file_ending}")
                 if sample.source is not None:
                     write_picture(sample.source, tmp / _source_name(sample.source))
                 file.write(strict_json(_row(name, sample)).encode() + b"\n")
@@ -147,7 +149,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
 
 
 SHOWN = 16
-"""Pictures of a kind that are laid out in a grid and given to trackers."""
+"""Most pictures of a kind that are laid out in a grid and passed to trackers."""
 
 
 def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord]) -> None:
@@ -162,18 +164,22 @@ def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord])
 
 
 def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The pictures of the grids of a step by kind: uint8 ``[N, H, W, 3]``, of videos three frames side by side."""
-    path, found = step_folder(folder, step), {}
+    """The pictures of a step's grids by kind: uint8 ``[N, H, W, 3]``; a video is three frames side by side.
+
+    A kind whose pictures have several sizes has no grid, and is left out.
+    """
+    path = step_folder(folder, step)
+    stills = {}
     rows = read_jsonl(path / "samples.jsonl") if path.is_dir() else []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         files = [row["file"] for row in rows if row["kind"] == kind and "file" in row][:SHOWN]
-        images = [_still(_read_frames(path / file)) for file in files]
+        images = [_join_still(_read_frames(path / file)) for file in files]
         if len({image.shape for image in images}) == 1:
-            found[kind] = np.stack(images)
-    return found
+            stills[kind] = np.stack(images)
+    return stills
 
 
-def _still(frames: np.ndarray) -> np.ndarray:
+def _join_still(frames: np.ndarray) -> np.ndarray:
     """The image, or the first, the middle and the last frame side by side: ``[F, H, W, 3]`` to ``[H, W, 3]``."""
     if len(frames) == 1:
         return frames[0]
@@ -181,6 +187,7 @@ def _still(frames: np.ndarray) -> np.ndarray:
 
 
 def _read_frames(path: Path) -> np.ndarray:
+    """All frames of a picture's file: uint8 ``[F, H, W, 3]``."""
     with Image.open(path, formats=FORMATS) as opened:
         return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)])
 
@@ -191,23 +198,26 @@ def write_picture(content: np.ndarray, path: Path) -> None:
     if len(frames) == 1:
         frames[0].save(path)
     else:
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0, **WEBP)
+        options = {"save_all": True, "append_images": frames[1:], "duration": FRAME_MS, "loop": 0, **WEBP}
+        frames[0].save(path, **options)
 
 
 def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
     """Reads the rows of every ``samples.jsonl`` of a run folder, by step in ascending order.
 
-    The image of a row is ``step_folder(output_dir, step) / row["file"]``; one of a text has ``text`` instead.
-    Unfinished folders are not looked at.
+    The image of a row is ``step_folder(output_dir, step) / row["file"]``; the row of a text has ``text`` instead.
+    Unfinished folders are left out.
+
+    Raises DataError when a row holds values that no run writes.
     """
     folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists()]
-    return {step: _checked(path / "samples.jsonl") for step, path in sorted(folders)}
+    return {step: _read_checked(path / "samples.jsonl") for step, path in sorted(folders)}
 
 
 _TEXTS, _WHOLE = ("kind", "prompt", "text", "file", "source", "damage"), ("seed", "sample_id", "policy_version")
 
 
-def _checked(path: Path) -> list[dict[str, Any]]:
+def _read_checked(path: Path) -> list[dict[str, Any]]:
     """Rows whose values are of the types that a run writes. Raises DataError that names file, row and value."""
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
@@ -225,23 +235,23 @@ def _checked(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_value(value: Any) -> bool:
-    """Whether that is a number or null, as which a value that is not finite is written."""
+def _is_value(value: object) -> bool:
+    """Whether a value of a row is a finite number or null, which stands for one that is not finite."""
     return value is None or (is_number(value) and math.isfinite(value))
 
 
 def drop_samples_after(output_dir: Path, step: int) -> None:
     """Removes the samples of later steps, which a run that resumes from ``step`` makes again."""
-    for found, path in _step_folders(output_dir):
-        if found > step:
+    for sample_step, path in _step_folders(output_dir):
+        if sample_step > step:
             remove(path)
 
 
 def _step_folders(output_dir: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of finished samples."""
+    """Steps and folders of finished samples; folders that are links out of the run folder are left out."""
     paths = (Path(output_dir) / "samples").glob("step_*")
-    found = [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_[0-9]{1,15}", path.name)]
-    return [(step, path) for step, path in found if path_inside(Path(output_dir), path.absolute()) == path.resolve()]
+    folders = [(int(path.name[5:]), path) for path in paths if re.fullmatch(r"step_[0-9]{1,15}", path.name)]
+    return [(step, path) for step, path in folders if path_inside(Path(output_dir), path.absolute()) == path.resolve()]
 
 
 def image_grid(
@@ -295,9 +305,16 @@ def choose_evenly(items: list[int], count: int) -> list[int]:
 
 
 def embedded_picture(output_dir: Path, step: int, name: str, max_pixels: int) -> tuple[str, int, int] | str:
-    """As ``thumbnail_data_uri`` of a picture of a step, or why it is not shown, to be said after its name.
+    """A picture of a step for a page.
 
-    A row names its file; one outside of the step's folder is not read.
+    Args:
+        output_dir: the run folder.
+        step: of the picture.
+        name: of its file, as its row has it; a file outside of the step's folder is not read.
+        max_pixels: width and height at most.
+
+    Returns:
+        What ``thumbnail_data_uri`` gives; or as text why the picture is not shown, to follow its name, perhaps empty.
     """
     path = path_inside(step_folder(output_dir, step), name)
     if path is None:
@@ -313,41 +330,49 @@ def embedded_picture(output_dir: Path, step: int, name: str, max_pixels: int) ->
 
 
 def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
-    """An image file as a data URI with its width and height; what is larger than ``max_pixels`` is made smaller.
+    """An image file as a data URI with its width and height, scaled down to at most ``max_pixels`` in each direction.
 
-    A file that is small enough is embedded byte for byte. A smaller copy is JPEG, of a video WebP with fewer frames
-    where it would exceed ``EMBEDDED_BYTES``: as PNG, a page with a hundred photographs would be too large for a phone.
+    A file that is small enough is embedded byte for byte. A scaled copy is JPEG, since as PNG a page with a hundred
+    photographs would be too large for a phone; the copy of a video is WebP, with fewer frames where it would exceed
+    ``EMBEDDED_BYTES``.
+
+    Raises one of ``BROKEN`` for a file that cannot be read or is too large.
     """
-    content, mime = path.read_bytes(), path.suffix.removeprefix(".")
+    content = path.read_bytes()
+    mime = path.suffix.removeprefix(".")
     with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
-        size, num_frames = opened.size, getattr(opened, "n_frames", 1)
+        size = opened.size
+        num_frames = getattr(opened, "n_frames", 1)
         if num_frames * math.prod(size) > MOST_PIXELS:
             raise ValueError(f"{num_frames} frames of {size} pixels")
         if max(size) > max_pixels or (num_frames > 1 and len(content) > EMBEDDED_BYTES):
             scale = min(max_pixels / max(size), 1.0)
             size = (max(round(size[0] * scale), 1), max(round(size[1] * scale), 1))
-            content, mime = _smaller_copy(opened, size), "jpeg" if num_frames == 1 else "webp"
+            content = _smaller_copy(opened, size)
+            mime = "jpeg" if num_frames == 1 else "webp"
     return f"data:image/{mime};base64,{base64.b64encode(content).decode('ascii')}", *size
 
 
 def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
-    every = ImageSequence.Iterator(image)
-    frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in every]
+    """A file of the image at another size; every second, fourth, ... frame of a video that is too large."""
+    iterator = ImageSequence.Iterator(image)
+    frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in iterator]
     buffer = io.BytesIO()
     if len(frames) == 1:
         frames[0].save(buffer, "JPEG", quality=90)
         return buffer.getvalue()
     step = 1
     while True:
-        kept, buffer = frames[::step], io.BytesIO()
-        more = {"save_all": True, "append_images": kept[1:], "duration": FRAME_MS * step, "loop": 0}
-        kept[0].save(buffer, "WEBP", quality=75, method=0, **more)
-        if buffer.tell() <= EMBEDDED_BYTES or len(kept) == 1:
+        kept_frames = frames[::step]
+        buffer = io.BytesIO()
+        save_options = {"save_all": True, "append_images": kept_frames[1:], "duration": FRAME_MS * step, "loop": 0}
+        kept_frames[0].save(buffer, "WEBP", quality=75, method=0, **save_options)
+        if buffer.tell() <= EMBEDDED_BYTES or len(kept_frames) == 1:
             return buffer.getvalue()
         step *= 2
 
 
-def _shorten(text: str, width: int, font: Any) -> str:
+def _shorten(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> str:
     """Cuts a caption, with dots at its end, so that it is at most ``width`` pixels wide."""
     text = " ".join(text.encode("latin-1", "replace").decode("latin-1").split())
     if font.getlength(text) <= width:
@@ -358,11 +383,14 @@ def _shorten(text: str, width: int, font: Any) -> str:
 
 
 def _source_name(image: np.ndarray) -> str:
-    digest = hashlib.blake2b(np.ascontiguousarray(image), digest_size=8).hexdigest()
+    """The name of a source image's file, by its pixels: samples of one prompt share the file."""
+    pixels = np.ascontiguousarray(image)
+    digest = hashlib.blake2b(pixels, digest_size=8).hexdigest()  # pyright: ignore[reportArgumentType]  # it is a buffer
     return f"source_{digest}.png"
 
 
 def _row(name: str, sample: SampleRecord) -> dict[str, Any]:
+    """The row of a sample in ``samples.jsonl``."""
     content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
     source = {} if sample.source is None else {"source": _source_name(sample.source)}
     return {

@@ -1,8 +1,8 @@
-"""Trackers of other makers as sinks for the numbers and images of a run.
+"""Trackers of other makers, which the numbers and images of a run are sent to.
 
-Each is imported when it is asked for, takes its settings (project, server, offline mode) from its own environment
-variables, and keeps the run's id in ``<output_dir>/<tracker>/run_id``, so that a resumed run goes on in the same curve.
-A project that no variable names is called sfumato; the run is called after its folder.
+Each is imported when the configuration names it, takes its settings (project, server, offline mode) from its own
+environment variables, and stores the run's id in ``<output_dir>/<tracker>/run_id``, so that a resumed run continues the
+same curve. Without a variable the project is called sfumato; the run is called like its folder.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PROJECT = "sfumato"
 
 
 class _LoggedRun:
-    """What the services share whose run takes dictionaries: ``_run``, and ``_image``, which wraps an array."""
+    """The base of services whose run takes dictionaries."""
 
     _run: Any
+    """The service's run."""
     _image: Any
+    """The service's class that wraps an array as an image."""
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self._run.log(finite_numbers(metrics), step=step)
@@ -42,21 +44,21 @@ class _LoggedRun:
 
 
 class WandbTracker(_LoggedRun):
-    """Weights & Biases. ``WANDB_MODE=offline`` needs no network; what it writes lies below ``output_dir/wandb``.
+    """Weights & Biases. ``WANDB_MODE=offline`` needs no network; its files lie in ``output_dir/wandb``.
 
     Offline, a resumed run is a second folder with the same id: ``wandb sync --append`` joins them.
     """
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         wandb = _import("wandb")
-        known = _known_id(output_dir / "wandb", resumed)
+        known_id = _read_known_id(output_dir / "wandb", resumed)
         self._image = wandb.Image
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", _name(output_dir)),
             dir=str(output_dir),
-            id=known or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
-            resume="allow" if known else "never",
+            id=known_id or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
+            resume="allow" if known_id else "never",
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
@@ -68,14 +70,14 @@ class SwanlabTracker(_LoggedRun):
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         swanlab = _import("swanlab")
         folder = output_dir / "swanlab"
-        known = _known_id(folder, resumed)
+        known_id = _read_known_id(folder, resumed)
         self._image = swanlab.Image
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJECT", PROJECT),
             name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
-            id=known or _keep_id(folder, secrets.token_hex(8)),
-            resume="allow" if known else "never",
+            id=known_id or _keep_id(folder, secrets.token_hex(8)),
+            resume="allow" if known_id else "never",
             mode=os.environ.get("SWANLAB_MODE"),
             config=dict(config),
         )
@@ -100,7 +102,7 @@ class MlflowTracker:
         experiment = self._client.get_experiment_by_name(name)
         where = None if server else (folder / "artifacts").as_uri()
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name, where)
-        self._id = _known_id(folder, resumed)
+        self._id = _read_known_id(folder, resumed)
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
@@ -128,15 +130,15 @@ class TrackioTracker(_LoggedRun):
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
         trackio = _import("trackio")
-        known = _known_id(output_dir / "trackio", resumed)
-        # its runs are told apart by their names, and many folders are called alike
-        fresh = f"{_name(output_dir)}-{secrets.token_hex(3)}"
+        known_id = _read_known_id(output_dir / "trackio", resumed)
+        # trackio tells runs apart by their names alone, and many run folders have the same name.
+        fresh_name = f"{_name(output_dir)}-{secrets.token_hex(3)}"
         self._image = trackio.Image
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=known or _keep_id(output_dir / "trackio", fresh),
+            name=known_id or _keep_id(output_dir / "trackio", fresh_name),
             config=dict(config),
-            resume="allow" if known else "never",
+            resume="allow" if known_id else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
@@ -150,7 +152,7 @@ SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTr
 
 
 def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """The metrics that are numbers and finite, as Python floats: services refuse, or draw, the others in their ways."""
+    """The finite metrics as Python floats: services refuse None, and each shows NaN and infinity in its own way."""
     numbers = {name: float(value) for name, value in metrics.items() if value is not None}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -163,6 +165,7 @@ def missing(name: str) -> MissingDependencyError:
 
 
 def _import(name: str) -> Any:
+    """The module of a service. Raises MissingDependencyError when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -173,13 +176,14 @@ def _name(output_dir: Path) -> str:
     return output_dir.resolve().name
 
 
-def _known_id(folder: Path, resumed: bool) -> str | None:
-    """The id of the run that is resumed, if it was kept."""
-    known = folder / "run_id"
-    return known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None
+def _read_known_id(folder: Path, resumed: bool) -> str | None:
+    """The stored id of the run that is resumed; None for a new run, or where none was stored."""
+    id_file = folder / "run_id"
+    return id_file.read_text(encoding="utf-8").strip() if resumed and id_file.exists() else None
 
 
 def _keep_id(folder: Path, run_id: str) -> str:
+    """Stores the id of a new run, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "run_id", run_id.encode())
     return run_id

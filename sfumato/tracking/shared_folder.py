@@ -1,4 +1,4 @@
-"""Whether all machines of a run see one and the same run folder: each reads a token there, and writes one."""
+"""Checks that all machines of a run share the run folder: each reads a token in it, and writes an answer beside it."""
 
 from __future__ import annotations
 
@@ -15,56 +15,57 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.lock import make_with_parents
 
 SEE_S = 5.0
-"""Seconds after which what another machine has written must be there: network file systems remember what was not."""
+"""Seconds until a file of another machine must be visible: network file systems cache that a file is absent."""
 PREFIX = ".seen-"
 
 Answer = tuple[str, str]
-"""Host, and what is wrong there; empty when nothing is."""
+"""The name of a host, and what is wrong there; empty when nothing is."""
 
 
 class Token:
-    """A file that other machines look for, and what they leave beside it. Take ``close`` in the end."""
+    """A file that other machines look for, and the answers that they write beside it. Call ``close`` in the end."""
 
     def __init__(self, folder: Path) -> None:
-        """Writes it, and the folder where there is none.
+        """Writes the token, and makes the folder if it is missing.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: when it cannot be written.
         """
-        self.folder, self.name = folder, f"{PREFIX}{secrets.token_hex(8)}"
-        self._made = make_with_parents(folder)
+        self.folder = folder
+        self.name = f"{PREFIX}{secrets.token_hex(8)}"
+        self._made_folders = make_with_parents(folder)
         with open_new(folder / self.name) as file:
             file.write(socket.gethostname().encode())
 
     def refusal(self, answers: Mapping[str, Answer]) -> str:
-        """What is wrong with the folder, by what those who were asked have answered; empty when all see it.
+        """The problem with the folder by the answers of all ranks; empty when all of them share it.
 
         Args:
-            answers: of ``answer``, by who gave it.
+            answers: what ``answer`` returned, by the name of the rank.
         """
-        wrong = {who: text for who, (_, text) in answers.items() if text}
+        complaint_by_rank = {who: text for who, (_, text) in answers.items() if text}
         for who in answers:
-            if who not in wrong and not _appears(self.folder, f"{self.name}.{who}"):
-                wrong[who] = f"writes to a folder of that name which {socket.gethostname()} does not see"
-        said = "; ".join(f"{answers[who][0]} ({who}) {text}" for who, text in wrong.items())
+            if who not in complaint_by_rank and not _appears(self.folder, f"{self.name}.{who}"):
+                complaint_by_rank[who] = f"writes to a folder of that name which {socket.gethostname()} does not see"
+        complaints = "; ".join(f"{answers[who][0]} ({who}) {text}" for who, text in complaint_by_rank.items())
         remedy = "take a folder that all machines share (sfumato doctor --folder DIR on each, docs/cluster.md)"
-        return f"train.output_dir {self.folder.resolve()}: {said}: {remedy}" if wrong else ""
+        return f"train.output_dir {self.folder.resolve()}: {complaints}: {remedy}" if complaint_by_rank else ""
 
     def close(self, *, undo: bool = False) -> None:
-        """Removes what was written; with ``undo`` the folder, too, if it was made here."""
+        """Removes the token and the answers; with ``undo``, also the folders that were made for the token."""
         for path in self.folder.glob(f"{self.name}*"):
             path.unlink(missing_ok=True)
-        for folder in reversed(self._made) if undo else ():
+        for folder in reversed(self._made_folders) if undo else ():
             folder.rmdir()
 
 
 def answer(folder: Path, name: str, who: str) -> Answer:
-    """Looks for a token, and leaves an answer beside it. On each machine of the run.
+    """Looks for a token, and writes an answer beside it; called on each machine of the run.
 
     Args:
         folder: of the run.
         name: of the token.
-        who: asks to be told apart, such as ``rank 3``.
+        who: the name of the rank, such as ``rank 3``, which is part of the answer's file name.
     """
     host = socket.gethostname()
     if not _appears(folder, name):
@@ -78,14 +79,16 @@ def answer(folder: Path, name: str, who: str) -> Answer:
 
 
 def check_shared(folder: Path, mesh: Mesh) -> None:
-    """Every rank calls it, before anything is written that the others must see.
+    """Checks that all machines share the run folder. Every rank must call it, before anything is written there.
 
     Raises:
         ConfigError: on every rank; names the hosts that do not share the folder.
     """
     if mesh.size == 1:
         return
-    token, problem, name = None, "", ""
+    token = None
+    problem = ""
+    name = ""
     if mesh.is_first:
         try:
             token = Token(folder)
@@ -104,7 +107,10 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
 
 
 def _appears(folder: Path, name: str) -> bool:
-    """Whether a file is there, or comes soon."""
+    """Whether a file is in a folder, or appears there within ``SEE_S`` seconds.
+
+    It lists the folder and does not ask for the file, since a network file system would cache that it is absent.
+    """
     deadline = time.monotonic() + SEE_S
     while True:
         try:

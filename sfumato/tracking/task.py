@@ -24,7 +24,11 @@ from sfumato.tracking.run import Run
 def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     """Parses the command line, runs a task, and turns errors into messages and exit codes.
 
-    A user's mistake prints its message without a stack trace; anything else keeps its trace.
+    An error that is the user's mistake prints its message alone; any other prints its stack trace.
+
+    Args:
+        main: runs the task with its configuration.
+        schema: of the configuration.
     """
     keep_stacks()
     choose_kernels()
@@ -40,7 +44,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
         ending = ending_of(error)
     ending.tell()
     leave_peers()
-    if ending.code != 128 + signal.SIGINT:  # at once
+    if ending.code != 128 + signal.SIGINT:  # a second Ctrl+C asks to stop at once: a report would take seconds
         report_ending(ending)
     release_locks()
     sys.stdout.flush()
@@ -49,7 +53,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
 
 
 def report_ending(ending: Ending) -> None:
-    """Brings log and report of a run that has begun up to the step that it reached, with why it ended there."""
+    """Writes to the log and the report of a run that has begun why it ended, and brings the report up to date."""
     run = Run.newest
     if run is None or not run._enabled:
         return
@@ -62,36 +66,51 @@ def report_ending(ending: Ending) -> None:
 
 
 def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
-    """Runs a task; when its actor or all of Ray is lost, again from the newest checkpoint, as if it was resumed."""
+    """Runs a task; if its actor or all of Ray is lost, runs it again from the newest checkpoint, as a resume does.
+
+    Args:
+        main: runs the task with its configuration.
+        config: of the task; ``runtime.max_restarts`` says how often it is run again.
+
+    Raises:
+        RoleLostError: when another role is lost, or no restart is left.
+        PreemptedError: when the run was also asked to stop.
+    """
     runtime = getattr(config, "runtime", None)
     if runtime is None:  # a task without roles
         return main(config)
     folder = Path(config.train.output_dir)
     root = folder / "checkpoints"
-    before = {path: path.stat().st_mtime_ns for path in root.glob("global_step_*")}
+    times_before = {path: path.stat().st_mtime_ns for path in root.glob("global_step_*")}
     id_before = read_environment(folder).get("run_id")
-    for left in reversed(range(runtime.max_restarts + 1)):
+    for restarts_left in reversed(range(runtime.max_restarts + 1)):
         try:
             return main(config)
         except RoleLostError as lost:
-            if lost.role not in ("actor", "ray") or left == 0:
+            if lost.role not in ("actor", "ray") or restarts_left == 0:
                 raise
             if getattr(signal.getsignal(signal.SIGTERM), "was_asked", False):
                 raise PreemptedError(f"stopped by signal; {lost}\nso only what was saved before is kept") from lost
-            has_saved = any(before.get(path) != path.stat().st_mtime_ns for path in root.glob("global_step_*[0-9]"))
-            named = again = config.train.load_checkpoint_path
+            has_saved = any(
+                times_before.get(path) != path.stat().st_mtime_ns for path in root.glob("global_step_*[0-9]")
+            )
+            named = resume_from = config.train.load_checkpoint_path
             if named in (None, "new"):
                 has_begun = read_environment(folder).get("run_id") != id_before
-                again = "auto" if has_begun else named  # before, the folder may hold an earlier run
+                # A run that had not begun when it was lost has made no checkpoint: those in the folder may be of an
+                # earlier run, which "auto" would go on with.
+                resume_from = "auto" if has_begun else named
             elif has_saved:
-                again = "auto"
-            starts = again in (None, "new")
-            what = "starting again" if starts else f"going on from the newest checkpoint (load_checkpoint_path {again})"
-            print(f"{lost}\n{what}", file=sys.stderr)
-            waiting = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}  # one that is lost
+                resume_from = "auto"
+            starts = resume_from in (None, "new")
+            from_checkpoint = f"going on from the newest checkpoint (load_checkpoint_path {resume_from})"
+            announcement = "starting again" if starts else from_checkpoint
+            print(f"{lost}\n{announcement}", file=sys.stderr)
+            # The new start waits for nodes at least as long as a call does: the node of the lost actor has to return.
+            wait_settings = {"wait_for_nodes_s": max(runtime.wait_for_nodes_s, runtime.call_timeout_s)}
             config = config.model_copy(
                 update={
-                    "train": config.train.model_copy(update={"load_checkpoint_path": again}),
-                    "runtime": config.runtime.model_copy(update=waiting),
+                    "train": config.train.model_copy(update={"load_checkpoint_path": resume_from}),
+                    "runtime": config.runtime.model_copy(update=wait_settings),
                 }
             )

@@ -1,4 +1,4 @@
-"""What each process of a run did and when: phases of a step, events, the file that keeps them, and how busy roles were.
+"""The timeline of a run's processes: phases of a step, events, the file that holds them, and how busy the roles were.
 
 Imports nothing heavy: a report is made without torch.
 """
@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.file_checks import outside_problem
 from sfumato.errors import DataError
@@ -22,7 +21,7 @@ from sfumato.tracking.trackers import JsonLines, Report
 
 
 class Phase(StrEnum):
-    """The parts of a step whose time is told apart: ``time/<part>_s``."""
+    """The parts of a step that are timed one by one, as ``time/<part>_s``."""
 
     DATA = "data"
     REFERENCE = "reference"
@@ -42,15 +41,15 @@ class Phase(StrEnum):
 
     @property
     def is_training(self) -> bool:
-        """Rates are over the time of these parts, and of what no part tells."""
+        """Whether the part counts as training: rates are taken over these parts, and the time that no part covers."""
         return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT)
 
 
 KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")
-"""Kinds of work that the picture has colours for; others share one."""
+"""Kinds of work that have colours of their own in the picture; all others share one."""
 
 RUN, STEP = "run", "step"
-"""Role and kind of the events that say from when to when a step went."""
+"""Role and kind of the events that mark the beginning and end of a step."""
 
 _FILE_NAME = "timeline.jsonl"
 _REMEMBERED = 200  # events of a process that a late one is compared with, so that no second counts twice
@@ -59,7 +58,7 @@ _TAIL_BYTES = 8 * 2**20  # what a report reads of the file, however long the run
 
 @dataclass(frozen=True)
 class Event:
-    """A stretch of work of one process, or one thread, of a role. Waiting is no work: what has no event is idle."""
+    """A stretch of work of one process, or one thread, of a role. Waiting is no work: time without an event is idle."""
 
     role: str
     """"actor", "sampler", "scorer"; a sampler that is the actor is "actor"."""
@@ -74,7 +73,7 @@ class Event:
     step: int
     """The step that the work is for, as metrics.jsonl counts: 1 is the first iteration, 0 the evaluation before it."""
     version: int | None = None
-    """Version of the policy that was used, in finished iterations; None where it says nothing."""
+    """Version of the policy that was used, in finished iterations; None where the work uses no policy."""
 
     def __post_init__(self) -> None:
         if not self.end >= self.start:
@@ -82,9 +81,9 @@ class Event:
 
 
 class Timeline:
-    """Collects the events of a run, writes them to ``timeline.jsonl``, and tells after each step how busy roles were.
+    """Collects the events of a run, writes them to ``timeline.jsonl``, and computes how busy the roles were in a step.
 
-    May be given events from several threads. The file is made with the first event.
+    It can be used from several threads. The file is made with the first event.
     """
 
     def __init__(
@@ -100,7 +99,8 @@ class Timeline:
             report: as of ``JsonLines``.
         """
         self._report = report
-        self.path, self._keep_until_step = Path(folder) / _FILE_NAME, keep_until_step
+        self.path = Path(folder) / _FILE_NAME
+        self._keep_until_step = keep_until_step
         self._lock = threading.Lock()
         self._file: JsonLines | None = None
         self._new: list[Event] = []
@@ -118,21 +118,24 @@ class Timeline:
     def end_step(self, step: int, now: float | None = None) -> dict[str, float]:
         """Ends a step, which began with the timeline or with the end of the step before.
 
-        A call counts when its end is known. What it did in earlier steps is credited to this one, and to those after
-        it where a step has no room: no fraction is above 1 and no second is lost or counted twice.
+        An event counts in the step in which its end becomes known. Its seconds in earlier steps are credited to this
+        step, and those that exceed the step's length to later steps. So no fraction is above 1, and no second is lost
+        or counted twice.
 
         Args:
             step: finished steps.
             now: its end in wall-clock seconds; None is now.
 
         Returns:
-            ``utilisation/<role>``: seconds that the role's processes worked, over processes x seconds of the step;
-            processes are those that were seen so far. Nothing before the first event.
+            ``utilisation/<role>``: seconds that the role's processes worked, divided by the number of processes seen so
+            far and the seconds of the step. Empty before the first event.
         """
         with self._lock:
             now = time.time() if now is None else now
-            start, self._step_started = self._step_started, now
-            new, self._new = self._new, []
+            start = self._step_started
+            self._step_started = now
+            new = self._new
+            self._new = []
             if now <= start or (self._file is None and not new):
                 return {}
             self._write(Event(RUN, 0, STEP, start, now, step))
@@ -148,7 +151,12 @@ class Timeline:
                 self._file.close()
 
     def _busy(self, new: Sequence[Event], seconds: float) -> dict[tuple[str, int], float]:
-        """Busy seconds of every process that was seen so far, none above ``seconds``."""
+        """Busy seconds of every process seen so far, each at most ``seconds``; the excess is carried to later steps.
+
+        Args:
+            new: events that have been added since the last step.
+            seconds: length of the step.
+        """
         spans: dict[tuple[str, int], list[tuple[float, float]]] = {process: [] for process in self._counted}
         for event in new:
             added = spans.setdefault((event.role, event.rank), [])
@@ -164,6 +172,7 @@ class Timeline:
         return busy
 
     def _write(self, event: Event) -> None:
+        """Writes an event, in microseconds; opens the file if it is the first."""
         if self._file is None:
             try:
                 self._file = JsonLines(self.path, self._keep_until_step, self._report)
@@ -178,7 +187,8 @@ class Timeline:
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds that at least one of the intervals (start, end) covers."""
-    total, covered_to = 0.0, float("-inf")
+    total = 0.0
+    covered_to = float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered_to))
         covered_to = max(covered_to, end)
@@ -186,9 +196,9 @@ def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def step_windows(events: Iterable[Event]) -> dict[int, tuple[float, float]]:
-    """Start and end of each step that the file knows, by step in order; of a step that stands twice the last one."""
-    found = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}
-    return dict(sorted(found.items()))
+    """Start and end of each step in the events, by step in ascending order; of a repeated step the last counts."""
+    windows = {event.step: (event.start, event.end) for event in events if event.role == RUN and event.kind == STEP}
+    return dict(sorted(windows.items()))
 
 
 def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Event]:
@@ -231,7 +241,8 @@ def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Even
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "int | None": (int,)}
 
 
-def _parse(record: Any) -> Event:
+def _parse(record: object) -> Event:
+    """The event of a line. Raises ValueError or TypeError for a record that no run has written."""
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")
     for field in fields(Event):

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: JSON lines in its folder, always, and trackers that a person asked for."""
+"""Outputs for the numbers of a run: files of JSON lines in its folder, always, and trackers that the user names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -24,17 +24,17 @@ from sfumato.tracking.services import SERVICES, missing
 
 KNOWN_TRACKERS = ("tensorboard", *SERVICES)
 Report = Callable[[Path, Exception | None], None]
-"""Takes note of a file that cannot be written, or with None that it can."""
+"""Is told that a file could not be written, with the error, or with None that it could."""
 MOST_BYTES = 2**32
 """Size of the largest file of lines that is read."""
 MOST_STEPS = 2**53
-"""Steps are drawn, as floats."""
+"""A step is below this, so that a float, by which curves are drawn, holds it exactly."""
 Series = dict[str, dict[int, float | None]]
 """Metric name -> step -> value; None is a value that was not finite."""
 
 
 class Tracker(Protocol):
-    """What a run needs from a tracker. All steps are numbers of finished optimisation steps."""
+    """The interface of a tracker. All steps are numbers of finished optimisation steps."""
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Records named scalars of one step; those that are None are left out."""
@@ -57,7 +57,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
@@ -71,6 +71,7 @@ class TensorBoardTracker:
             if value is not None
         ]
         if values:
+            assert self._writer.file_writer is not None  # until close
             self._writer.file_writer.add_summary(self._summary(value=values), step)
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
@@ -84,7 +85,7 @@ class TensorBoardTracker:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Whether there are trackers with these names, without loading any.
+    """Checks that there are trackers with these names, without importing any.
 
     Raises:
         ConfigError: a name is unknown or stands twice.
@@ -124,21 +125,22 @@ def build_trackers(
 
 
 class Trackers:
-    """The trackers of a run. One that fails is told nothing more, as it may hold a part only; the run goes on."""
+    """The trackers of a run. One that fails gets nothing more, since its curves would have gaps; the run goes on."""
 
     def __init__(self, trackers: list[Tracker], say: Callable[[str], None]) -> None:
-        self.all, self._say = trackers, say
+        self.all = trackers
+        self._say = say
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.log``, for each tracker."""
         self._tell(lambda tracker: tracker.log(step, metrics))
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.log_images``, for each tracker."""
         self._tell(lambda tracker: tracker.log_images(step, name, images))
 
     def close(self) -> None:
-        """As of ``Tracker``."""
+        """As ``Tracker.close``, for each tracker."""
         self._tell(lambda tracker: tracker.close())
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
@@ -172,14 +174,14 @@ class JsonLines:
     def __init__(self, path: Path, keep_until_step: int | None = None, report: Report | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept: list[bytes] = []
+        kept_lines: list[bytes] = []
         if keep_until_step is not None and self.path.exists():
             for number, (line, record) in enumerate(_parse_lines(self.path), start=1):
                 if not isinstance(record.get("step"), int):
                     raise DataError(f'{self.path}: record {number} has no integer "step"')
                 if record["step"] <= keep_until_step:
-                    kept.append(line + b"\n")
-        write_atomically(self.path, b"".join(kept))
+                    kept_lines.append(line + b"\n")
+        write_atomically(self.path, b"".join(kept_lines))
         self._file = open_to_append(self.path)
         self._report = report
         self._waiting: list[bytes] = []
@@ -198,7 +200,7 @@ class JsonLines:
             self._report(self.path, None)
 
     def _has_written(self) -> bool:
-        """Writes what waits; whether that was possible. What keeps it from it is reported, or raised."""
+        """Writes the waiting lines. Returns whether it could; the error is reported, or raised without ``report``."""
         try:
             self._write_waiting()
         except OSError as error:
@@ -209,28 +211,29 @@ class JsonLines:
         return True
 
     def _write_waiting(self) -> None:
-        """Writes the lines that wait, or none of them, in one call, so that a crash can tear the last line only."""
+        """Writes all waiting lines or none, in one call, so that a crash can tear the last line only."""
         if self._torn_at is not None:
             os.ftruncate(self._file.fileno(), self._torn_at)
             self._torn_at = None
-        content, size = b"".join(self._waiting), os.fstat(self._file.fileno()).st_size
+        content = b"".join(self._waiting)
+        size = os.fstat(self._file.fileno()).st_size
         written = 0
         try:
             while written < len(content):  # a disk that fills up takes a part and refuses the rest
                 written += self._file.write(content[written:]) or 0
         except OSError:
             self._torn_at = size
-            with contextlib.suppress(OSError):  # tried again before the next write
+            with contextlib.suppress(OSError):  # if that fails, too, it is tried again before the next write
                 os.ftruncate(self._file.fileno(), size)
                 self._torn_at = None
             raise
         self._waiting.clear()
 
     def sync(self) -> None:
-        """Makes sure that a power failure does not take the lines that were written.
+        """Flushes the lines to disk, so that they survive a power failure.
 
         Raises:
-            OSError: when they cannot be written, naming the file.
+            OSError: when they cannot be written; it names the file.
         """
         try:
             self._write_waiting()
@@ -240,7 +243,7 @@ class JsonLines:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Writes what waits, if it can now be written."""
+        """Writes the waiting lines, if that is possible now, and closes the file."""
         with self._file:
             if self._waiting:
                 self._has_written()
@@ -261,7 +264,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
-    """Numbers by metric and step; of several lines with one step the last one counts."""
+    """The metrics of records, by name and step; of several records of a step the last counts."""
     series: Series = {}
     for record in records:
         for name, value in record.items():
@@ -274,31 +277,31 @@ def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
     return {name: dict(sorted(points.items())) for name, points in sorted(series.items())}
 
 
-def is_step(value: Any) -> bool:
-    """Whether that is the number of a step."""
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether a value can be the number of a step."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_STEPS
 
 
-def is_number(value: Any) -> bool:
-    """Whether that is a number that a float can hold."""
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return isinstance(value, float) or abs(value) < 2**1000
 
 
 def finite(points: Mapping[int, float | None]) -> dict[int, float]:
-    """Points of a series that have a value."""
+    """The points of a series that have a value: those that were finite."""
     return {step: value for step, value in points.items() if value is not None}
 
 
-def strict_json(value: Any) -> str:
+def strict_json(value: object) -> str:
     """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null, and halves of surrogate
     pairs, which UTF-8 does not have, U+FFFD."""
     return whole_characters(_STRICT.encode(_plain(value)))
 
 
 def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file as they stand and as they read, without blank lines and without a broken last line."""
+    """The lines of a file, each with its parsed record, without blank lines and without a broken last line."""
     problem = outside_problem(path.parent, path.name, MOST_BYTES)
     if problem == "does not exist":
         return []
@@ -342,7 +345,7 @@ def _plain(value: Any) -> Any:
 
 
 class Sparing:
-    """Remembers which files cannot be written, so that each is named once."""
+    """Writes files that a run can do without, and remembers which cannot be written, so that each is reported once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -350,7 +353,7 @@ class Sparing:
         self._silent: set[Path] = set()
 
     def report(self, path: Path, error: Exception | None) -> None:
-        """Takes note that a file could not be written, or with None that it could."""
+        """Reports that a file could not be written, once until it can be, or with None that it can be again."""
         if error is not None and path not in self._missed:
             self._missed.add(path)
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -360,17 +363,21 @@ class Sparing:
             self._say(f"{path} can be written again")
 
     def append(self, path: Path, lines: Iterable[str]) -> None:
-        """Appends lines to a file that ``say`` itself writes to: only the person who watches is told."""
+        """Appends lines to the log, to which ``say`` itself writes by this method.
+
+        Reporting a failure would therefore come here again: meanwhile further calls for the file do nothing, and only
+        the person who watches sees the report.
+        """
         if path in self._silent:
             return
-        self._silent.add(path)  # what is said meanwhile comes here again
+        self._silent.add(path)  # a report of a failure below would come here again
         with self.spare(path), open_to_append(path) as file:
             file.write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="replace"))
         self._silent.discard(path)
 
     @contextmanager
     def spare(self, path: Path) -> Iterator[None]:
-        """Inside, what cannot be written is reported and not raised."""
+        """Inside, an OSError is reported and not raised."""
         try:
             yield
         except OSError as error:

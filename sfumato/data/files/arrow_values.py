@@ -1,35 +1,44 @@
-"""Rows of Arrow tables as Python values: what `datasets` gives for them, JSON columns parsed."""
+"""Rows of Arrow tables as Python values, the same that `datasets` gives for them, with JSON columns parsed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow
+
 
 class StructValue(dict[str, Any]):
-    """A mapping from a struct column, in which each row has the keys of all rows: a key that a row has not is None."""
+    """A mapping from a struct column. Arrow gives every row the keys of all rows: a key that a row lacks is None."""
 
 
-def arrow_row(table: Any, where: str) -> dict[str, Any]:
-    """The only row of a table or batch, whose offsets are checked first: wrong ones would end the process.
+def arrow_row(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> dict[str, Any]:
+    """The only row of a table or batch.
 
-    Mappings of struct columns are ``StructValue``. What a column of the type ``Json`` of datasets (Arrow's
-    ``arrow.json``) holds, at whatever depth, is parsed.
+    Mappings of struct columns are ``StructValue``. Values of columns of the type ``Json`` of datasets (Arrow's
+    ``arrow.json``) are parsed, at whatever depth these columns are.
 
-    Raises DataError that names ``where``.
+    Args:
+        table: of one row.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when the row cannot be read.
     """
     return arrow_rows(table, where)[0]
 
 
-def arrow_rows(table: Any, where: str) -> list[dict[str, Any]]:
-    """All rows of a table or batch, as ``arrow_row`` has one. Raises DataError where any of them cannot be read."""
+def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[dict[str, Any]]:
+    """All rows of a table or batch, as ``arrow_row`` gives one. Raises DataError where any of them cannot be read."""
     import pyarrow
 
     try:
+        # Reading with wrong offsets, as a damaged file may have them, would crash the process.
         table.validate(full=True)
         rows = table.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
@@ -45,15 +54,18 @@ Convert = Callable[[Any, str], Any]
 
 
 @lru_cache(maxsize=64)
-def _converters(schema: Any) -> dict[str, Convert]:
-    """How the values of each column are converted; columns that stay as they are have no entry."""
+def _converters(schema: pyarrow.Schema) -> dict[str, Convert]:
+    """The converter of each column's values; columns whose values stay as they are have no entry."""
     features = _json_features(schema)
-    found = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
-    return {name: convert for name, convert in found.items() if convert is not None}
+    converters = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
+    return {name: convert for name, convert in converters.items() if convert is not None}
 
 
-def _json_features(schema: Any) -> dict[str, Any]:
-    """Features that datasets has written down, where one is ``Json``: older files hold it as a column of texts."""
+def _json_features(schema: pyarrow.Schema) -> dict[str, Any]:
+    """The features that datasets stored in the schema, where one of them is ``Json``; otherwise empty.
+
+    Files of older versions of datasets hold such a column as texts, and only the features tell that these are JSON.
+    """
     if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
         return {}
     from datasets import Features
@@ -61,8 +73,8 @@ def _json_features(schema: Any) -> dict[str, Any]:
     return dict(Features.from_arrow_schema(schema))
 
 
-def _converter(kind: Any, feature: Any) -> Convert | None:
-    """What makes the value of a type; None where to_pylist's is right."""
+def _converter(kind: pyarrow.DataType, feature: Any) -> Convert | None:
+    """The converter of values of an Arrow type; None where the values of ``to_pylist`` stay as they are."""
     import pyarrow
 
     if isinstance(kind, pyarrow.JsonType) or type(feature).__name__ == "Json":
@@ -75,11 +87,12 @@ def _converter(kind: Any, feature: Any) -> Convert | None:
     if is_list:
         inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
         convert = _converter(kind.value_type, inner)
-        return None if convert is None else lambda value, where: _each(convert, value, where)
+        return None if convert is None else lambda value, where: _convert_items(convert, value, where)
     return None
 
 
-def _struct_converter(kind: Any, features: dict[str, Any]) -> Convert:
+def _struct_converter(kind: pyarrow.StructType, features: dict[str, Any]) -> Convert:
+    """The converter of a struct column's values, which become ``StructValue``."""
     inner = {field.name: _converter(field.type, features.get(field.name)) for field in kind}
 
     def convert(value: Any, where: str) -> Any:
@@ -94,9 +107,9 @@ def _struct_converter(kind: Any, features: dict[str, Any]) -> Convert:
     return convert
 
 
-def _each(convert: Convert, value: Any, where: str) -> Any:
+def _convert_items(convert: Convert, value: Any, where: str) -> Any:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
 
 
-def _parse(value: Any, where: str) -> Any:
+def _parse(value: object, where: str) -> Any:
     return parse_json(value, where) if isinstance(value, str | bytes) else value

@@ -24,16 +24,16 @@ def _open_zst(path: Path) -> IO[bytes]:
             f"{path} is compressed with Zstandard, which the package zstandard reads: install it (pip install "
             "zstandard), or decompress the file"
         ) from error
-    return zstandard.open(path, "rb")  # the same mode as of the others, whose default it is
+    return zstandard.open(path, "rb")  # the others open in this mode by default
 
 
 OPENERS: dict[str, Callable[[Path], IO[bytes]]] = {
-    ".gz": gzip.GzipFile,
+    ".gz": gzip.GzipFile,  # pyright: ignore[reportAssignmentType]  # typeshed does not call these classes IO[bytes]
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
     ".zst": _open_zst,
 }
-"""What opens the files of an ending, such as ``rows.jsonl.gz``."""
+"""Functions that open compressed files, by the last ending, such as that of ``rows.jsonl.gz``."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -51,7 +51,7 @@ def read_whole(path: Path, most_bytes: int = MAX_LOADED) -> bytes:
         return path.read_bytes()
     try:
         with OPENERS[path.suffix.lower()](path) as file:
-            content = file.read(most_bytes + 1)
+            content = file.read(most_bytes + 1)  # a small file may expand to more than there is memory
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise DataError(f"{path} cannot be decompressed: {error}") from error
     except Exception as error:  # zstandard has an error class of its own, which need not be installed

@@ -1,4 +1,4 @@
-"""Files that columns of rows name, or hold as bytes or as base64."""
+"""Files that columns of rows name by a path, or hold as bytes or as base64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEGINNINGS = re.compile(
     rb"\x89PNG|\xff\xd8\xff|GIF8|BM|RIFF|II\*\0|MM\0\*|....ftyp|\x1a\x45\xdf\xa3|OggS|ID3|fLaC|\xff[\xf2-\xfb]",
     re.DOTALL,
 )
-"""How files of pictures, videos and audio begin: what decodes to something else was no base64."""
+"""How files of pictures, videos and audio begin. A path may look like base64; it decodes to something else."""
 
 
 def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
@@ -33,7 +33,7 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str =
         key: name of the column.
         root: folder that paths are relative to.
         where: file and row, for messages.
-        kind: what is looked for, for messages.
+        kind: of the file, for messages.
 
     Raises:
         DataError: when the column is missing, holds something else, or names a file that does not exist.
@@ -54,7 +54,7 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str =
     if value.startswith("file://"):
         value = unquote(value.removeprefix("file://"))
     path = root / value
-    problem = file_problem(path, or_folder=True)  # which may hold the frames of a video
+    problem = file_problem(path, or_folder=True)  # a folder may hold the frames of a video
     if problem is None:
         return path
     content = _read_base64(value)
@@ -70,7 +70,7 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str =
 
 
 def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
-    """The video that a column of a row names or holds: as ``find_file``, or a list of such images.
+    """The video that a column of a row names or holds: a file, as of ``find_file``, or a list of images.
 
     Raises DataError as ``find_file`` does.
     """
@@ -81,14 +81,14 @@ def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File |
 
 
 def list_frames(source: File | list[File]) -> list[File]:
-    """The files that ``read_frames`` reads: of a folder of images these."""
+    """The files that ``read_frames`` reads; a folder of images counts as these images."""
     if isinstance(source, Path) and source.is_dir():
         return list(frames_of(source))
     return source if isinstance(source, list) else [source]
 
 
 def _read_data_url(url: str, where: str, kind: str) -> bytes:
-    """What a data: URL holds (RFC 2397)."""
+    """The content of a data: URL (RFC 2397). Raises DataError when it is not valid."""
     head, comma, text = url.partition(",")
     if not comma:
         raise DataError(f"{where}: a data: URL of {kind} has no comma after its type: {url}")
@@ -101,6 +101,7 @@ def _read_data_url(url: str, where: str, kind: str) -> bytes:
 
 
 def _read_base64(text: str) -> bytes | None:
+    """The bytes that base64 in either alphabet stands for; None where the text is no base64."""
     if BASE64.fullmatch(text) is None:
         return None
     try:

@@ -1,10 +1,10 @@
-"""What the tables of one file share."""
+"""The base of tables that are one file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import DataError
 
@@ -13,10 +13,16 @@ MAX_LINE = 64 * 2**20
 
 
 class FileRows:
-    """What the tables of one file share."""
+    """The base of tables that are one file. A subclass adds ``__len__`` and ``__getitem__``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    if TYPE_CHECKING:
+
+        def __len__(self) -> int: ...
+
+        def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def folder(self, index: int) -> Path:
         """The folder of the file."""
@@ -31,7 +37,7 @@ class FileRows:
         return file_fingerprint([self.path])
 
     def column(self, key: str) -> list[Any]:
-        """One column of all rows. In the place of a row that is broken, or has no such column, stands its DataError."""
+        """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
         values = []
         for index in range(len(self)):
             try:
@@ -43,7 +49,7 @@ class FileRows:
 
 
 def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
-    """The error for a column that is missing, with those that there are."""
+    """The error for a missing column, which names the columns that there are."""
     return DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, columns))}")
 
 

@@ -1,4 +1,4 @@
-"""Which files a path of the configuration names: the right split of a folder, and what of it is not read."""
+"""Which files a path of the configuration names: the right split of a folder, and which of its files are not read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sfumato.errors import DataError
 TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 """Endings of files that may be compressed."""
 OPENED = (".jsonl", ".parquet", ".arrow", ".tar")
-"""Of which rows are read when they are asked for."""
+"""Endings of files whose rows are read one by one, when they are asked for; other files are held in memory."""
 ENDINGS = [".jsonl", ".json", ".parquet", ".arrow", ".tar", ".csv", ".txt"]
 NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-"""What datasets lays beside the rows."""
+"""Files that datasets writes beside the rows."""
 NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)
 """Files of which nobody expects that they hold rows."""
 
@@ -27,27 +27,27 @@ SPLITS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words that name a split in the names of files and folders, as datasets has them."""
+"""Words that name a split in the names of files and folders, the same as for datasets."""
 _WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
     for split, words in SPLITS.items()
 }
 NAMED = 5
-"""Files that a note names."""
+"""Files that a note names; the others are counted."""
 SHARED_EXAMPLES = 3
 """Evaluation rows among the training rows that a note names."""
 
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder that are read, and what is to be said of the others."""
+    """The files of a folder that are read, and notes about the others for the user."""
 
     files: list[Path]
     notes: list[str] = field(default_factory=list)
 
 
 def data_ending(path: Path) -> str:
-    """The ending that says what a file holds: ``.jsonl`` of ``rows.jsonl.gz``."""
+    """The ending that tells the format of the rows, without a compression's: ``.jsonl`` of ``rows.jsonl.gz``."""
     inner = Path(path.stem).suffix.lower()
     return inner if is_compressed(path) and inner in TEXT_ENDINGS else path.suffix.lower()
 
@@ -60,7 +60,7 @@ def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Pa
 
     Raises DataError when a file is missing, given twice, or of another kind.
     """
-    files = [file for found in _find_parts(path, option, held_out) for file in found.files]
+    files = [file for part in _find_parts(path, option, held_out) for file in part.files]
     refuse_twice(files, option)
     for file in files:
         ending = data_ending(file)
@@ -74,17 +74,17 @@ def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Pa
 
 
 def describe_left_out(path: str | Path | None, option: str, held_out: bool = False) -> list[str]:
-    """What is not read of the folders that a path names, and which subsets are read together; a line for each."""
+    """Lines about files of a folder that are not read, and about subsets that are read together."""
     if path is None or Path(path).suffix.lower() in (".yaml", ".yml"):
         return []
-    return [f"{option}: {note}" for found in _find_parts(path, option, held_out) for note in found.notes]
+    return [f"{option}: {note}" for part in _find_parts(path, option, held_out) for note in part.notes]
 
 
 def shared_line(shared: Sequence[tuple[str, str]], num_rows: int) -> list[str]:
-    """The line about evaluation rows that are training rows; none where there are none.
+    """The line about evaluation rows that are also training rows; empty where there are none.
 
     Args:
-        shared: the place of each such row, and that of a training row like it.
+        shared: the place of each such row, and the place of the same row among the training rows.
         num_rows: evaluation rows.
     """
     if not shared:
@@ -102,7 +102,7 @@ def refuse_twice(files: Iterable[Path], option: str) -> None:
     seen: dict[Path, Path] = {}
     for file in files:
         first = seen.setdefault(file.resolve(), file)
-        if first is not file:
+        if first is not file:  # an equal path is another object here, too
             also = "" if str(first) == str(file) else f" ({first})"
             raise DataError(
                 f"{option}: {file} is given twice{also}, so that its rows would count double: give it once; the "
@@ -111,9 +111,13 @@ def refuse_twice(files: Iterable[Path], option: str) -> None:
 
 
 def split_of(path: Path) -> str | None:
-    """The split that a file's name, else the nearest of its folders' names, stands for; None where none does.
+    """The split that a file belongs to by its name, or else by the names of its folders, the nearest first.
 
-    ``path`` is relative to the folder that was asked for.
+    Args:
+        path: relative to the folder that the configuration names.
+
+    Returns:
+        None where no name contains the word of a split.
     """
     for name in (path.name, *(parent.name for parent in path.parents)):
         for split, word in _WORD.items():
@@ -128,7 +132,7 @@ def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFil
 
 
 def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
-    """A file, the files that a pattern such as ``test-*.parquet`` names, or those of a folder."""
+    """The files of one path: a file, a pattern such as ``test-*.parquet``, or a folder. Raises DataError for none."""
     path = Path(part)
     if part and not path.exists() and ("*" in path.name or "?" in path.name):
         matching = sorted(file for file in path.parent.glob(path.name) if file.is_file())
@@ -153,7 +157,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
         raise DataError(f"{option}: the folder {folder} has no {' or '.join(ENDINGS)} file; it holds {endings}")
-    others = [
+    unread = [
         file
         for file in inside
         if file not in set(readable) and file.name not in NOT_DATA and not NOT_ROWS.fullmatch(file.name)
@@ -161,7 +165,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     by_split: dict[str | None, list[Path]] = {}
     for file in readable:
         by_split.setdefault(split_of(file.relative_to(folder)), []).append(file)
-    notes = [f"files of the folder {folder} that are not read: {_listed(others, folder)}"] if others else []
+    notes = [f"files of the folder {folder} that are not read: {_name_files(unread, folder)}"] if unread else []
     wanted = ("validation", "test") if held_out else ("train", None)
     split = next((name for name in wanted if name in by_split), None)
     has_held_out = "validation" in by_split or "test" in by_split
@@ -170,8 +174,8 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
         name = "files that name no split" if split is None else f"its {split} split"
         notes.insert(
             0,
-            f"the folder {folder} holds several splits, of which {name} is read ({_listed(by_split[split], folder)}); "
-            f"left out: {_listed(left_out, folder)}",
+            f"the folder {folder} holds several splits, of which {name} is read "
+            f"({_name_files(by_split[split], folder)}); left out: {_name_files(left_out, folder)}",
         )
         readable = by_split[split]
     subsets = sorted(
@@ -186,6 +190,6 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     return FolderFiles(readable, notes)
 
 
-def _listed(files: list[Path], folder: Path) -> str:
+def _name_files(files: list[Path], folder: Path) -> str:
     names = ", ".join(str(file.relative_to(folder)) for file in files[:NAMED])
     return names if len(files) <= NAMED else f"{names} and {len(files) - NAMED} more"

@@ -1,4 +1,4 @@
-"""Answers to other prompts: with them KTO estimates how far a policy is from its reference."""
+"""Prompts with the answers to other prompts, by which KTO estimates the KL divergence of policy and reference."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from sfumato.parallel.mesh import Mesh
 
 
 def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TokenBatch]:
-    """Every prompt of a step with the answer of the sample before it, that of the last with the first prompt.
+    """Pairs every prompt of a step with the answer of the sample before it; the first prompt gets the last answer.
 
-    Which answer a prompt gets depends on the samples of the step alone, not on how ranks share them. Every rank must
-    call it.
+    The order is that of sample ids over all ranks, so the pairs do not depend on how ranks share the samples. Every
+    rank must call it.
 
     Args:
-        batches: this rank's micro-batches of the step, one document a sample.
+        batches: this rank's micro-batches of the step, with one document for each sample.
         mesh: the ranks.
-        max_seq_len: tokens after which an answer is cut off.
-        pad_token_id: token that fills rows up.
+        max_seq_len: tokens of a prompt and its answer after which the answer is cut off.
+        pad_token_id: token that pads rows.
 
     Returns:
-        As many micro-batches, of as many documents.
+        As many micro-batches, with as many documents each.
     """
-    own = [_documents(batch) for batch in batches]
-    numbered = {
-        sample_id: document[_prompt_tokens(document) :]
-        for batch, documents in zip(batches, own, strict=True)
+    documents_by_batch = [_split_documents(batch) for batch in batches]
+    answer_by_sample = {
+        sample_id: document[_count_prompt_tokens(document) :]
+        for batch, documents in zip(batches, documents_by_batch, strict=True)
         for sample_id, document in zip(batch.sample_ids, documents, strict=True)
     }
-    answers = {sample_id: answer for part in mesh.gather(numbered) for sample_id, answer in part.items()}
+    answers = {sample_id: answer for part in mesh.gather(answer_by_sample) for sample_id, answer in part.items()}
     order = sorted(answers)
-    before = dict(zip(order, [order[-1], *order[:-1]] if order else [], strict=True))
-    found = []
-    for batch, documents in zip(batches, own, strict=True):
+    previous = dict(zip(order, [order[-1], *order[:-1]] if order else [], strict=True))
+    mismatched_batches = []
+    for batch, documents in zip(batches, documents_by_batch, strict=True):
         samples = []
         for sample_id, document in zip(batch.sample_ids, documents, strict=True):
-            prompt = document[: _prompt_tokens(document)]
-            tokens = np.concatenate([prompt, answers[before[sample_id]]])[:max_seq_len]
+            prompt = document[: _count_prompt_tokens(document)]
+            tokens = np.concatenate([prompt, answers[previous[sample_id]]])[:max_seq_len]
             samples.append(TextSample((Document(tokens[:, 0].astype(np.int32), tokens[:, 1].astype(bool)),)))
-        sources, is_packed = [0] * len(samples), batch.shape[0] == 1
+        sources = [0] * len(samples)
+        is_packed = batch.shape[0] == 1
         least = placeholder_tokens(mesh)
-        found.append(make_batch(samples, batch.sample_ids, sources, is_packed, pad_token_id, least))
-    return found
+        mismatched_batches.append(make_batch(samples, batch.sample_ids, sources, is_packed, pad_token_id, least))
+    return mismatched_batches
 
 
-def _documents(batch: TokenBatch) -> list[np.ndarray]:
-    """Tokens of each document and whether the loss mask holds them, int64 ``[L, 2]``."""
-    ids, labels = batch.input_ids.flatten().numpy(), batch.labels.flatten().numpy()
+def _split_documents(batch: TokenBatch) -> list[np.ndarray]:
+    """The documents of a batch, each int64 ``[L, 2]``: its tokens, and 1 for tokens of the loss mask."""
+    ids = batch.input_ids.flatten().numpy()
+    labels = batch.labels.flatten().numpy()
     document_ids = batch.document_ids.flatten().numpy()
-    found = []
+    documents = []
     for number, length in enumerate(batch.document_lengths):
         start = int((document_ids == number).argmax())
         mask = np.zeros(length, bool)
-        mask[1:] = labels[start : start + length - 1] != IGNORED
-        found.append(np.stack([ids[start : start + length], mask], axis=1))
-    return found
+        mask[1:] = labels[start : start + length - 1] != IGNORED  # labels are the next tokens: shifted back by one
+        documents.append(np.stack([ids[start : start + length], mask], axis=1))
+    return documents
 
 
-def _prompt_tokens(document: np.ndarray) -> int:
-    """Tokens before the answer."""
+def _count_prompt_tokens(document: np.ndarray) -> int:
+    """Tokens before the answer, which begins with the first token of the loss mask."""
     return int(document[:, 1].argmax())

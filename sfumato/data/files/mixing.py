@@ -1,4 +1,4 @@
-"""The order of samples of one or several sources: a function of the data and the seed, without an end."""
+"""The endless order of samples of one or several sources, which depends on the data and the seed alone."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ from sfumato.algorithms.noise import keyed_permutation
 from sfumato.errors import DataError
 
 MAX_EPOCH = 10**9
-"""Most samples of an epoch of weighted sources, which is planned as a whole."""
+"""Most samples of an epoch of weighted sources, which is planned in memory as a whole."""
 
 BLOCK = 1 << 16
-"""Samples of a source whose lengths are looked up together."""
+"""Samples of a source whose lengths are looked up in one numpy call."""
 
 
 class Mixer:
-    """Which source the next sample comes from, so that none is ever a whole sample ahead of its share or behind it.
+    """Chooses the source of the next sample so that no source is ever a whole sample ahead of or behind its share.
 
-    Of the sources that would not get too far ahead, the one comes that would be too far behind first (the rule for the
-    chairman assignment problem, Tijdeman 1980). By tokens the same holds for samples of the mean length.
+    Among the sources that would not get too far ahead, it chooses the one that would be too far behind first (the rule
+    for the chairman assignment problem, Tijdeman 1980). Where shares are of tokens, the bound holds for samples of the
+    mean length.
     """
 
     def __init__(self, weights: Sequence[float], taken: Sequence[int] | None = None, num_samples: int = 0) -> None:
-        """Starts at the beginning, or where another mixer has come to.
+        """Starts at the beginning, or at the state of another mixer.
 
         Args:
             weights: positive, one for each source; their sum does not matter.
-            taken: what each source has given so far, samples or tokens.
-            num_samples: how many samples all have given.
+            taken: amount that each source has given so far, in samples or tokens.
+            num_samples: samples that all sources have given.
         """
         self.taken = [0] * len(weights) if taken is None else list(taken)
         self._fractions = [weight / sum(weights) for weight in weights]
-        self._total, self._num_samples = sum(self.taken), num_samples
+        self._total = sum(self.taken)
+        self._num_samples = num_samples
 
     def choose(self) -> int:
-        """The source whose turn it is."""
+        """The number of the source whose turn it is."""
         unit = self._total / self._num_samples if self._num_samples else 1.0
         least = unit / (2 * len(self.taken))
-        chosen, first = 0, float("inf")
+        chosen = 0
+        first = float("inf")
         for source, fraction in enumerate(self._fractions):
-            lacks = fraction * (self._total + unit) - self.taken[source]
+            lacks = fraction * (self._total + unit) - self.taken[source]  # behind its share after the next sample
             if lacks >= least and (unit - least - lacks) / fraction < first:
-                chosen, first = source, (unit - least - lacks) / fraction
+                chosen = source
+                first = (unit - least - lacks) / fraction
         return chosen
 
     def add(self, source: int, amount: int) -> None:
-        """Notes what a source has given."""
+        """Adds the amount of the sample that a source has given."""
         self.taken[source] += amount
         self._total += amount
         self._num_samples += 1
@@ -90,7 +94,11 @@ class Order:
         Raises:
             DataError: when an epoch would have more than ``MAX_EPOCH`` samples.
         """
-        self.lengths, self.level, self.stopping, self.seed, self.shuffle = lengths, level, stopping, seed, shuffle
+        self.lengths = lengths
+        self.level = level
+        self.stopping = stopping
+        self.seed = seed
+        self.shuffle = shuffle
         self._mixed = weights is not None
         self._weights = [1.0] if weights is None else list(weights)
         if self._mixed:
@@ -101,7 +109,7 @@ class Order:
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._starts = [([0] * len(self._members), [0] * len(self._members))]
-        """What sources have given before each epoch: in the unit of their shares, and in samples."""
+        """What each source has given before each epoch that is known: in the unit of the shares, and in samples."""
 
     def epoch(self, number: int) -> np.ndarray:
         """Sample indices of an epoch in order, int64 ``[n]``. With weights, epochs before it are planned first."""
@@ -120,43 +128,48 @@ class Order:
         while True:
             if number + 1 == len(self._starts):
                 self.epoch(number)
-            start, end = (sum(given) for _, given in self._starts[number : number + 2])
+            start, end = (sum(num_given) for _, num_given in self._starts[number : number + 2])
             if position < end:
                 return number, position - start
             number += 1
 
     def _mix(self, number: int) -> np.ndarray:
-        """An epoch of weighted sources; notes where the next one starts."""
-        taken, given = self._starts[number]
-        mixer = Mixer(self._weights, taken, sum(given))
+        """Sample indices of an epoch of weighted sources, int64 ``[n]``; stores where the next epoch starts.
+
+        Args:
+            number: of the epoch; all epochs before it have been planned.
+        """
+        taken, num_given = self._starts[number]
+        mixer = Mixer(self._weights, taken, sum(num_given))
         sizes = [len(members) for members in self._members]
-        amounts = [self._amounts(source, start) for source, start in enumerate(given)]
-        left = [size - start % size for size, start in zip(sizes, given, strict=True)]
-        passes = [start // size for size, start in zip(sizes, given, strict=True)]
+        amounts = [self._amounts(source, start) for source, start in enumerate(num_given)]
+        num_left = [size - start % size for size, start in zip(sizes, num_given, strict=True)]
+        passes = [start // size for size, start in zip(sizes, num_given, strict=True)]
         reached = max if self.stopping == "first_exhausted" else min
         pattern = array("H")
         while True:
             source = mixer.choose()
             mixer.add(source, next(amounts[source]))
             pattern.append(source)
-            left[source] -= 1
-            if left[source] == 0:
-                left[source], passes[source] = sizes[source], passes[source] + 1
+            num_left[source] -= 1
+            if num_left[source] == 0:
+                num_left[source] = sizes[source]
+                passes[source] = passes[source] + 1
                 if reached(passes) > number:
                     break
         sources = np.frombuffer(pattern, np.uint16)
         order = np.empty(len(sources), np.int64)
-        after = list(given)
-        for source, start in enumerate(given):
+        num_given_after = list(num_given)
+        for source, start in enumerate(num_given):
             places = np.flatnonzero(sources == source)
-            after[source] += len(places)
-            order[places] = self._run_of(source, start, after[source])
+            num_given_after[source] += len(places)
+            order[places] = self._run_of(source, start, num_given_after[source])
         if len(self._starts) == number + 1:
-            self._starts.append((mixer.taken, after))
+            self._starts.append((mixer.taken, num_given_after))
         return order
 
     def _amounts(self, source: int, start: int) -> Iterator[int]:
-        """What each sample of a source counts, from a position in its passes on."""
+        """The amount of each sample of a source, from a position in its passes on, without end: 1, or its tokens."""
         if self.level == "sample":
             yield from repeat(1)
         size = len(self._members[source])
@@ -185,11 +198,12 @@ class Order:
         return self._passes[source][1]
 
     def _check_size(self, names: Sequence[str]) -> None:
+        """Raises DataError when an epoch would have more than ``MAX_EPOCH`` samples; ``names`` are the sources'."""
         by_tokens = self.level == "token"
         amounts = [int(self.lengths[members].sum()) if by_tokens else len(members) for members in self._members]
         needed = [amount / weight for amount, weight in zip(amounts, self._weights, strict=True)]
         epoch = min(needed) if self.stopping == "first_exhausted" else max(needed)
-        size = sum(len(members) * epoch / own for members, own in zip(self._members, needed, strict=True))
+        size = sum(len(members) * epoch / need for members, need in zip(self._members, needed, strict=True))
         if size > MAX_EPOCH:
             raise DataError(
                 f"with these weights an epoch would have {size:.2g} samples until source "

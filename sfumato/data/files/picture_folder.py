@@ -1,4 +1,4 @@
-"""Folders of pictures with captions beside them, or in a table; what lies there and is not used is named."""
+"""Folders of pictures with captions in files beside them or in a table; files that are not used are named."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from sfumato.data.media.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 
 METADATA = ("metadata.jsonl", "metadata.parquet", "metadata.csv")
-"""Names of the table of a folder, as Hugging Face's image folders have it: one is read, the first of these."""
+"""Names of a folder's table, as in Hugging Face's image folders; only the first of these that exists is read."""
 
 CAPTION_ENDINGS = (".txt", ".caption", ".json")
-"""Of files beside a picture with its caption; the first that there is counts."""
+"""Endings of files with a picture's caption; the first of these that exists counts."""
 
 CAPTION_FIELDS = ("caption", "text", "prompt", "description")
-"""Of a .json file beside a picture, beside the one that data.text_key names; the first that there is counts."""
+"""Fields of a .json file that may hold the caption, after the one that data.text_key names; the first that is set
+counts."""
 
 UNREAD_ENDINGS = {
     ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".pdf", ".ico", ".tga", ".eps", ".ppm", ".pgm", ".qoi",
     ".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf",
 }  # fmt: skip
-"""Of pictures that are not read."""
+"""Endings of pictures that are not read."""
 
 SHOWN = 3
-"""Files of a kind that a line names."""
+"""Files that a line names; the others are counted."""
 
 
 def is_hidden(name: str) -> bool:
-    """Whether people do not see a file or folder: ``.ipynb_checkpoints``, ``._a.jpg``, what macOS adds to archives."""
+    """Whether a file or folder is hidden: ``.ipynb_checkpoints``, ``._a.jpg``, or one that macOS or a NAS adds."""
     return name.startswith((".", "__MACOSX", "@eaDir"))
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, in order, without hidden ones. Links to folders are followed, once."""
-    files, seen = [], set()
+    """The files of a folder and its subfolders, sorted, without hidden ones. A linked folder is read once."""
+    files = []
+    seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(root))
+        seen.add(os.path.realpath(root))  # a link to a folder above would be followed for ever
         folders[:] = sorted(
             name for name in folders if not is_hidden(name) and os.path.realpath(f"{root}/{name}") not in seen
         )
@@ -53,7 +55,7 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def find_metadata(folder: Path) -> list[Path]:
-    """The tables of a folder of pictures: in itself, or one in each subfolder. Empty where there are none."""
+    """The tables of a folder of pictures: one in the folder itself, or else one in each of its subfolders."""
     tables: dict[Path, Path] = {}
     for path in sorted(folder.glob("*")) if not any((folder / name).is_file() for name in METADATA) else [folder]:
         if path.is_dir() and not (path != folder and is_hidden(path.name)):
@@ -67,7 +69,9 @@ class FolderRows:
     """A folder of images or videos, each with its caption in a file of the same name beside it."""
 
     def __init__(self, folder: Path, image_key: str, text_key: str, endings: Set[str] = IMAGE_ENDINGS) -> None:
-        self.root, self.image_key, self.text_key = folder, image_key, text_key
+        self.root = folder
+        self.image_key = image_key
+        self.text_key = text_key
         files = visible_files(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
         captions = {_stem(path) + path.suffix.lower(): path for path in files if path.suffix.lower() in CAPTION_ENDINGS}
@@ -78,7 +82,7 @@ class FolderRows:
             for path in self._files
         ]
         self.unused = self._describe_unused(files)
-        """Lines about the files that are in no row."""
+        """Lines about files that are in no row, or in a broken one."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -102,14 +106,15 @@ class FolderRows:
         return self.root
 
     def fingerprint(self) -> str:
-        """Every image and every caption there is, with size and time."""
+        """All images and captions with their sizes and times."""
         return file_fingerprint(self.files())
 
     def files(self) -> list[Path]:
-        """Every image and every caption there is."""
+        """The files of all images and captions."""
         return [*self._files, *(path for path in self._captions if path is not None)]
 
-    def _caption_of(self, content: Any, where: Path) -> str:
+    def _caption_of(self, content: object, where: Path) -> str:
+        """The caption in the parsed content of a .json file. Raises DataError when it has none."""
         fields = content if isinstance(content, dict) else {}
         key = next((name for name in (self.text_key, *CAPTION_FIELDS) if fields.get(name)), None)
         if key is None:
@@ -118,48 +123,48 @@ class FolderRows:
 
     def _describe_unused(self, files: Iterable[Path]) -> list[str]:
         used = {*self.files()}
-        left = [path for path in files if path not in used]
+        unused = [path for path in files if path not in used]
         pictured = {_stem(path) for path in self._files}
-        lonely = [path for path in left if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
+        lonely = [path for path in unused if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
         missing = [path for path, caption in zip(self._files, self._captions, strict=True) if caption is None]
-        unread = [path for path in left if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
+        unread = [path for path in unused if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
         stems = Counter(_stem(path) for path in self._files)
         same = [path for path in self._files if stems[_stem(path)] > 1]
         return [
-            *_line(missing, self.root, "pictures without a caption, which are broken rows"),
-            *_line(lonely, self.root, "captions without a picture or video that is read"),
-            *_line(unread, self.root, "pictures or videos of kinds that are not read here"),
-            *_line(same, self.root, "pictures that share their caption with another of the same name"),
+            *_describe_files(missing, self.root, "pictures without a caption, which are broken rows"),
+            *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
+            *_describe_files(unread, self.root, "pictures or videos of kinds that are not read here"),
+            *_describe_files(same, self.root, "pictures that share their caption with another of the same name"),
         ]
 
 
 def describe_unlisted(
     folder: Path, rows: FiledRows, image_key: Callable[[dict[str, Any]], str], endings: set[str]
 ) -> list[str]:
-    """Lines about the pictures of a folder that its table does not name.
+    """A line about the pictures of a folder that its table does not name; none where there are none.
 
     Args:
-        folder: that holds them.
+        folder: of the pictures and the table.
         rows: of the table.
-        image_key: the column of a row's picture.
+        image_key: gives the column of a row's picture.
         endings: of pictures.
     """
     named = set()
     for index in range(len(rows)):
         try:
             value = (row := rows[index]).get(image_key(row))
-        except DataError:  # is named when it is read
+        except DataError:  # the broken row is named when it is read for training
             continue
         if not isinstance(value, str):  # the table holds the pictures itself
             return []
         named.add(os.path.normpath(rows.folder(index) / value))
-    left = [
+    unlisted = [
         path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
     ]
-    return _line(left, folder, "pictures that its table does not name") if named else []
+    return _describe_files(unlisted, folder, "pictures that its table does not name") if named else []
 
 
-def _line(paths: list[Path], root: Path, what: str) -> list[str]:
+def _describe_files(paths: list[Path], root: Path, description: str) -> list[str]:
     """A line about files; none where there are none."""
     if not paths:
         return []
@@ -167,9 +172,9 @@ def _line(paths: list[Path], root: Path, what: str) -> list[str]:
     counts = ", ".join(f"{count:,} {ending}" for ending, count in endings.most_common())
     shown = ", ".join(json.dumps(str(path.relative_to(root)), ensure_ascii=False) for path in paths[:SHOWN])
     more = ", ..." if len(paths) > SHOWN else ""
-    return [f"{root}: {len(paths):,} {what} ({counts}): {shown}{more}"]
+    return [f"{root}: {len(paths):,} {description} ({counts}): {shown}{more}"]
 
 
 def _stem(path: Path) -> str:
-    """The path without its ending, in the form in which Unicode composes letters: macOS writes them apart."""
+    """The path without its ending, with composed letters (NFC): macOS writes names with decomposed ones."""
     return unicodedata.normalize("NFC", str(path.with_suffix("")))

@@ -1,4 +1,4 @@
-"""Rows of files that are read from front to back, a block at a time: a file is opened when its turn comes."""
+"""Rows of files that are streamed from front to back, a block at a time; each file is opened when its turn comes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sfumato.data.files.arrow_values import arrow_row
 from sfumato.data.files.file_rows import FileRows
 from sfumato.data.files.rows import JoinedRows, JsonlRows, RowTable, empty_file, open_file
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from sfumato.data.files.rows import FiledRows, FileTable
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,8 @@ class RowFile:
     option: str
     """The configuration field that holds the path, for messages."""
 
-    def open(self) -> RowTable:
-        """Its rows. Raises DataError when it is broken or empty."""
+    def open(self) -> FileTable:
+        """Opens the rows. Raises DataError when the file is broken or empty."""
         return open_file(self.path, self.text_column, self.option)
 
 
@@ -35,25 +40,26 @@ Table = RowFile | RowTable
 
 
 class FilePlace(NamedTuple):
-    """A place between two rows of several tables, as JSON can hold it."""
+    """A place between two rows of several tables, of numbers that JSON can hold."""
 
     table: int = 0
     position: int = 0
     """Bytes before it in a .jsonl file, rows before it in any other table."""
     number: int = 0
-    """Lines before it in a .jsonl file, otherwise the same."""
+    """Lines before it in a .jsonl file; in any other table equal to ``position``."""
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that follow each other, at least one."""
+    """Rows that follow each other, at least one, perhaps from several tables."""
 
     rows: JoinedRows
     after: FilePlace
+    """The place after the block."""
     is_last: bool
     """Whether no row follows."""
     ends: list[int]
-    """Rows of the block up to the end of each table that it has rows of."""
+    """Running totals of rows: how many rows of the block lie before the end of each of its tables."""
     sources: list[int]
     """Numbers of the sources of these tables."""
 
@@ -70,18 +76,24 @@ class RowBlocks:
     """
 
     def __init__(self, tables: Sequence[tuple[int, Table]]) -> None:
-        """Opens nothing yet. ``tables`` stand beside the numbers of their sources."""
+        """Opens nothing yet.
+
+        Args:
+            tables: each with the number of its source.
+        """
         self._tables = tables
-        self._held: tuple[int, Any] | None = None
+        self._held: tuple[int, RowTable | _RowGroups] | None = None
 
     def read(self, start: FilePlace, most: int) -> RowBlock:
-        """The block of up to ``most`` rows at a place that rows follow.
+        """The block of up to ``most`` rows from a place on, after which there is at least one row.
 
         Raises:
             DataError: when a file is empty or broken.
         """
-        parts: list[RowTable] = []
-        sources, place, missing = [], start, most
+        parts: list[RowTable | _RowSlice] = []
+        sources = []
+        place = start
+        missing = most
         while missing and place.table < len(self._tables):
             source = self._tables[place.table][0]
             rows, place = self._read_table(place, missing)
@@ -89,14 +101,16 @@ class RowBlocks:
             if len(rows):
                 parts.append(rows)
                 sources.append(source)
+        # Looks ahead for one more row, so that whoever reads the last block knows it without asking for another.
         after = place
         is_last = True
         while is_last and place.table < len(self._tables):
             rows, place = self._read_table(place, 1)
             is_last = len(rows) == 0
-        return RowBlock(JoinedRows(parts), after, is_last, [*accumulate(map(len, parts))], sources)
+        rows = JoinedRows(cast("list[FileTable]", parts))  # of which a block needs rows, places and folders alone
+        return RowBlock(rows, after, is_last, [*accumulate(map(len, parts))], sources)
 
-    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable, FilePlace]:
+    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable | _RowSlice, FilePlace]:
         """Up to ``most`` rows of one table, and the place after them, which is in the next table when it has ended."""
         table = self._tables[place.table][1]
         if isinstance(table, RowFile) and table.path.suffix.lower() == ".jsonl":
@@ -115,15 +129,16 @@ class RowBlocks:
         has_ended = stop == len(whole)
         return rows, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, stop, stop)
 
-    def _open(self, number: int) -> Any:
-        """A table; the last one is kept."""
+    def _open(self, number: int) -> RowTable | _RowGroups:
+        """Opens a table; the last one stays open."""
         if self._held is None or self._held[0] != number:
-            self._held = None  # its memory goes before the next one comes
+            self._held = None  # frees the memory of the last table before the next one takes some
             self._held = number, _open_table(self._tables[number][1])
         return self._held[1]
 
 
-def _open_table(table: Table) -> Any:
+def _open_table(table: Table) -> RowTable | _RowGroups:
+    """Opens a table so that a block of it can be read. Raises DataError when it is broken or empty."""
     if not isinstance(table, RowFile):
         return table
     if table.path.suffix.lower() != ".parquet":
@@ -138,7 +153,9 @@ class _RowSlice:
     """Rows of a table from ``start`` to ``stop``."""
 
     def __init__(self, rows: RowTable, start: int, stop: int) -> None:
-        self._rows, self._start, self._stop = rows, start, stop
+        self._rows = rows
+        self._start = start
+        self._stop = stop
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -152,11 +169,11 @@ class _RowSlice:
 
     def folder(self, index: int) -> Path:
         """The folder of the row's file."""
-        return self._rows.folder(self._start + index)
+        return cast("FiledRows", self._rows).folder(self._start + index)
 
 
 class _RowGroups:
-    """A .parquet file, of which one row group after the other is read; the last one is kept."""
+    """A .parquet file that is read one row group at a time; the last row group stays in memory."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -164,7 +181,7 @@ class _RowGroups:
 
         self._path = path
         self._errors = (pyarrow.ArrowException, OSError, ValueError)
-        self._group: tuple[int, Any] | None = None
+        self._group: tuple[int, pyarrow.Table] | None = None
         try:
             self._file = pyarrow.parquet.ParquetFile(path)
             groups = range(self._file.metadata.num_row_groups)
@@ -175,7 +192,7 @@ class _RowGroups:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def part(self, start: int, stop: int) -> RowTable:
+    def part(self, start: int, stop: int) -> _TableRows:
         """Rows from ``start`` to ``stop``."""
         import pyarrow
 
@@ -187,7 +204,8 @@ class _RowGroups:
             tables.append(self._read_group(number).slice(max(start - first, 0), stop - max(start, first)))
         return _TableRows(self._path, pyarrow.concat_tables(tables), start)
 
-    def _read_group(self, number: int) -> Any:
+    def _read_group(self, number: int) -> pyarrow.Table:
+        """A row group. Raises DataError when it cannot be read."""
         if self._group is None or self._group[0] != number:
             try:
                 self._group = number, self._file.read_row_group(number)
@@ -197,11 +215,12 @@ class _RowGroups:
 
 
 class _TableRows(FileRows):
-    """Rows of a table in memory, which begin at row ``first`` of the file."""
+    """Rows of a file that are in memory as a table; ``first`` is the row of the file that the table begins with."""
 
-    def __init__(self, path: Path, table: Any, first: int) -> None:
+    def __init__(self, path: Path, table: pyarrow.Table, first: int) -> None:
         super().__init__(path)
-        self._table, self._first = table, first
+        self._table = table
+        self._first = first
 
     def __len__(self) -> int:
         return self._table.num_rows

@@ -1,7 +1,7 @@
-"""Tensors of rows on disk by keys of what they were made of: appended, never changed, mapped into memory.
+"""Tensors of rows on disk, by keys of the data that they were computed from: appended, never changed, memory-mapped.
 
-A row counts from the moment when its key is in the index, which is written after its tensors have reached the disk. So
-a process that is killed at any time leaves whole rows and perhaps a rest behind them, which the next one cuts off.
+A row counts once its key is in the index, which is written after its tensors have reached the disk. A process that is
+killed at any time therefore leaves whole rows, and perhaps bytes of an unfinished one, which the next writer cuts off.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ SPECS, INDEX = "tensors.json", "index.bin"
 
 KEY = np.dtype("V16")
 DTYPES = {"bfloat16", "bool", "float16", "float32", "float64", "int16", "int32", "int64", "int8", "uint8"}
-"""torch's names of the dtypes that rows may have."""
+"""Names of torch's dtypes that rows may have; the file of specifications is not trusted to name others."""
 
 
 LONGEST_NAME = 100
-"""Letters of a tensor's name, which is that of its file, too."""
+"""Most letters of a tensor's name, which is also the name of its file."""
 
 
 class RowStore:
-    """The rows of a folder as they are when it is opened."""
+    """The rows of a folder that were there when it was opened; rows that are appended later are not seen."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        """Maps the files of a folder, which need not be there.
+        """Maps the files of a folder, which need not exist.
 
         Args:
             folder: of the store.
-            kind: what it is called in messages.
+            kind: what messages call the store, such as "latent cache".
 
         Raises:
             DataError: when a file is missing or shorter than its index says.
         """
-        self.folder, self._kind = folder, kind
+        self.folder = folder
+        self._kind = kind
         self.specs: dict[str, dict[str, Any]] = {}
         self.keys: np.ndarray = np.zeros(0, KEY)
         """V16 ``[N]``."""
@@ -54,7 +55,7 @@ class RowStore:
         if (folder / INDEX).is_file():
             self.specs = self._read_specs()
             index = (folder / INDEX).read_bytes()
-            self.keys = np.frombuffer(index[: len(index) // 16 * 16], KEY)
+            self.keys = np.frombuffer(index[: len(index) // 16 * 16], KEY)  # a killed process may leave part of a key
             self.tensors = {name: self._map(name) for name in self.specs} if len(self.keys) else {}
 
     def __len__(self) -> int:
@@ -71,11 +72,12 @@ class RowStore:
         return {*self.keys.tolist()}
 
     def positions(self, keys: list[bytes]) -> np.ndarray:
-        """Where rows are: int64 ``[n]``, -1 of those that are missing."""
+        """The positions of rows by their keys: int64 ``[n]``, -1 for a key that is missing."""
         places = {key: place for place, key in enumerate(self.keys.tolist())}  # not kept: it is larger than the index
         return np.array([places.get(key, -1) for key in keys], np.int64)
 
     def _read_specs(self) -> dict[str, dict[str, Any]]:
+        """Shape of a row and dtype by tensor. Raises DataError when the file is damaged, or made to do harm."""
         path = self.folder / SPECS
         try:
             specs = read_json_object(path)
@@ -89,7 +91,9 @@ class RowStore:
         return specs
 
     def _map(self, name: str) -> torch.Tensor:
-        path, spec = self.folder / f"{name}.bin", self.specs[name]
+        """A tensor of all rows, mapped into memory. Raises DataError when its file is missing or too short."""
+        path = self.folder / f"{name}.bin"
+        spec = self.specs[name]
         expected = len(self.keys) * _num_bytes(spec)
         if not path.is_file() or path.stat().st_size < expected:
             raise DataError(f"damaged {self._kind}: {path} is missing or has not {expected} bytes; delete its folder")
@@ -99,19 +103,25 @@ class RowStore:
 
 
 class RowWriter:
-    """Appends rows to a store. One process at a time may have one: hold a lock."""
+    """Appends rows to a store. Only one process at a time may have a writer: hold a lock."""
 
     def __init__(self, store: RowStore) -> None:
-        """``store`` is opened under the lock. What a process left behind the last whole row is cut off."""
+        """Cuts off what a killed process left behind the last whole row.
+
+        Args:
+            store: must have been opened under the lock.
+        """
         make_cache_folder(store.folder)
-        self._store, self._specs, self._count = store, dict(store.specs), len(store)
+        self._store = store
+        self._specs = dict(store.specs)
+        self._count = len(store)
         for name, spec in [*self._specs.items(), ("index", {"shape": [16], "dtype": "uint8"})]:
             path = store.folder / f"{name}.bin"
             if path.is_file():
-                _cut(path, self._count * _num_bytes(spec))
+                _truncate(path, self._count * _num_bytes(spec))
 
     def append(self, keys: list[bytes], rows: Mapping[str, torch.Tensor]) -> None:
-        """Adds rows, which are whole on disk when it returns.
+        """Adds rows. When it returns, they have reached the disk.
 
         Args:
             keys: 16 bytes for each of n rows.
@@ -140,26 +150,29 @@ class RowWriter:
 
 
 def _spec_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Shape of a row and dtype of a tensor ``[n, *shape]``, as JSON can hold them."""
     return {"shape": list(tensor.shape[1:]), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _num_bytes(spec: Mapping[str, Any]) -> int:
+    """Bytes of one row of a tensor."""
     return math.prod(spec["shape"]) * torch.empty((), dtype=getattr(torch, spec["dtype"])).element_size()
 
 
-def _cut(path: Path, num_bytes: int) -> None:
-    """Raises DataError for a link, which no run has made."""
+def _truncate(path: Path, num_bytes: int) -> None:
+    """Cuts a file off after ``num_bytes``. Raises DataError when it cannot be written, or is a link."""
     try:
         with open_to_append(path) as file:
             file.truncate(num_bytes)
     except OSError as error:
-        what = "is a link; remove it" if path.is_symlink() else error.strerror
-        raise DataError(f"data.cache_dir: {path}: {what}") from error
+        reason = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {reason}") from error
 
 
 def _append(path: Path, content: bytes) -> None:
+    """Appends to a file, and returns when the content has reached the disk."""
     with open_to_append(path) as file:
         view = memoryview(content)
         while len(view):
-            view = view[file.write(view) :]
+            view = view[file.write(view) :]  # unbuffered: a call may write a part only
         os.fsync(file.fileno())

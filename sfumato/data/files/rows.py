@@ -1,6 +1,6 @@
 """Rows of .jsonl, .json, .parquet, .arrow, .tar, .csv and .txt files with random access; errors name file and row.
 
-Rows can be pickled: a worker process opens the files itself. Reading them in order is as cheap as the format allows.
+Tables can be pickled: the worker process that gets one opens the files itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.arrow_values import arrow_row, arrow_rows
@@ -27,8 +27,11 @@ from sfumato.data.files.folders import data_ending, find_files
 from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 
+if TYPE_CHECKING:
+    import pyarrow
+
 ARROW_BLOCK = 1000
-"""Rows of an Arrow table that are turned into Python values at a time where all are read."""
+"""Rows of an Arrow table that are converted to Python values in one call, where all rows are read."""
 
 
 class RowTable(Protocol):
@@ -45,31 +48,40 @@ class RowTable(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Identifies the rows, for caches: files with their sizes and times."""
+        """Identifies the rows, for caches: by the files, their sizes and times."""
         ...
 
 
 class FiledRows(RowTable, Protocol):
-    """A table that is in files, beside which further files may lie."""
+    """A table from files. Its rows may name other files by paths."""
 
     def folder(self, index: int) -> Path:
-        """What the paths in a row are relative to."""
+        """The folder that paths in a row are relative to."""
+        ...
+
+
+class FileTable(FiledRows, Protocol):
+    """A table from files, of which a column can be read without the others."""
+
+    def column(self, key: str) -> list[Any]:
+        """One column of all rows; where a row of it is broken, the list may hold a DataError."""
         ...
 
 
 class JsonlRows(FileRows):
-    """A .jsonl file: one JSON object a line, blank lines skipped. Only line positions are kept in memory."""
+    """A .jsonl file: one JSON object in each line, blank lines skipped. Only the lines' positions are in memory."""
 
     def __init__(self, path: Path, start: tuple[int, int] = (0, 0), most: int | None = None) -> None:
         """Finds the lines of a file, or of a part of it.
 
         Args:
             path: the file.
-            start: where the part begins: bytes and lines before it.
-            most: rows of the part; None goes to the end of the file.
+            start: bytes and lines before the part.
+            most: rows of the part at most; None reads to the end of the file.
         """
         super().__init__(path)
-        self._starts, self._lines = array("Q"), array("I")
+        self._starts = array("Q")
+        self._lines = array("I")
         (position, number), continues = start, False
         with path.open("rb") as file:
             file.seek(position)
@@ -106,7 +118,7 @@ class ParquetRows(FileRows):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        _ = self._table  # a broken file is found here, not in the middle of training
+        _ = self._table  # reports a broken file now, and not in the middle of training
 
     @cached_property
     def _table(self) -> Any:
@@ -123,7 +135,7 @@ class ParquetRows(FileRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return arrow_row(self._table[index], self.describe(index))
 
-    def blocks(self) -> Iterator[Any]:
+    def blocks(self) -> Iterator[pyarrow.Table]:
         """All rows in order, as Arrow tables of up to ``ARROW_BLOCK`` rows."""
         for start in range(0, len(self), ARROW_BLOCK):
             yield self._table[start : start + ARROW_BLOCK]
@@ -143,7 +155,8 @@ class ArrowRows(FileRows):
         _ = self._batches
 
     @cached_property
-    def _batches(self) -> list[Any]:
+    def _batches(self) -> list[pyarrow.RecordBatch]:
+        """All record batches of the file, whose values stay on disk until they are read."""
         import pyarrow
 
         try:
@@ -167,7 +180,7 @@ class ArrowRows(FileRows):
         number, offset = _locate(self._ends, index)
         return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
 
-    def blocks(self) -> Iterator[Any]:
+    def blocks(self) -> Iterator[pyarrow.RecordBatch]:
         """All rows in order, as record batches of up to ``ARROW_BLOCK`` rows."""
         for batch in self._batches:
             for start in range(0, batch.num_rows, ARROW_BLOCK):
@@ -198,10 +211,10 @@ class LoadedRows(FileRows):
 
 
 class LoadedLines(FileRows):
-    """Lines of JSON that are held in memory, each of which is read when it is asked for."""
+    """Lines of JSON that are held in memory, each of which is parsed when it is asked for."""
 
     def __init__(self, path: Path, lines: list[tuple[int, bytes]]) -> None:
-        """``lines`` stand beside their numbers in the file."""
+        """``lines`` are the lines with their numbers in the file."""
         super().__init__(path)
         self._lines = lines
 
@@ -218,7 +231,7 @@ class LoadedLines(FileRows):
 class JoinedRows:
     """Several tables, one after the other."""
 
-    def __init__(self, parts: list[RowTable]) -> None:
+    def __init__(self, parts: list[FileTable]) -> None:
         self.parts = parts
         self._ends = list(itertools.accumulate(len(part) for part in parts))
 
@@ -244,12 +257,15 @@ class JoinedRows:
         return "\n".join(part.fingerprint() for part in self.parts)
 
     def column(self, key: str) -> list[Any]:
-        """As of one file: all rows' values, file by file."""
+        """One column of all rows, as of ``FileTable``, file by file."""
         return [value for part in self.parts for value in part.column(key)]
 
 
 def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their numbers, in order. Broken ones are left out: they are named where they are used."""
+    """Rows with their numbers, in order. Broken rows are left out here: they are reported where they are used.
+
+    Arrow files are read in blocks, which is faster than row by row.
+    """
     first = 0
     parts = rows.parts if isinstance(rows, JoinedRows) else [rows]
     for part in parts:
@@ -259,7 +275,7 @@ def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 values = arrow_rows(block, part.describe(index))
             except DataError:
-                break  # which of its rows is broken is found out one by one
+                break  # this block and those after it are read row by row below, to find the broken rows
             yield from enumerate(values, start=first + index)
             index += len(values)
         for number in range(index, len(part)):
@@ -302,7 +318,8 @@ def read_csv_rows(path: Path) -> LoadedRows:
     """A .csv file whose first line names the columns; values are texts. Raises DataError that names a broken line."""
     rows: list[tuple[str, Any]] = []
     columns: list[str] = []
-    line, limit = 1, csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
+    line = 1
+    limit = csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document
     try:
         with io.TextIOWrapper(io.BytesIO(read_whole(path)), encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
@@ -323,7 +340,7 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
-KINDS: dict[str, Callable[[Path], RowTable]] = {
+KINDS: dict[str, Callable[[Path], FileTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
@@ -331,9 +348,10 @@ KINDS: dict[str, Callable[[Path], RowTable]] = {
     ".tar": TarRows,
     ".csv": read_csv_rows,
 }
+"""Functions that open a file, by its ending; .txt and compressed files are opened by ``open_file`` itself."""
 
 
-def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = False) -> FiledRows:
+def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = False) -> FileTable:
     """Opens files by their endings.
 
     Args:
@@ -353,16 +371,16 @@ def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = 
     return join_rows([open_file(file, text_column, option) for file in find_files(path, option, held_out)])
 
 
-def join_rows(tables: list[RowTable]) -> RowTable:
-    """Tables one after the other."""
+def join_rows(tables: list[FileTable]) -> FileTable:
+    """Several tables as one, one after the other."""
     return tables[0] if len(tables) == 1 else JoinedRows(tables)
 
 
-def open_file(path: Path, text_column: str, option: str) -> RowTable:
+def open_file(path: Path, text_column: str, option: str) -> FileTable:
     """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
     ending = data_ending(path)
     if ending == ".txt":
-        rows: RowTable = read_text_rows(path, text_column)
+        rows: FileTable = read_text_rows(path, text_column)
     elif ending == ".jsonl" and is_compressed(path):
         rows = read_jsonl_rows(path)
     else:
@@ -398,12 +416,13 @@ def text_field(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _locate(ends: list[int], index: int) -> tuple[int, int]:
-    """The part that holds an index, and the index within it; ``ends`` are the running totals of rows."""
+    """The number of the part that holds a row, and the row's index within it; ``ends`` are running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)
 
 
-def _json_object(row: Any, where: str) -> dict[str, Any]:
+def _json_object(row: object, where: str) -> dict[str, Any]:
+    """The row, if it is a mapping. Raises DataError otherwise."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a JSON object, not {type(row).__name__}")
     return row

@@ -1,4 +1,4 @@
-"""Where text comes from: one table, several with weights, or problems made in code."""
+"""The sources of text data: one table, several tables with weights, or problems that are made in code."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Sources:
 
     names: list[str]
     rows: list[RowTable]
-    """None of data that is streamed from files."""
+    """A table for each source; empty for data that is streamed from files."""
     weights: list[float] | None
-    """Shares of the sources, of any sum; None: one after the other, shuffled as one."""
+    """Shares of the sources, of any sum; None joins the sources and shuffles them as one."""
     level: Literal["sample", "token"] = "sample"
     """What the weights are shares of."""
     stopping: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     """When an epoch ends."""
     files: list[list[RowFile]] | None = None
-    """The files of each source, of data that is streamed from files: none has been opened."""
+    """The files of each source of data that is streamed, not opened yet; None for other data."""
 
     @property
     def mixing(self) -> list[object] | None:
@@ -44,7 +44,7 @@ class Sources:
 
     @property
     def tables(self) -> Sequence[Sequence[Table]]:
-        """What each source is read from."""
+        """The tables or unopened files of each source."""
         return [[rows] for rows in self.rows] if self.files is None else self.files
 
 
@@ -72,10 +72,10 @@ class SourcesFile(Section):
     """Whether an epoch ends with the first source that is used up, or with the last, the others starting again."""
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> SourcesFile:
-        for what, given in (("names", self.names), ("weights", self.schedule and self.schedule[0].weights)):
-            if given is not None and len(given) != len(self.sources):
-                raise ValueError(f"{len(given)} {what} for {len(self.sources)} sources")
+    def _check_lengths(self) -> SourcesFile:
+        for field_name, values in (("names", self.names), ("weights", self.schedule and self.schedule[0].weights)):
+            if values is not None and len(values) != len(self.sources):
+                raise ValueError(f"{len(values)} {field_name} for {len(self.sources)} sources")
         names = self.names or self.sources
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -110,31 +110,35 @@ def open_validation(config: TextDataConfig) -> Sources | None:
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
     text_column = config.text_keys[0] if config.text_keys else "text"
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        file, places = SourcesFile(sources=[path], names=[Path(path).stem]), [(path, option)]
+        file = SourcesFile(sources=[path], names=[Path(path).stem])  # pyright: ignore[reportCallIssue]  # has a default
+        places = [(path, option)]
     else:
         file = load_config(SourcesFile, path)
-        places = [*_places(path, file.sources)]
+        places = [*_iterate_places(path, file.sources)]
     files = [
         [RowFile(path, text_column, entry) for path in find_files(place, entry, held_out)] for place, entry in places
     ]
     refuse_twice([file.path for source in files for file in source], path)
     weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
     mixture = (weights, file.level, file.stopping_strategy)
-    rows = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
+    rows: list[RowTable] = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
 
 
-def _places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
-    """The files of each source of a YAML file, and what names it in messages."""
+def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
+    """The paths of each source of a YAML file, and what messages call it."""
     for number, source in enumerate(sources):
         entry = f"{path}: sources.{number}"
         if Path(source).suffix.lower() in (".yaml", ".yml"):
             raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
-        yield _beside(path, source), entry
+        yield _resolve_paths(path, source), entry
 
 
-def _beside(path: str, source: str) -> str:
-    """The paths of a source, those that lie relative to the YAML file's folder first."""
-    here = Path(path).parent
-    parts = [source] if (here / source).exists() else [part.strip() for part in source.split(",")]
-    return ",".join(str(here / part) if part and (here / part).exists() else part for part in parts)
+def _resolve_paths(path: str, source: str) -> str:
+    """The paths of a source, with commas between; a path that exists beside the YAML file is taken from there.
+
+    A whole source that exists is not split: its name may contain commas.
+    """
+    yaml_folder = Path(path).parent
+    parts = [source] if (yaml_folder / source).exists() else [part.strip() for part in source.split(",")]
+    return ",".join(str(yaml_folder / part) if part and (yaml_folder / part).exists() else part for part in parts)

@@ -1,4 +1,4 @@
-"""Folders of what is computed once from the data: how they are made, and how damage to them is noticed."""
+"""Cache folders of results that are computed once from the data: how they are made, and how damage is noticed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import open_lock
@@ -27,7 +27,7 @@ BROKEN_ARRAY = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What numpy raises for files of arrays that are damaged, or made to break it."""
+"""Errors that numpy raises for files of arrays that are damaged, or made to break it."""
 
 MANIFEST = "manifest.json"
 """The file that is written last: a folder without it is not complete."""
@@ -45,16 +45,16 @@ def make_cache_folder(folder: Path) -> None:
 
 
 def open_cache_lock(path: Path) -> IO[bytes]:
-    """A file to lock, made if absent. Raises DataError when it cannot be, also where a link or a pipe lies there."""
+    """Opens a file to lock, which is made if absent. Raises DataError when that fails, or it is a link or a pipe."""
     try:
         return open_lock(path)
     except OSError as error:
-        what = "is a link; remove it" if path.is_symlink() else error.strerror
-        raise DataError(f"data.cache_dir: {path}: {what}, and not all is cached") from error
+        reason = "is a link; remove it" if path.is_symlink() else error.strerror
+        raise DataError(f"data.cache_dir: {path}: {reason}, and not all is cached") from error
 
 
 def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
-    """What the manifest says. Raises DataError that names a damaged ``kind`` of folder."""
+    """The content of a folder's manifest. Raises DataError, which calls the folder a damaged ``kind``."""
     path = folder / MANIFEST
     try:
         return read_json_object(path)
@@ -63,18 +63,18 @@ def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def check_file(path: Path, num_bytes: int, kind: str) -> None:
-    """Raises DataError when a file is missing or of another size, naming it as part of a damaged ``kind``."""
+    """Raises DataError, which names a damaged ``kind`` of folder, when a file is missing or of another size."""
     if not path.is_file() or path.stat().st_size != num_bytes:
         raise DataError(f"damaged {kind}: {path} is missing or has not {num_bytes} bytes; delete its folder")
 
 
-def digest_of(value: Any) -> str:
-    """A digest of what JSON can hold."""
+def digest_of(value: object) -> str:
+    """The digest of a value that JSON can hold."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=10).hexdigest()
 
 
-def close_on_disk(file: BinaryIO) -> None:
-    """Closes a file whose content has reached the disk."""
+def close_on_disk(file: IO[bytes]) -> None:
+    """Closes a file, after its content has reached the disk."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -15,7 +15,7 @@ MEDIA = {
     "video": {"mp4", "avi", "mov", "mkv", "webm"},
     "audio": {"wav", "flac", "mp3", "ogg", "opus"},
 }
-"""Endings of members that become the column of their kind."""
+"""Endings of members by the kind of medium, whose column they become."""
 
 
 class Member(NamedTuple):
@@ -36,10 +36,15 @@ class TarRows(FileRows):
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError when it is broken, compressed, or its rows are not apart."""
+        """Reads the headers of all members.
+
+        Raises:
+            DataError: when the file is broken or compressed, or the members of a row do not follow each other.
+        """
         super().__init__(path)
         self._rows: list[tuple[str, list[Member]]] = []
-        size, known = path.stat().st_size, set()
+        size = path.stat().st_size
+        seen_keys = set()
         try:
             with tarfile.open(path, "r:") as shard:
                 for info in shard:
@@ -47,17 +52,19 @@ class TarRows(FileRows):
                         continue
                     if not info.isfile():
                         raise DataError(f"{path}: member {info.name} is a link, not a file")
+                    # tarfile would report an unexpected end of the file, and not which member is cut off.
                     if info.offset_data + info.size > size:
                         raise DataError(f"{path}: member {info.name} is cut off: the shard is not whole")
                     folder, _, name = info.name.rpartition("/")
                     key, _, ending = name.partition(".")
-                    key, member = f"{folder}/{key}", Member(ending.lower(), info.offset_data, info.size)
+                    key = f"{folder}/{key}"
+                    member = Member(ending.lower(), info.offset_data, info.size)
                     if not self._rows or self._rows[-1][0] != key:
-                        if key in known:
+                        if key in seen_keys:
                             raise DataError(f"{path}: member {info.name} does not follow the others of its row")
-                        known.add(key)
+                        seen_keys.add(key)
                         self._rows.append((key, []))
-                    if any(other.ending == member.ending for other in self._rows[-1][1]):
+                    if any(earlier.ending == member.ending for earlier in self._rows[-1][1]):
                         raise DataError(f"{path}: member {info.name} is there twice")
                     self._rows[-1][1].append(member)
         except (tarfile.TarError, EOFError) as error:
@@ -67,7 +74,8 @@ class TarRows(FileRows):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        where, row = self.describe(index), {}
+        where = self.describe(index)
+        row = {}
         media: dict[str, list[bytes]] = {kind: [] for kind in MEDIA}
         with self.path.open("rb") as file:
             for member in self._rows[index][1]:
@@ -83,15 +91,15 @@ class TarRows(FileRows):
                     fields = parse_json(content, where)
                     if not isinstance(fields, dict):
                         raise DataError(f"{where}: json must be an object, not {type(fields).__name__}")
-                    row = fields | row
+                    row = fields | row  # members win over fields, whichever came first
                 elif last == "txt":
                     row[member.ending] = _text(content, where)
                 else:
                     row[member.ending] = content
-        for kind, found in media.items():
-            if found:  # what the member json says of the same column is the name of the file
+        for kind, contents in media.items():
+            if contents:  # a field of the member json with this name holds the name of the file: it is replaced
                 row = {name: value for name, value in row.items() if name not in (kind, f"{kind}s")}
-                row |= {kind: found[0]} if len(found) == 1 else {f"{kind}s": found}
+                row |= {kind: contents[0]} if len(contents) == 1 else {f"{kind}s": contents}
         return row
 
     def describe(self, index: int) -> str:
@@ -99,6 +107,7 @@ class TarRows(FileRows):
 
 
 def _text(content: bytes, where: str) -> str:
+    """The text of a member. Raises DataError when it is not UTF-8."""
     try:
         return content.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Images of several sizes (aspect ratio buckets): which size each row has, and the rows of one size by themselves."""
+"""Aspect ratio buckets: which size each row of a dataset of images is brought to, and the rows of one size alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank
 
 HEADS = 16
-"""Heads of image files that are read at a time."""
+"""Threads that read heads of image files."""
 
 BLOCK = 1024
-"""Files that are looked for before their heads are read."""
+"""Rows whose files are looked up before the threads read their heads."""
 
 SHOWN = 12
 """Buckets that the log names."""
@@ -60,10 +60,11 @@ class Buckets:
 
 
 class OneSize:
-    """The rows of a dataset that are in one bucket, by their own numbers from 0 on."""
+    """The rows of a dataset that are in one bucket. Indices of its methods are those within the bucket, from 0 on."""
 
     def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
-        self.dataset, self.indices = dataset, indices
+        self.dataset = dataset
+        self.indices = indices
         self.size = (*size, 1)
         self.is_paired = dataset.is_paired
 
@@ -75,46 +76,46 @@ class OneSize:
         return self.dataset.describe(int(self.indices[index]))
 
     def caption(self, index: int) -> str:
-        """As of the dataset."""
+        """As ``ImageTextDataset.caption``."""
         return self.dataset.caption(int(self.indices[index]))
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.files``."""
         return self.dataset.files(int(self.indices[index]), with_source)
 
     def has_source(self, index: int) -> bool:
-        """As of the dataset."""
+        """As ``ImageTextDataset.has_source``."""
         return self.dataset.has_source(int(self.indices[index]))
 
     def tables(self) -> list[Path]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.tables``."""
         return self.dataset.tables()
 
     def paths(self, index: int) -> list[str]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.paths``."""
         return self.dataset.paths(int(self.indices[index]))
 
     @property
     def settings(self) -> list[Any]:
-        """As of the dataset."""
+        """As ``ImageTextDataset.settings``."""
         return self.dataset.settings
 
     def pixels(self, index: int) -> torch.Tensor:
-        """As of the dataset. Raises as ``picture``."""
+        """As ``ImageTextDataset.pixels``. Raises as ``picture``."""
         return self.picture(index).pixels
 
     def picture(self, index: int) -> Picture:
-        """As of the dataset. Raises DataError also when the image is of another bucket than before the run."""
-        found = self.dataset.picture(int(self.indices[index]))
-        if tuple(found.pixels.shape[-2:]) != self.size[:2]:
+        """As ``ImageTextDataset.picture``. Raises DataError also when the image now belongs to another bucket."""
+        picture = self.dataset.picture(int(self.indices[index]))
+        if tuple(picture.pixels.shape[-2:]) != self.size[:2]:
             raise DataError(
                 f"{self.describe(index)}: the image has another size than when it was sorted into a bucket: start the "
                 "run again"
             )
-        return found
+        return picture
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """As of the dataset."""
+        """As ``ImageTextDataset.source``."""
         return self.dataset.source(int(self.indices[index]), pixels)
 
     def fingerprint(self) -> str:
@@ -126,45 +127,55 @@ class OneSize:
 def sort_into_buckets(
     dataset: Sized, config: ImageDataConfig, mesh: Mesh, say: Callable[[str], None]
 ) -> Buckets | None:
-    """Which bucket each row is in, by the head of its image; of a pair by ``chosen_key``'s. Every rank must call it.
+    """Assigns each row to a bucket, by the size in the head of its image; of a pair, the image of ``chosen_key``.
 
-    Ranks share the heads out. With ``data.cache_dir`` what was found is kept there, by the fingerprint of the data.
-    A row whose image is broken is in the bucket nearest to height x width, and is named when it is read.
+    Every rank must call it; each reads a part of the heads. With ``data.cache_dir`` the sizes are saved there, by the
+    fingerprint of the data. A row whose image is broken goes to the bucket nearest to height x width, and is reported
+    when it is read.
 
     Args:
-        dataset: its rows.
+        dataset: of images or pairs.
         config: the data section.
         mesh: the ranks.
-        say: is told how many rows there are in which bucket.
+        say: is told how many rows are in which bucket.
 
     Returns:
         None without ``data.buckets``.
     """
     if config.buckets is None:
         return None
-    kept = None
+    cache_path = None
     if config.cache_dir is not None:
-        kept = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
-    found = mesh.first(_load(kept, len(dataset)) if mesh.is_first else None, "world")
-    if found is None:
-        started, own = time.time_ns(), range_of_rank(len(dataset), mesh.rank, mesh.size)
-        parts = mesh.gather(read_sizes(dataset, own), "world")
-        found = np.concatenate([sizes for sizes, _ in parts])
-        if kept is not None and mesh.is_first:
+        cache_path = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"
+    sizes = mesh.first(_load_sizes(cache_path, len(dataset)) if mesh.is_first else None, "world")
+    if sizes is None:
+        started = time.time_ns()
+        indices = range_of_rank(len(dataset), mesh.rank, mesh.size)
+        parts = mesh.gather(read_sizes(dataset, indices), "world")
+        sizes = np.concatenate([part_sizes for part_sizes, _ in parts])
+        if cache_path is not None and mesh.is_first:
             paths = [path for _, listed in parts for path in listed]
-            _keep(kept, found, paths, *signature_of(paths, started))
-    distinct, place = np.unique(found, axis=0, return_inverse=True)
-    given = [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
-    numbers = np.array([nearest_size(*size, config.sizes) for size in given], np.int16)
-    buckets = Buckets(config.sizes, numbers[place.reshape(-1)])
+            _save_sizes(cache_path, sizes, paths, *signature_of(paths, started))
+    distinct, row_of_distinct = np.unique(sizes, axis=0, return_inverse=True)
+    known_sizes = cast(
+        "list[tuple[int, int]]", [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
+    )
+    numbers = np.array([nearest_size(*size, config.sizes) for size in known_sizes], np.int16)
+    buckets = Buckets(config.sizes, numbers[row_of_distinct.reshape(-1)])
     say(buckets.describe())
     return buckets
 
 
 def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:
-    """Height and width of the images of some rows, by the heads of their files: int32 ``[n, 2]``, 0 of broken ones.
+    """Reads the sizes of the images of some rows from the heads of their files.
 
-    Returns these, and the files that they follow from, or that were missing.
+    Args:
+        dataset: of images or pairs.
+        indices: of its rows.
+
+    Returns:
+        Height and width, int32 ``[n, 2]``, 0 where an image is broken; and the paths of the files, of those too that
+        were missing, since the sizes are valid only while these stay as they are.
     """
 
     def read(place: tuple[File, str] | None) -> tuple[int, int]:
@@ -183,33 +194,45 @@ def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list
         return file, dataset.describe(index)
 
     paths: list[str] = []
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     with ThreadPoolExecutor(HEADS) as pool:
-        for start in range(0, len(indices), BLOCK):  # rows are found here, since a table need not know threads
-            found += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
-    return np.array(found, np.int32).reshape(-1, 2), paths
+        for start in range(0, len(indices), BLOCK):  # rows are read in this thread: tables need not be thread-safe
+            sizes += pool.map(read, [find(index) for index in indices[start : start + BLOCK]])
+    return np.array(sizes, np.int32).reshape(-1, 2), paths
 
 
-def _load(kept: Path | None, count: int) -> np.ndarray | None:
-    """Sizes that were found before, of files that have stayed."""
-    if kept is None or not kept.is_file():
+def _load_sizes(cache_path: Path | None, count: int) -> np.ndarray | None:
+    """The saved sizes, int32 ``[count, 2]``; None where there are none, they are damaged, or a file has changed."""
+    if cache_path is None or not cache_path.is_file():
         return None
     try:
-        with np.load(kept, allow_pickle=False) as content:
-            found, said = content["sizes"], content["said"].tobytes().decode("utf-8", "surrogateescape")
-        signature, paths = json.loads(said)
+        with np.load(cache_path, allow_pickle=False) as content:
+            sizes = content["sizes"]
+            manifest = content["said"].tobytes().decode("utf-8", "surrogateescape")
+        signature, paths = json.loads(manifest)
     except (*BROKEN_ARRAY, TypeError, RecursionError):
-        return None  # what is damaged is read again
-    stayed = found.shape == (count, 2) and found.dtype == np.int32 and signature == signature_of(paths)[0]
-    return found if stayed else None
+        return None  # a damaged cache counts as missing: the heads are read again
+    stayed = sizes.shape == (count, 2) and sizes.dtype == np.int32 and signature == signature_of(paths)[0]
+    return sizes if stayed else None
 
 
-def _keep(kept: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
-    """Writes sizes whole or not at all. Raises DataError when there is no room."""
-    said = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
-    make_cache_folder(kept.parent)
+def _save_sizes(cache_path: Path, sizes: np.ndarray, paths: list[str], signature: str, is_settled: bool) -> None:
+    """Saves sizes atomically.
+
+    Args:
+        cache_path: the file.
+        sizes: int32 ``[N, 2]``.
+        paths: the files that the sizes were read from.
+        signature: of these files.
+        is_settled: whether the signature can be trusted; otherwise none is saved, which no files will match.
+
+    Raises:
+        DataError: when the file cannot be written.
+    """
+    manifest = json.dumps([signature if is_settled else "", paths]).encode("utf-8", "surrogateescape")
+    make_cache_folder(cache_path.parent)
     try:
-        with replace_file(kept) as file:
-            np.savez(file, sizes=sizes, said=np.frombuffer(said, np.uint8))
+        with replace_file(cache_path) as file:
+            np.savez(file, sizes=sizes, said=np.frombuffer(manifest, np.uint8))
     except OSError as error:
-        raise DataError(f"data.cache_dir: {kept} cannot be written: {error.strerror}") from error
+        raise DataError(f"data.cache_dir: {cache_path} cannot be written: {error.strerror}") from error

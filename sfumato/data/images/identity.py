@@ -1,10 +1,10 @@
-"""What a resume must find unchanged of images, pairs of them, and prompts for images."""
+"""The identity of images, pairs of images and prompts for images, which a resumed run must find unchanged."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.picture_folder import FolderRows
@@ -20,7 +20,10 @@ from sfumato.tracking.identity import Identity, identify
 def identify_images(
     config: Any, dataset: Any, global_batch_size: int, held_out: Any = None, buckets: Buckets | None = None
 ) -> Identity:
-    """The identity of a task that trains on images; see ``identify``. Buckets make the order depend on more."""
+    """The identity of a task that trains on images; see ``identify``.
+
+    With buckets, the order of rows also depends on the sizes of the images and on the micro-batch size.
+    """
     content = {"data.train_path": content_of_images(dataset), "data.eval_path": content_of_images(held_out)}
     for name, rows in (("data.train_path", dataset), ("data.eval_path", held_out)):
         content |= content_of_media(config, pictures_of(rows), f"{name} (its images)")
@@ -33,7 +36,7 @@ def identify_images(
 
 
 def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
-    """The identity of a task of RL; see ``identify``."""
+    """The identity of a task of RL on images; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
     content |= content_of_media(config, _sources_of(prompts), "data.train_path (its source images)")
     content |= content_of_named_files(config, content_of_model_file)
@@ -41,7 +44,7 @@ def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prom
 
 
 def _sources_of(prompts: list[Prompt]) -> list[File]:
-    """Files of source images; those that are missing are named later, where the model takes some."""
+    """The files of source images. Missing ones are left out: they are reported later if the model takes any."""
     files: list[File] = []
     for prompt in prompts:
         if isinstance(prompt.source, FileSource):
@@ -51,11 +54,11 @@ def _sources_of(prompts: list[Prompt]) -> list[File]:
 
 
 def pictures_of(dataset: Any) -> list[File]:
-    """The files that rows of images name; empty where the table holds the images itself. Broken rows are left out."""
+    """The files that rows of images name, without those of broken rows; empty where the table holds the images."""
     if not isinstance(dataset, ImageTextDataset | PairDataset):
         return []
     if isinstance(dataset, ImageTextDataset) and isinstance(dataset.rows, FolderRows):
-        return dataset.rows.files()
+        return cast("list[File]", dataset.rows.files())
     files: list[File] = []
     for index in range(len(dataset)):
         try:
@@ -63,15 +66,15 @@ def pictures_of(dataset: Any) -> list[File]:
         except DataError:
             continue
         if any(isinstance(file, bytes) for file in row):
-            return []  # the content of the table is compared
+            return []  # the images are part of the table, whose content is compared anyway
         files += row
     return files
 
 
 def content_of_images(dataset: Any) -> str:
-    """The digest of images or pairs of them: of tables their files, of a folder the names and sizes of all files.
+    """The digest of the rows of images or pairs: of tables their files, of a folder the names and sizes of its files.
 
-    Images that a table names are not looked at.
+    Images that a table names are not read; ``pictures_of`` gives these.
     """
     if dataset is None:
         return digest_value(["nothing"])

@@ -1,4 +1,4 @@
-"""Images or videos with captions, or pairs of a better and a worse one, read at random and checked row by row."""
+"""Datasets of images or videos with captions, and of pairs of a better and a worse one, with random access."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,23 +36,31 @@ from sfumato.errors import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
+    from sfumato.data.files.file_rows import FileRows
+
 KEYS = ("image_key", "text_key", "source_image_key")
 
 Item = TypeVar("Item")
 
 SAME_RATIO = 1e-9
-"""Logarithms of aspect ratios that differ by no more are of one ratio."""
+"""Aspect ratios whose logarithms differ by no more than this count as equal, so that rounding breaks no tie."""
 
 
 def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
-    """The position of the size whose aspect ratio is nearest, by its logarithm, to that of an image.
+    """The position of the size whose aspect ratio is nearest to an image's, by the logarithm.
 
-    Of several with this ratio it is the largest that the image fills without being enlarged, else the smallest.
+    Among several sizes of this ratio, the largest that the image fills without being enlarged; if there is none, the
+    smallest.
+
+    Args:
+        height, width: of the image.
+        sizes: height and width of each bucket.
     """
 
     def misfit(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
         ratio = abs(math.log(size[0] * width / (size[1] * height)))
-        is_enlarged, area = size[0] > height or size[1] > width, size[0] * size[1]
+        is_enlarged = size[0] > height or size[1] > width
+        area = size[0] * size[1]
         return round(ratio / SAME_RATIO), is_enlarged, area if is_enlarged else -area, size
 
     return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
@@ -64,11 +72,20 @@ class ImageTextDataset:
     is_paired: ClassVar[bool] = False
 
     def __init__(self, config: ImageTextDataConfig, rows: FiledRows | None = None) -> None:
-        """Opens the source, or takes ``rows`` of it that are open. Raises DataError when it is missing or empty."""
+        """Opens the source.
+
+        Args:
+            config: the data section.
+            rows: of the source, where it has been opened; ``PairDataset`` shares them between its two sides.
+
+        Raises:
+            DataError: when the source is missing or empty.
+        """
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(str(config.train_path))
         self._is_folder = path.is_dir()
+        self.rows: FiledRows
         if rows is not None:
             self.rows = rows
         elif path.is_dir() and not (listed := find_metadata(path)):
@@ -88,7 +105,7 @@ class ImageTextDataset:
         return len(self.rows)
 
     def unused_files(self) -> list[str]:
-        """Lines about the files of a folder that are in no row, which look as if they should be."""
+        """Lines about files of a folder that look like data and are in no row."""
         path = Path(str(self.config.train_path))
         if isinstance(self.rows, FolderRows):
             return self.rows.unused
@@ -103,29 +120,44 @@ class ImageTextDataset:
         return text_field(self.rows[index], self.config.text_key, self.describe(index))
 
     def file(self, index: int) -> File:
-        """The file of a row's image, or what it holds. Raises DataError when there is none."""
+        """The file of a row's image, or its content. Raises DataError when there is none."""
         row = self.rows[index]
         return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
-        """Everything that the pixels of a row are read from, with its source image where it has one and that is asked.
+        """All files that the pixels of a row are read from.
 
-        Raises DataError when one is missing.
+        Args:
+            index: of the row.
+            with_source: whether the source image is added, where the row has one.
+
+        Raises:
+            DataError: when a file is missing.
         """
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        key, find = self._image_key(row), find_file if self.config.num_frames == 1 else find_frames
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        key = self._image_key(row)
+        find = find_file if self.config.num_frames == 1 else find_frames
         files = list_frames(find(row, key, folder, where))
         if with_source and row.get(self.config.source_image_key) is not None:
             files.append(find_file(row, self.config.source_image_key, folder, where))
         return files
 
     def tables(self) -> list[Path]:
-        """The files that rows and captions are in, and of a folder the images, too."""
+        """The files that rows and captions are in; of a folder without a table the images, too."""
         parts = self.rows.parts if isinstance(self.rows, JoinedRows) else [self.rows]
-        return [path for part in parts for path in (part.files() if isinstance(part, FolderRows) else [part.path])]
+        return [
+            path
+            for part in parts
+            for path in (part.files() if isinstance(part, FolderRows) else [cast("FileRows", part).path])
+        ]
 
     def paths(self, index: int) -> list[str]:
-        """Files that a row may name, whether they are there or not: of each text that can be a path."""
+        """Paths that a row may name, existing or not: one for each text of the row that could be a path.
+
+        If one of them appears later, a row that was broken may become whole.
+        """
         try:
             texts = [value for value in self.rows[index].values() if isinstance(value, str)]
         except DataError:
@@ -138,17 +170,20 @@ class ImageTextDataset:
         return self.picture(index).pixels
 
     def picture(self, index: int, size: tuple[int, int] | None = None) -> Picture:
-        """Image or video of a row, and which part of it is shown.
+        """The image or video of a row, and which part of it is shown.
 
         Args:
             index: of the row.
-            size: height and width to bring an image to; None takes that of the image's bucket.
+            size: height and width that an image is brought to; None takes those of the image's bucket.
 
         Raises:
-            DataError: names row and file.
+            DataError: when a file is missing or broken; it names row and file.
         """
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        key, num_frames = self._image_key(row), self.config.num_frames
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        key = self._image_key(row)
+        num_frames = self.config.num_frames
         if num_frames == 1:
             image = read_image(find_file(row, key, folder, where), where)
             sizes = self.config.sizes
@@ -156,38 +191,43 @@ class ImageTextDataset:
             check_fit((image.height, image.width), *size, self.config.crop, where)
             pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
             return Picture(pixels, self._framing(image, size))
-        frames, size = read_frames(find_frames(row, key, folder, where), num_frames, where), self.size[:2]
+        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
+        size = self.size[:2]
         check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
         video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
         return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """The image that a row's own is made from: uint8 ``[height, width, 3]``.
+        """The source image of a row, which its image or video is made from: uint8 ``[height, width, 3]``.
 
         Args:
             index: of the row.
-            pixels: of the row, whose size it gets; the first frame of a video is its source where the row has none.
+            pixels: of the row, to whose size the source is brought. Where a video's row has no source image, it is the
+                first frame of these.
 
         Raises:
             DataError: when it is missing or broken.
         """
         if pixels.ndim == 4 and not self.has_source(index):
             return pixels[:, 0].permute(1, 2, 0).numpy()
-        row, where, folder = self.rows[index], self.describe(index), self.rows.folder(index)
-        image, size = read_image(find_file(row, self.config.source_image_key, folder, where), where), pixels.shape[-2:]
+        row = self.rows[index]
+        where = self.describe(index)
+        folder = self.rows.folder(index)
+        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
+        size = cast("tuple[int, int]", tuple(pixels.shape[-2:]))
         check_fit((image.height, image.width), *size, self.config.crop, where)
-        return self._fitted(image, tuple(size))
+        return self._fitted(image, size)
 
     def has_source(self, index: int) -> bool:
         """Whether the row has a source image of its own."""
         return self.rows[index].get(self.config.source_image_key) is not None
 
     def example_captions(self, count: int) -> list[str]:
-        """The first ``count`` captions, for sample grids; broken rows are passed over when some are allowed.
+        """The first ``count`` captions, for sample grids, without broken rows.
 
-        Raises DataError that names a broken row.
+        Raises DataError, which names a row, when more rows are broken than ``data.max_bad_rows`` allows.
         """
-        return self._examples(count, self.caption)
+        return self._read_examples(count, self.caption)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
         """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
@@ -196,12 +236,12 @@ class ImageTextDataset:
         def edit(index: int) -> tuple[str, np.ndarray]:
             return self.caption(index), self.source(index, self.picture(index, size).pixels)
 
-        return self._examples(count, edit)
+        return self._read_examples(count, edit)
 
     def fingerprint(self) -> str:
         """Identifies the table of images and captions: the source with its size and time, and how it is read.
 
-        Images that a .jsonl file names are not looked at; ``files`` names them.
+        Images that a table names are not looked at; ``files`` gives these.
         """
         path = Path(str(self.config.train_path)).resolve()
         keys = self.config.model_dump(include={*KEYS, "height", "width"})
@@ -212,19 +252,21 @@ class ImageTextDataset:
         """How files become pixels, besides their size."""
         return [VERSION, self.config.num_frames, self.config.crop]
 
-    def _examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
-        found: list[Item] = []
+    def _read_examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
+        """What ``read`` gives for the first ``count`` rows, without broken ones. Raises as ``example_captions``."""
+        examples: list[Item] = []
         for index in range(len(self)):
             try:
-                found.append(read(index))
+                examples.append(read(index))
             except DataError:
-                if index + 1 - len(found) > bad_row_limit(self.config.max_bad_rows, len(self)):
+                if index + 1 - len(examples) > bad_row_limit(self.config.max_bad_rows, len(self)):
                     raise
-            if len(found) == count:
+            if len(examples) == count:
                 break
-        return found
+        return examples
 
     def _image_key(self, row: dict[str, Any]) -> str:
+        """The column of a row's image."""
         key = self.config.image_key
         is_image_folder = key == "image" and key not in row and self._is_folder
         return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
@@ -252,13 +294,18 @@ def open_image_text(
     if config.data_type == "glyphs":
         return GlyphDataset(config.glyphs, config.height, config.width, seed, config.num_frames)
     dataset = ImageTextDataset(config)
-    for line in dataset.unused_files() if say is not None else []:
-        say(line)
+    if say is not None:
+        for line in dataset.unused_files():
+            say(line)
     return dataset
 
 
 class PairDataset:
-    """Pairs from a file or folder, resized to one size; ties are left out."""
+    """Pairs of a better and a worse image or video, from a file or folder, resized to one size; ties are left out.
+
+    Each row has both in columns of its own (``chosen_key``, ``rejected_key``); ``label_key`` may say that the second is
+    the better one, or that they are a tie.
+    """
 
     is_paired: ClassVar[bool] = True
 
@@ -302,20 +349,21 @@ class PairDataset:
         return self.sides[0].caption(self.indices[index])
 
     def file(self, index: int) -> File:
-        """The file of the image in ``chosen_key``, or what it holds. Raises DataError when there is none."""
+        """The file of the image in ``chosen_key``, or its content. Raises DataError when there is none."""
         return self.sides[0].file(self.indices[index])
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
-        """As of ``ImageTextDataset``, of both images or videos, the better one first."""
-        row, better = self.indices[index], 0 if self._label(index) else 1
+        """As ``ImageTextDataset.files``, for both images or videos, the better one first."""
+        row = self.indices[index]
+        better = 0 if self._label(index) else 1
         return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
 
     def tables(self) -> list[Path]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.tables``."""
         return self.sides[0].tables()
 
     def paths(self, index: int) -> list[str]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.paths``."""
         return self.sides[0].paths(self.indices[index])
 
     def pixels(self, index: int) -> torch.Tensor:
@@ -327,16 +375,18 @@ class PairDataset:
 
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
-        row, label, where = self.indices[index], self._label(index), self.describe(index)
+        row = self.indices[index]
+        label = self._label(index)
+        where = self.describe(index)
         first = self.sides[0].picture(row)
-        second = self.sides[1].picture(row, tuple(first.pixels.shape[-2:]))
+        second = self.sides[1].picture(row, cast("tuple[int, int]", tuple(first.pixels.shape[-2:])))
         if torch.equal(first.pixels, second.pixels):
             raise DataError(f"{where}: both images are the same")
         pair = [first, second] if label else [second, first]
         return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
 
     def _label(self, index: int) -> int:
-        """1 where the first side is the better one, else 0."""
+        """1 where the first side is the better one, else 0. Raises DataError when the label is broken."""
         label = self.labels[self.indices[index]]
         if isinstance(label, DataError):
             raise label
@@ -345,7 +395,7 @@ class PairDataset:
         return label
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """Source of both, uint8 ``[2, ...]``, as in ``ImageTextDataset``; of videos the better one's start."""
+        """The source image of both, as in ``ImageTextDataset``; without one, the first frame of the better video."""
         return self.sides[0].source(self.indices[index], pixels[0])
 
     def has_source(self, index: int) -> bool:
@@ -353,11 +403,11 @@ class PairDataset:
         return self.sides[0].has_source(self.indices[index])
 
     def example_captions(self, count: int) -> list[str]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.example_captions``."""
         return self.sides[0].example_captions(count)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
-        """As of ``ImageTextDataset``."""
+        """As ``ImageTextDataset.example_edits``."""
         return self.sides[0].example_edits(count)
 
     def fingerprint(self) -> str:
@@ -397,5 +447,6 @@ def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> Pai
     return None if config.eval_path is None else PairDataset(config, "eval_path", limit=num_rows)
 
 
-def _is_tie(label: Any) -> bool:
+def _is_tie(label: object) -> bool:
+    """Whether a label prefers neither side: null, or a number other than 0 and 1, such as 0.5."""
     return label is None or (isinstance(label, float | int) and label not in (0, 1))

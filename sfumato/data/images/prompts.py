@@ -20,7 +20,7 @@ from sfumato.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with what its reward needs to know."""
+    """A prompt, with the metadata that its rewards are given."""
 
     text: str
     metadata: dict[str, Any]
@@ -30,10 +30,13 @@ class Prompt:
     """The image that is edited or animated."""
 
     def check_source(self, height: int, width: int) -> None:
-        """Looks for the source image, and at the head of its file. Raises DataError that names file and row.
+        """Checks that the source image exists, by the head of its file, and fits the size it is brought to.
 
         Args:
-            height, width: of what it is brought to.
+            height, width: of the size.
+
+        Raises:
+            DataError: when it is missing, broken or does not fit; it names file and row.
         """
         if self.source is None:
             raise DataError(
@@ -46,6 +49,7 @@ class Prompt:
         """The source image, read anew at every call: uint8 ``[height, width, 3]``. Raises as ``check_source``."""
         if self.source is None:
             self.check_source(height, width)
+        assert self.source is not None  # otherwise check_source has raised
         return self.source.read(height, width)
 
 
@@ -59,7 +63,8 @@ class FileSource:
 
     def check(self, height: int, width: int) -> None:
         """Looks at the head of the file."""
-        file, where = self.file(), self.rows.describe(self.index)
+        file = self.file()
+        where = self.rows.describe(self.index)
         check_image(file, where)
         check_fit(read_size(file, where), height, width, "center", where)
 
@@ -84,7 +89,7 @@ class GlyphSource:
     config: GlyphConfig
 
     def check(self, height: int, width: int) -> None:
-        """It is made in code."""
+        """Accepts any size: the image is made in code."""
 
     def read(self, height: int, width: int) -> np.ndarray:
         """Renders the word: uint8 ``[height, width, 3]``."""
@@ -111,9 +116,10 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
         raise DataError(f"{option}: has {len(rows)} rows, but {limit} are asked for (eval.num_prompts)")
     prompts = []
     for index in range(len(rows) if limit is None else limit):
-        row, where = rows[index], rows.describe(index)
-        own = {config.prompt_key, config.source_image_key}
-        metadata = {key: value for key, value in row.items() if key not in own}
+        row = rows[index]
+        where = rows.describe(index)
+        prompt_columns = {config.prompt_key, config.source_image_key}
+        metadata = {key: value for key, value in row.items() if key not in prompt_columns}
         text = text_field(row, config.prompt_key, where)
         has_source = row.get(config.source_image_key) is not None
         source = FileSource(rows, index, config.source_image_key) if has_source else None
@@ -125,14 +131,19 @@ def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
     return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
 
 
-def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], Any]]) -> None:
-    """Runs what the rewards demand of a row on every prompt, before anything is sampled.
+def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], object]]) -> None:
+    """Runs the rewards' checks on every prompt, before anything is sampled.
 
-    Raises DataError that names file and row.
+    Args:
+        prompts: to check.
+        checks: each is given a prompt's text and metadata, and raises DataError when the reward cannot use them.
+
+    Raises:
+        DataError: names file and row.
     """
     for prompt in prompts:
         for check in checks:
             try:
-                check(prompt.text, copy.deepcopy(prompt.metadata))  # what a reward does to it is its own matter
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # a reward's check may change what it is given
             except DataError as error:
                 raise DataError(f"{prompt.where}: {error}") from error

@@ -1,8 +1,9 @@
-"""What a model's processor makes of images, videos and audio, kept on disk: made once, read back to the bit.
+"""A cache on disk of the tensors that a model's processor makes of images, videos and audio, exact to the bit.
 
-An entry belongs to the media of one document, by a digest of what their files hold; the folder belongs to the
-processor, its limits and the versions of the libraries that decode and scale. So a file that was replaced, another
-limit or another version finds nothing, and is opened as without a cache.
+An entry holds the tensors of all media of one document; its key is a digest of the content of their files. A folder
+holds the entries of one processor with its limits, and of one set of versions of the libraries that decode and scale.
+A file that was replaced, another limit or another version therefore finds no entry, and the media are opened as without
+a cache.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import json
 import platform
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -38,25 +39,38 @@ VERSION = 1
 """Raise it when entries are written in another way, or the same files become other tensors."""
 
 LIBRARIES = ("transformers", "numpy", "pillow", "opencv-python-headless", "opencv-python", "soundfile", "soxr")
-"""Of whose versions tensors may depend."""
+"""Packages whose versions may change the tensors; they are part of the folder's name."""
 
 SAMPLES = 64
-"""Samples whose media are written into one shard."""
+"""Samples whose media are written into one shard, by one job of a worker process."""
 
 ENTRY = np.dtype([("key", "V16"), ("start", "<i8"), ("size", "<i8"), ("checksum", "<u4")])
-"""Index of a shard: digest of the media, place and bytes in the shard, and CRC-32 of these."""
+"""An entry of a shard's index: digest of the media, first byte and number of bytes in the shard, and their CRC-32."""
 
 ALIGNED = 64
+"""Arrays begin at multiples of this within an entry, so that ``np.frombuffer`` gives aligned arrays."""
+
 FEW, MANY = 2**8, 2**16
-"""Distinct values of a float tensor that codes of one byte, or of two, tell apart."""
+"""Distinct values of a float tensor that codes of one byte, or of two bytes, tell apart."""
 
 
 class MediaCache:
-    """The entries of a folder, as they are when it is opened."""
+    """The entries of a folder that were there when it was opened; entries that are added later are not seen."""
 
     def __init__(self, folder: Path, reader: ImageReader, say: Callable[[str], None] | None = None) -> None:
-        """Reads the indices. ``say`` is told once when media are not there. Raises DataError for a damaged index."""
-        self.folder, self.reader, self._say = folder, reader, say
+        """Reads the indices of all shards.
+
+        Args:
+            folder: the shards of one processor.
+            reader: makes the tensors of media that have no entry.
+            say: is told once when media have no entry.
+
+        Raises:
+            DataError: for a damaged index.
+        """
+        self.folder = folder
+        self.reader = reader
+        self._say = say
         shards = sorted(folder.glob("*.npy"))
         indices = [_read_index(path) for path in shards]
         entries = np.concatenate([np.zeros(0, ENTRY), *indices])
@@ -64,7 +78,10 @@ class MediaCache:
         heads = _head(entries["key"])
         order = np.argsort(heads, kind="stable")
         self._shards = [path.with_suffix(".bin") for path in shards]
-        self._heads, self._entries, self._numbers = heads[order], entries[order], numbers[order]
+        self._heads = heads[order]
+        self._entries = entries[order]
+        self._numbers = numbers[order]
+        """The shard of each entry; entries are sorted by the head of their key, for a binary search."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -73,34 +90,45 @@ class MediaCache:
         return self._find(key) is not None
 
     def tensors(self, images: Images) -> Tensors:
-        """As ``ImageReader.tensors``, and what it raises; also DataError for a damaged shard."""
-        media = images.find()
+        """What ``ImageReader.tensors`` gives, from the cache where it has an entry.
+
+        Raises:
+            DataError: as ``ImageReader.tensors``, and for a damaged shard.
+        """
+        media = cast("Sequence[Medium]", images.find())  # documents of a data set name files, and nothing opened
         key = key_of(media, images.where)
         place = None if key is None else self._find(key)
         if place is None:
             if key is not None and self._say is not None:
                 self._say(f"{images.where}: its media are not in {self.folder}: they are opened as without the cache")
                 self._say = None
+            # The files were looked up above; looking them up again would read the row of the table again.
             return self.reader.tensors(replace(images, find=lambda: media))
-        shapes, found = unpack(self._read(place))
+        shapes, tensors = unpack(self._read(place))
         self.reader.check_shapes(shapes, images)
-        return found
+        return tensors
 
     def _find(self, key: bytes) -> int | None:
-        first = int(np.searchsorted(self._heads, (head := _head(np.frombuffer(key, "V16")))[0]))
-        while first < len(self._heads) and self._heads[first] == head[0]:
-            if self._entries["key"][first].tobytes() == key:
-                return first
-            first += 1
+        """The position of the entry of a key; None when there is none."""
+        head = _head(np.frombuffer(key, "V16"))
+        position = int(np.searchsorted(self._heads, head[0]))
+        # Keys of 16 bytes are found by their first 8 as an integer; keys that share these stand one after the other.
+        while position < len(self._heads) and self._heads[position] == head[0]:
+            if self._entries["key"][position].tobytes() == key:
+                return position
+            position += 1
         return None
 
     def _read(self, place: int) -> bytearray:
-        entry, shard = self._entries[place], self._shards[self._numbers[place]]
+        """The bytes of an entry. Raises DataError when they cannot be read or differ from what was written."""
+        entry = self._entries[place]
+        shard = self._shards[self._numbers[place]]
         content = bytearray(int(entry["size"]))
         try:
             with shard.open("rb", buffering=0) as file:
                 file.seek(int(entry["start"]))
-                view, done = memoryview(content), 0
+                view = memoryview(content)
+                done = 0
                 while done < len(view) and (count := file.readinto(view[done:])):
                     done += count
         except OSError as error:
@@ -119,50 +147,62 @@ def build_media_cache(
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> MediaCache:
-    """Opens the cache of a processor, after adding what it has not of the media of a store's documents.
+    """Opens the cache of a processor, after adding the media of a store's documents that have no entry yet.
 
-    A process that finds another one at it waits. Shards are complete or absent, so that one that was stopped is gone on
-    with.
+    A lock lets one process at a time add entries; the others wait for it. Shards are complete or absent, so a process
+    that was stopped leaves whole shards, and the next one adds the rest.
 
     Args:
-        store: the tokens; ``rows`` and ``transform`` are what they were made of.
-        folder: of all caches; that of these tokens' processor is inside.
+        store: the tokens of the documents.
+        rows: the table of each source that the tokens were made from.
+        transform: what made the tokens; it has a ``reader``.
+        folder: of all caches; the folder of this processor is made inside.
         num_workers: processes that open media.
-        say, watch: see ``build_token_store``.
+        say: takes a line for the person who watches.
+        watch: shows progress over the jobs; see ``build_token_store``.
 
     Raises:
         DataError: when a medium is broken, has another size than its tokens say, or there is no room.
     """
     reader: ImageReader = transform.reader
-    own = folder / f"media_{fingerprint_of_media(reader)}"
-    make_cache_folder(own)
-    done = own / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
-    with open_cache_lock(own / "lock") as lock:  # the system opens the lock when a process is killed
+    cache_folder = folder / f"media_{fingerprint_of_media(reader)}"
+    make_cache_folder(cache_folder)
+    complete_mark = cache_folder / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
+    with open_cache_lock(cache_folder / "lock") as lock:  # the system opens the lock when a process is killed
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            _remove_parts(own)
+        if not complete_mark.exists():
+            _remove_parts(cache_folder)
             places = [store.media(index) for index in range(len(store))]
             jobs = [places[start : start + SAMPLES] for start in range(0, len(places), SAMPLES)]
-            jobs = [found for job in jobs if (found := [place for sample in job for place in sample])]
-            _opened.cache_clear()
-            work = in_workers(rows, transform, partial(_write, own), jobs, num_workers)
-            with closing(work) as parts:
+            jobs = [media_places for job in jobs if (media_places := [place for sample in job for place in sample])]
+            # This process may have written to the folder before: another process may have added shards since then.
+            _cached_keys.cache_clear()
+            work = in_workers(rows, transform, partial(_write, cache_folder), jobs, num_workers)
+            with closing(cast("Generator[int]", work)) as parts:  # so that an error here ends the worker processes
                 size = sum(watch(parts, len(jobs)) if watch else parts)
-            write_atomically(done, b"")
-            say(f"media: {size / 2**30:.2f} GiB were added to {own}")
-    return MediaCache(own, reader, say)
+            write_atomically(complete_mark, b"")
+            say(f"media: {size / 2**30:.2f} GiB were added to {cache_folder}")
+    return MediaCache(cache_folder, reader, say)
 
 
 def fingerprint_of_media(reader: ImageReader) -> str:
-    """Identifies how files become tensors on this machine."""
+    """Identifies how files become tensors on this machine; kernels of another CPU may round otherwise."""
     versions = [[name, _version(name)] for name in LIBRARIES]
     return digest_of([VERSION, PICTURES, reader.fingerprint, reader.arguments, versions, platform.machine()])
 
 
 def key_of(media: Sequence[Medium], where: str) -> bytes | None:
-    """Identifies the media of a document by what their files hold; None where some are drawn.
+    """The key of a document's media, from the kinds and contents of their files: 16 bytes.
 
-    Raises DataError when a file cannot be read.
+    Args:
+        media: the files, in the document's order.
+        where: file and row, for messages.
+
+    Returns:
+        None where the document has images that are drawn: their latents are not cached here.
+
+    Raises:
+        DataError: when a file cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for medium in media:
@@ -179,36 +219,48 @@ def key_of(media: Sequence[Medium], where: str) -> bytes | None:
 
 
 def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
-    """Tensors and ``Images.shapes`` as bytes: of float tensors with few distinct values codes of one byte, or two."""
+    """Tensors and ``Images.shapes`` as the bytes of an entry; ``unpack`` reads them.
+
+    Pixels of 8 bits become floats of at most 256 values for each channel. A float32 tensor with few distinct values is
+    written as codes of one byte or two, and a table of the values.
+    """
     arrays = {"": np.ascontiguousarray(shapes, "<i4")} | {name: value.numpy() for name, value in tensors.items()}
-    head, parts, end = [], [], 0
+    columns = []
+    parts = []
+    end = 0
     for name, array in arrays.items():
         array = np.ascontiguousarray(array)
-        codes, table = _coded(array)
-        described = [name, array.dtype.str, list(array.shape), codes.dtype.str, len(table)]
+        codes, table = _encode(array)
+        description = [name, array.dtype.str, list(array.shape), codes.dtype.str, len(table)]
         for part in (table, codes):
-            head.append([*described, end, part.nbytes])
+            columns.append([*description, end, part.nbytes])
             parts.append(part.tobytes().ljust(-(-part.nbytes // ALIGNED) * ALIGNED, b"\0"))
             end += len(parts[-1])
-    said = json.dumps(head).encode()
-    said = said.ljust(-(-(len(said) + 8) // ALIGNED) * ALIGNED - 8)
-    return b"".join([len(said).to_bytes(8, "little"), said, *parts])
+    header = json.dumps(columns).encode()
+    # Padded with blanks, which JSON allows, so that the first array begins at a multiple of ALIGNED after the 8 bytes.
+    header = header.ljust(-(-(len(header) + 8) // ALIGNED) * ALIGNED - 8)
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def unpack(content: bytearray) -> tuple[np.ndarray, Tensors]:
-    """Shapes and tensors of ``pack``, to the bit."""
+    """The shapes and tensors that ``pack`` was given, exact to the bit. The tensors share the memory of ``content``."""
     begin = 8 + int.from_bytes(content[:8], "little")
-    head, arrays = json.loads(content[8:begin]), {}
-    for (name, dtype, shape, _, _, start, size), second in zip(head[0::2], head[1::2], strict=True):
+    columns = json.loads(content[8:begin])
+    arrays = {}
+    for (name, dtype, shape, _, _, start, size), second in zip(columns[0::2], columns[1::2], strict=True):
         codes = np.frombuffer(content, second[3], second[6] // np.dtype(second[3]).itemsize, begin + second[5])
         table = np.frombuffer(content, dtype, size // np.dtype(dtype).itemsize, begin + start)
-        arrays[name] = (codes if not len(table) else _decoded(codes, table)).reshape(shape)
+        arrays[name] = (codes if not len(table) else _decode(codes, table)).reshape(shape)
     shapes = arrays.pop("")
     return shapes, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _coded(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The array flat and no table, or where it has few values, their numbers and their table; compared as bits."""
+def _encode(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and table of an array, both flat.
+
+    Of a large float32 array with few distinct values the codes are positions in the table; any other array is its own
+    codes, and its table is empty. Values are compared as bits, so that -0.0 and NaN come back as they were.
+    """
     flat = array.reshape(-1)
     if array.dtype == np.float32 and array.size > MANY:
         values = np.unique(bits := flat.view(np.uint32))
@@ -217,8 +269,8 @@ def _coded(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return flat, np.zeros(0, array.dtype)
 
 
-def _decoded(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """``table[codes]``; of codes of one byte two at a time, which takes half as long."""
+def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """``table[codes]``; codes of one byte are looked up two at a time, which takes half as long."""
     if codes.dtype.itemsize > 1 or len(codes) % 2:
         return table[codes]
     filled = np.zeros(FEW, np.uint32)
@@ -228,23 +280,33 @@ def _decoded(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[MediaPlace]) -> int:
-    """Writes a shard with what the cache has not of these documents' media. Returns its bytes; runs in any process."""
-    known, reader = _opened(folder), transform.reader
-    entries, name = [], uuid.uuid4().hex
-    part, end, seen = folder / f"{name}.part", 0, set()
+    """Writes a shard with the media of these documents that have no entry yet. Runs in worker processes.
+
+    The tensors are renamed into place before the index: without its ``.npy`` a ``.bin`` does not count.
+
+    Returns:
+        Bytes of the shard.
+    """
+    cached_keys = _cached_keys(folder)
+    reader = transform.reader
+    entries = []
+    name = uuid.uuid4().hex
+    part = folder / f"{name}.part"
+    num_bytes = 0
+    new_keys = set()
     try:
         with open_new(part) as file:
             for place in places:
                 images = find_images(rows, transform, place)
-                media = images.find()
+                media = cast("Sequence[Medium]", images.find())
                 key = key_of(media, images.where)
-                if key is None or key in known or key in seen:
+                if key is None or key in cached_keys or key in new_keys:
                     continue
                 content = pack(reader.tensors(replace(images, find=lambda media=media: media)), images.shapes)
                 file.write(content)
-                seen.add(key)
-                entries.append((key, end, len(content), zlib.crc32(content)))
-                end += len(content)
+                new_keys.add(key)
+                entries.append((key, num_bytes, len(content), zlib.crc32(content)))
+                num_bytes += len(content)
             close_on_disk(file)
         if entries:
             part.rename(part.with_suffix(".bin"))
@@ -261,33 +323,37 @@ def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[Medi
         part.unlink(missing_ok=True)
         if not part.with_suffix(".npy").exists():
             part.with_suffix(".bin").unlink(missing_ok=True)
-    known.update(seen)
-    return end
+    cached_keys.update(new_keys)
+    return num_bytes
 
 
 @functools.lru_cache(1)
-def _opened(folder: Path) -> set[bytes]:
-    """The keys in a folder as this process found it, and those that it adds."""
+def _cached_keys(folder: Path) -> set[bytes]:
+    """The keys of the entries in a folder when this process first looked, and those that it has added since.
+
+    The caller updates the set: it is the same object at every call for one folder.
+    """
     return {key.tobytes() for path in folder.glob("*.npy") for key in _read_index(path)["key"]}
 
 
 def _read_index(path: Path) -> np.ndarray:
+    """The index of a shard, ``ENTRY [n]``. Raises DataError when it is damaged."""
     try:
-        found = np.load(path, allow_pickle=False)
+        index = np.load(path, allow_pickle=False)
     except BROKEN_ARRAY as error:
         raise DataError(f"damaged media cache: {path}: {error}; delete its folder") from error
-    if found.dtype != ENTRY or found.ndim != 1:
+    if index.dtype != ENTRY or index.ndim != 1:
         raise DataError(f"damaged media cache: {path} is no index; delete its folder")
-    return found
+    return index
 
 
 def _head(keys: np.ndarray) -> np.ndarray:
-    """The first eight bytes of each key, by which they are sorted."""
+    """The first eight bytes of each key as an integer, by which entries are sorted: uint64 ``[n]``."""
     return np.frombuffer(np.ascontiguousarray(keys).tobytes(), "<u8")[0::2]
 
 
 def _remove_parts(folder: Path) -> None:
-    """Removes what a process left that was killed."""
+    """Removes unfinished shards that a killed process left."""
     for path in folder.iterdir():
         unfinished = path.suffix == ".bin" and not path.with_suffix(".npy").exists()
         if path.suffix == ".part" or unfinished:
@@ -295,6 +361,7 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _version(name: str) -> str:
+    """The version of an installed package; empty where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,15 @@
-"""Conversations in which the assistant answers with images: each is the tokens of its codes, which are in the loss."""
+"""Conversations in which the assistant answers with images: each becomes tokens of its codes, which are in the loss.
+
+An image of a message of the user is seen: it goes through the model's processor. An image of a message of the assistant
+is drawn: an image tokenizer turns it into codes, and each code into a token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -21,26 +25,30 @@ from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from transformers import PreTrainedTokenizerFast
+
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
-"""Tokens of an image that is seen, around one that is drawn, and of its codes."""
+"""The token of an image that is seen, the tokens around an image that is drawn, and the token of a code."""
 
 
 DRAWN = "drawn_latents"
-"""What latents of a document's images that are drawn are called beside its tokens."""
+"""Name of the latents of a document's drawn images among its tensors."""
 
 
 @dataclass(frozen=True)
 class ImageText:
-    """How the codes of an image that is drawn stand in text."""
+    """How the codes of an image that is drawn are written in text."""
 
     opening: str = START
-    """What stands before the first code."""
+    """Text before the first code."""
     closing: str = END
-    """What stands after the last."""
+    """Text after the last code."""
     code: str = CODE
-    """The token of a code, a format of its number."""
+    """The token of a code: a format string that is given the code."""
     columns: int = 0
-    """Codes of a line; 0 where lines are not told apart."""
+    """Codes in a line of the image; 0 where no token ends a line."""
     line_end: str = ""
     """The token after each line."""
 
@@ -52,18 +60,25 @@ class ImageText:
         return self.opening + "".join(line + self.line_end for line in lines) + self.closing
 
 
-def add_drawing_tokens(tokenizer: Any, codebook_size: int) -> int:
-    """Gives a tokenizer those of these tokens that it has not. Returns the first code's; the others follow it."""
+def add_drawing_tokens(tokenizer: PreTrainedTokenizerFast, codebook_size: int) -> int:
+    """Adds the tokens of drawn images that a tokenizer lacks.
+
+    Returns:
+        The id of the first code's token; the ids of the other codes follow it.
+
+    Raises:
+        ConfigError: when the ids of the codes do not follow each other.
+    """
     names = [IMAGE_TOKEN, START, END, *(CODE.format(code) for code in range(codebook_size))]
     tokenizer.add_tokens(names, special_tokens=True)
-    found = tokenizer.convert_tokens_to_ids(names[3:])
-    if found != list(range(found[0], found[0] + codebook_size)):
+    code_ids = cast("list[int]", tokenizer.convert_tokens_to_ids(names[3:]))
+    if code_ids != list(range(code_ids[0], code_ids[0] + codebook_size)):
         raise ConfigError(f"the tokens {CODE.format(0)} to {names[-1]} of the tokenizer do not follow each other")
-    return found[0]
+    return code_ids[0]
 
 
 class DrawingReader(ImageReader):
-    """Reads images that are seen, by transformers' processor, and those that are drawn, by an image tokenizer."""
+    """Reads images that are seen by transformers' processor, and images that are drawn by an image tokenizer."""
 
     def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
         """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
@@ -72,34 +87,35 @@ class DrawingReader(ImageReader):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies how images become tokens and pixels, those that are drawn too."""
+        """Identifies how images become tokens and pixels, by the processor and the image tokenizer."""
         return f"{super().fingerprint} {self.image_tokenizer.fingerprint}"
 
-    def codes(self, image: Any) -> str:
-        """The text whose tokens are those of an image that is drawn."""
+    def codes(self, image: Image.Image) -> str:
+        """The text of an image that is drawn: a token for each of its codes."""
         return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
 
     @property
     def keeps_drawn(self) -> bool:
-        """Whether images that are drawn are read again when a batch is made: tokens do not hold them."""
+        """Whether drawn images are read again when a batch is made, since their tokens do not hold the latents."""
         return hasattr(self.image_tokenizer, "latents")
 
     def tensors(self, images: Images) -> Tensors:
-        """As ``ImageReader.tensors``; latents of images that are drawn are ``DRAWN``, float32 ``[n, C, h, w]``."""
+        """What ``ImageReader.tensors`` gives for the seen images, and the latents of the drawn ones under ``DRAWN``:
+        float32 ``[n, C, h, w]``."""
         files = images.find()
-        drawn = [each.file for each in files if isinstance(each, DrawnFile)]
+        drawn = [medium.file for medium in files if isinstance(medium, DrawnFile)]
         if not drawn:
             return super().tensors(images)
-        seen = [each for each in files if not isinstance(each, DrawnFile)]
-        own = Images(images.shapes[: len(seen)], lambda: seen, images.where)
-        found = super().tensors(own) if seen else {}
+        seen = [medium for medium in files if not isinstance(medium, DrawnFile)]
+        seen_images = Images(images.shapes[: len(seen)], lambda: seen, images.where)
+        tensors = super().tensors(seen_images) if seen else {}
         pictures = [read_image(file, images.where) for file in drawn]
-        return found | {DRAWN: self.image_tokenizer.latents(pictures)}
+        return tensors | {DRAWN: self.image_tokenizer.latents(pictures)}
 
 
 @dataclass(frozen=True)
 class OmniConversation(ImageConversation):
-    """Conversations with images, as image_conversation; those in messages of the assistant are drawn."""
+    """Conversations as of image_conversation, in which the images in the assistant's messages are drawn."""
 
     type: ClassVar[str] = "omni_conversation"
     draws: ClassVar[bool] = True
@@ -111,36 +127,40 @@ class OmniConversation(ImageConversation):
         template = build_chat_template(config.chat_template, tokenizer.tokenizer)
         texts = [template.text, template.tool_text, tokenizer.fingerprint]
         keys = config.text_keys or ["messages", "conversations"]
-        made_of = fingerprint_of(config, tokenizer.tokenizer, texts)
-        return OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, tokenizer.tokenizer, texts)
+        transform = OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
 class OmniTransform(ImageConversationTransform):
-    """A conversation with images that are seen and drawn, of which the loss mask holds the assistant's tokens."""
+    """A conversation with images that are seen and drawn; the loss mask holds the assistant's tokens."""
 
     reader: DrawingReader
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images of a row that are seen, then those that are drawn and read again."""
+        """The images of a row that are seen, then the drawn ones that are read again."""
         messages, files = self._read(row, where)
-        drawn = _are_drawn(messages)
-        return _chosen(files, *_parted(drawn, len(drawn), self.reader.keeps_drawn))
+        drawn = _find_drawn(messages)
+        return _select_media(files, *_split_seen_and_drawn(drawn, len(drawn), self.reader.keeps_drawn))
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
-        """As a call. Every image is read, so that broken ones are found before the run."""
+        """The samples of a row, as a generator that asks for the tokens of texts (see ``TextTransform``).
+
+        Every image is read, so that a broken one is found before the run.
+        """
         messages, files = self._read(row, where)
-        opened = [read_image(file, where) for file in files]
-        drawn = _are_drawn(messages)
+        opened = [read_image(cast("File", file), where) for file in files]  # ``media`` of this reader is images alone
+        drawn = _find_drawn(messages)
         try:
             seen, shapes = self.reader.place(
                 [image for image, is_drawn in zip(opened, drawn, strict=True) if not is_drawn]
             )
         except ValueError as error:
             raise DataError(f"{where}: {type(self.reader.processor).__name__} refuses an image: {error}") from error
-        waiting = list(seen)
+        seen_texts = list(seen)
         texts = [
-            self.reader.codes(image) if is_drawn else waiting.pop(0)
+            self.reader.codes(image) if is_drawn else seen_texts.pop(0)
             for image, is_drawn in zip(opened, drawn, strict=True)
         ]
         counts: list[int] = []
@@ -151,30 +171,32 @@ class OmniTransform(ImageConversationTransform):
             return self.reader.expand(text, spans, texts[: counts[-1]], where)
 
         encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
-        found = []
+        samples = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and files:
                 raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
-            own, also = _parted(drawn, count, self.reader.keeps_drawn)
-            unseen = np.zeros((len(also), 3), shapes.dtype)  # the encoder does not see them
-            beside = np.concatenate([shapes[: len(own)], unseen])
-            images = Images(beside, partial(_chosen, files, own, also), where) if own or also else None
-            found.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
-        return found
+            seen_indices, drawn_indices = _split_seen_and_drawn(drawn, count, self.reader.keeps_drawn)
+            drawn_shapes = np.zeros((len(drawn_indices), 3), shapes.dtype)  # the encoder does not see them
+            image_shapes = np.concatenate([shapes[: len(seen_indices)], drawn_shapes])
+            select = partial(_select_media, files, seen_indices, drawn_indices)
+            images = Images(image_shapes, select, where) if seen_indices or drawn_indices else None
+            samples.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
+        return samples
 
 
-def _are_drawn(messages: Messages) -> list[bool]:
-    """Of each image of a conversation whether the assistant draws it."""
+def _find_drawn(messages: Messages) -> list[bool]:
+    """Whether the assistant draws it, for each image of a conversation in order."""
     parts = [(message["role"], part) for message in messages for part in message.get("content") or []]
     return [role == "assistant" for role, part in parts if part["type"] == "image"]
 
 
-def _parted(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
-    """Of the first ``count`` images those that are seen, and those that are drawn and read again."""
+def _split_seen_and_drawn(drawn: list[bool], count: int, keeps_drawn: bool) -> tuple[list[int], list[int]]:
+    """Indices of the seen images among the first ``count``, and of the drawn ones that are read again."""
     seen = [index for index in range(count) if not drawn[index]]
     return seen, [index for index in range(count) if drawn[index] and keeps_drawn]
 
 
-def _chosen(files: Sequence[File], seen: list[int], drawn: list[int]) -> list[Medium]:
-    return [*(files[index] for index in seen), *(DrawnFile(files[index]) for index in drawn)]
+def _select_media(files: Sequence[Medium], seen: list[int], drawn: list[int]) -> list[Medium]:
+    """The files of these indices in the order of ``Images``: the seen ones, then the drawn ones as ``DrawnFile``."""
+    return [*(files[index] for index in seen), *(DrawnFile(cast("File", files[index])) for index in drawn)]

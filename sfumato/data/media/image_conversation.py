@@ -1,4 +1,4 @@
-"""Conversations in which images and videos stand: where a row has them, and how they become tokens of a document."""
+"""Conversations with images, videos and audio: where a row holds these, and how they become tokens of a document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -23,11 +23,11 @@ from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
 from sfumato.errors import DataError
 
 COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
-"""Columns of a row's images and videos: a list, or one. Where the next of them belongs stands ``<image>`` or
-``<video>`` in a message's text."""
+"""Columns of a row's media by kind, each a list or a single value. ``<image>``, ``<video>`` or ``<audio>`` in a
+message's text marks the place of the next one of its column."""
 
 KEYS = ("path", "url", "bytes", "base64")
-"""Where a part of a message of type image or video has it, beside the key of the type's name."""
+"""Keys of a message's part that may hold its file, besides the key that is called like the part's type."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class ImageConversation(ImageLimits, TextFormat):
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: ImageReader = tokenizer
         template = build_chat_template(config.chat_template, reader.tokenizer)
-        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         keys = config.text_keys or ["messages", "conversations"]
-        return ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+        transform = ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class MediaConversation(MediaLimits, ImageConversation):
 
 @dataclass(frozen=True)
 class ImageConversationTransform:
-    """A conversation with images, and videos where the reader takes some; the loss mask has the assistant's tokens."""
+    """A conversation with the kinds of media that the reader takes; the loss mask holds the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
     has_images: ClassVar[bool] = True
@@ -77,18 +78,21 @@ class ImageConversationTransform:
         return self.template.encoder(texts)
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images and videos of a row, in the order of its messages."""
+        """The media of a row, in the order of its messages."""
         return self._read(row, where)[1]
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
-        """As a call. Every image and video is read, so that broken ones are found before the run."""
+        """The samples of a row, as a generator that asks for the tokens of texts (see ``TextTransform``).
+
+        Every image and video is read, so that a broken one is found before the run.
+        """
         messages, files = self._read(row, where)
         placed = self._place(files, where)
         documents = yield from self._documents(messages, files, placed, read_tools(row, where), where)
         return [TextSample((document,)) for document in documents]
 
     def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
-        """The text that stands for each image or video, and the shapes of ``Images``."""
+        """The placeholder text of each medium, and the shapes of ``Images``, int32 ``[n, 3]``."""
         return self.reader.place_files(files, where)
 
     def _documents(
@@ -99,16 +103,26 @@ class ImageConversationTransform:
         tools: list[dict[str, Any]] | None,
         where: str,
     ) -> Asking[list[Document]]:
-        """What the template makes of a conversation: one document, or one for each answer."""
-        (replacements, shapes), counts = placed, []
+        """The documents that the template makes of a conversation: one, or one for each answer.
+
+        Args:
+            messages: whose contents are lists of parts.
+            files: of the media, in the order of the messages.
+            placed: as of ``_place``.
+            tools: that the messages may call.
+            where: file and row, for messages.
+        """
+        replacements, shapes = placed
+        counts = []
 
         def expand(text: str, spans: list[Span], num_messages: int) -> tuple[str, list[Span]]:
+            # A document may hold the first messages alone: its media are the first ones, up to this count.
             shown = [message.get("content") or [] for message in messages[:num_messages]]
             counts.append(sum(part["type"] != "text" for content in shown for part in content))
             return self.reader.expand(text, spans, replacements[: counts[-1]], where)
 
         encoded = yield from self.template.asks(messages, where, tools, expand)
-        found = []
+        documents = []
         for tokens, count in zip(encoded, counts, strict=True):
             document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and self._is_medium(tokens[0])[len(document.input_ids) :].any():
@@ -117,125 +131,141 @@ class ImageConversationTransform:
                 )
             if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
                 raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
-            images = Images(shapes[:count], partial(_first, files, count), where) if count else None
-            found.append(Document(document.input_ids, document.loss_mask, images=images))
-        return found
+            images = Images(shapes[:count], partial(_take_first, files, count), where) if count else None
+            documents.append(Document(document.input_ids, document.loss_mask, images=images))
+        return documents
 
-    def _is_medium(self, input_ids: Any) -> Any:
+    def _is_medium(self, input_ids: np.ndarray) -> np.ndarray:
+        """Which tokens stand for a part of a medium: bool ``[L]``."""
         return self.reader.kinds(input_ids) != 0
 
     def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
-        """Messages whose contents are lists of parts, and the images and videos that stand in them."""
+        """The messages of a row, whose contents are lists of parts, and the media that these name."""
         return self._take(read_messages(row[find_key(row, self.keys, where)], where, row.get("system")), row, where)
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
-        """As ``_read``, of these messages."""
+        """As ``_read``, for messages that have been read from the row."""
         return take_media(messages, row, where, self.reader.media)
 
 
 def take_media(
     messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",)
 ) -> tuple[Messages, list[Medium]]:
-    """Messages whose contents are lists of parts, and the files of the images and other media that stand in them.
+    """Messages whose contents are lists of parts, and the files of the images and other media that these name.
 
     Args:
-        messages: of a row, in whose columns some of the files may be.
-        row: knows the folder that paths are relative to.
-        where: file and row.
-        media: kinds that there may be.
+        messages: of a row; they stay as they are.
+        row: its columns may hold files, and it knows the folder that paths are relative to.
+        where: file and row, for messages.
+        media: kinds of media that are allowed.
 
     Raises:
-        DataError: when a file is missing or no file, or has no place in a message.
+        DataError: when a file is missing or is no file, or a file of a column has no place in a message.
     """
-    waiting = {kind: _column(row, kind, where) for kind in media}
-    given, files = {kind: len(column) for kind, column in waiting.items()}, []
+    unplaced_files = {kind: _read_column(row, kind, where) for kind in media}
+    num_files = {kind: len(column) for kind, column in unplaced_files.items()}
+    files = []
     messages = [dict(message) for message in messages]
     for index, message in enumerate(messages):
         if message.get("content") is None:
             continue
         place = f"{where}: message {index + 1}"
         parts = []
-        for part in _parts(message["content"], place, given):
+        for part in _split_content(message["content"], place, num_files):
             if part["type"] == "text":
                 parts.append({"type": "text", "text": part["text"]})
                 continue
             kind = part["type"]
             value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
-            if value is None and not waiting[kind]:
+            if value is None and not unplaced_files[kind]:
                 raise DataError(
-                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {given[kind]}"
+                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {num_files[kind]}"
                 )
-            value = waiting[kind].pop(0) if value is None else value
+            value = unplaced_files[kind].pop(0) if value is None else value
             file = find_file({kind: value}, kind, row.folder, place, kind)
             files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
             parts.append({"type": kind})
         message["content"] = parts
-    for kind, left in waiting.items():
-        if left:
+    for kind, unplaced in unplaced_files.items():
+        if unplaced:
             raise DataError(
-                f"{where}: {len(left)} of {given[kind]} {kind}s in its column have no place in a message: put "
+                f"{where}: {len(unplaced)} of {num_files[kind]} {kind}s in its column have no place in a message: put "
                 f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
             )
     return messages, files
 
 
 def as_text(content: Any) -> str:
-    """The content of a message as people read it, with ``<image>`` where an image stands."""
+    """The content of a message as people read it, with ``<image>`` in the place of an image."""
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
 
 
 def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
-    """The images of a document by their files, the shapes that ``ImageReader.place`` gave, and file and row."""
-    return Images(shapes, partial(_first, list(files), len(files)), where) if len(files) else None
+    """The ``Images`` of a document; None where it has none.
+
+    Args:
+        files: of the images.
+        shapes: that ``ImageReader.place`` gave.
+        where: file and row, for messages.
+    """
+    return Images(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
 
 
-def _first(files: list[Medium], count: int) -> Sequence[Medium]:
+def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:
     return files[:count]
 
 
-def _column(row: FiledRow, kind: str, where: str) -> list[Any]:
-    """The images or videos of a row's own column."""
+def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
+    """The media of one kind in a row's column; empty where the row has no such column."""
     name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
     if name is None:
         return []
     value = row[name]
-    found = value if isinstance(value, list) else [value]
-    if any(one is None for one in found):
+    values = value if isinstance(value, list) else [value]
+    if any(item is None for item in values):
         raise DataError(f"{where}: {NAMES[kind]} of column {name!r} is null")
-    return list(found)
+    return list(values)
 
 
-def _parts(content: Any, place: str, given: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Text, images and videos of a message's content, in order; their marks in a text become parts where the row has a
-    column of them.
+def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The parts of a message's content, in order: texts, images and other media.
+
+    A mark such as ``<image>`` in a text becomes a part where the row's column holds files of that kind; otherwise it
+    stays text.
 
     Args:
         content: of a message.
-        place: of the message, for errors.
-        given: how many the row's columns have of each kind that there may be.
+        place: file, row and message, for errors.
+        num_files: files in the row's column by kind, of the kinds that are allowed.
+
+    Raises:
+        DataError: when the content is neither a text nor a list of such parts.
     """
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(given)}")
-    marks = {f"<{kind}>": kind for kind, number in given.items() if number}
-    found: list[dict[str, Any]] = []
+        raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(num_files)}")
+    marks = {f"<{kind}>": kind for kind, number in num_files.items() if number}
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = str(part.get("type"))
-        if kind.removesuffix("_url") in given:
-            value, kind = part.get(kind) if kind.endswith("_url") else None, kind.removesuffix("_url")
-            found.append({"type": kind, "url": value["url"] if isinstance(value, dict) else value} | _only(part, kind))
+        if kind.removesuffix("_url") in num_files:
+            value = part.get(kind) if kind.endswith("_url") else None
+            kind = kind.removesuffix("_url")
+            url = value["url"] if isinstance(value, dict) else value  # OpenAI's parts nest the address in a mapping
+            parts.append({"type": kind, "url": url} | _source_of(part, kind))
         elif kind == "text" and isinstance(part.get("text"), str):
             for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
-                found += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
+                parts += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
         else:
-            names = ", ".join(NAMES[name] for name in given)
+            names = ", ".join(NAMES[name] for name in num_files)
             hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""
             raise DataError(f"{place}: a part of type {kind!r} is neither a text nor {names}{hint}")
-    return found
+    return parts
 
 
-def _only(part: dict[str, Any], kind: str) -> dict[str, Any]:
-    given = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
-    return {"url": f"data:;base64,{given['base64']}"} if "base64" in given else given
+def _source_of(part: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The keys of a part that hold its file; base64 becomes a data URL."""
+    sources = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
+    return {"url": f"data:;base64,{sources['base64']}"} if "base64" in sources else sources

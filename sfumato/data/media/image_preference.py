@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
@@ -35,8 +35,9 @@ class ImagePreference(ImageConversation):
                 f"(prompt, better and worse answer), not {keys}"
             )
         template = build_chat_template(config.chat_template, reader.tokenizer)
-        made_of = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
-        return ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, made_of)
+        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        transform = ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
+        return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
 
 @dataclass(frozen=True)
@@ -51,39 +52,46 @@ class MediaPreference(ImagePreference, MediaConversation):
 class ImagePreferenceTransform(ImageConversationTransform):
     """A better and a worse answer to the same prompt with images; the loss masks hold the assistant's tokens.
 
-    ``keys`` are the columns of the prompt, the better and the worse answer; without the first when conversations are
-    whole.
+    ``keys`` are the columns of the prompt, the better and the worse answer. There are two of them where the columns
+    hold whole conversations, which begin with the prompt.
     """
 
     documents_per_sample: ClassVar[int] = 2
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:
-        """The images of a row, which are those of both documents."""
+        """The images of a row, which both documents share."""
         return self._read_pair(row, where)[1]
 
     def asks(self, row: FiledRow, where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one, each with all images."""
         pair, files = self._read_pair(row, where)
-        placed, tools, documents = self._place(files, where), read_tools(row, where), []
+        placed = self._place(files, where)
+        tools = read_tools(row, where)
+        documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
-            found = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
-            if len(found) > 1:
+            answer_documents = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
+            if len(answer_documents) > 1:
                 raise DataError(
                     f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
                     "answer of several assistant messages is no single text"
                 )
-            documents += found
+            documents += answer_documents
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
     def _read_pair(self, row: FiledRow, where: str) -> tuple[list[Messages], list[Medium]]:
-        """Both conversations, whose contents are lists of parts, and the images that stand in what they share."""
-        pair, found, files = read_pair(row, self.keys, where), [], []
+        """Both conversations, whose contents are lists of parts, and the images, which are all in the shared prompt.
+
+        Raises DataError when an answer holds an image.
+        """
+        pair = read_pair(row, self.keys, where)
+        conversations = []
+        files = []
         shared = next(index for index, (chosen, rejected) in enumerate(zip(*pair, strict=False)) if chosen != rejected)
         for name, conversation in zip(self.keys[-2:], pair, strict=True):
             messages, files = self._take(conversation, row, where)
             answers = [part for message in messages[shared:] for part in message.get("content") or []]
             for kind in (part["type"] for part in answers if part["type"] != "text"):
                 raise DataError(f"{where}: {NAMES[kind]} stands in the answer of {name}: {kind}s belong to the prompt")
-            found.append(messages)
-        return found, files
+            conversations.append(messages)
+        return conversations, files

@@ -1,4 +1,4 @@
-"""Fields of formats of text and of prompts that limit the images and videos which stand in them."""
+"""Fields that formats of text and of prompts share, which limit the size of their images and videos."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sfumato.data.media.vision import ImageReader
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Of images."""
+    """Limits of images."""
 
     media: ClassVar[tuple[str, ...]] = ("image",)
     """Kinds of media that rows may have, as far as the model takes them."""
@@ -38,7 +38,7 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class MediaLimits(ImageLimits):
-    """Of images and videos, among audio."""
+    """Limits of images and videos, for formats that allow audio, too."""
 
     media: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
 

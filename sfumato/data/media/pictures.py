@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -20,22 +20,26 @@ from sfumato.data.media.video_files import examine_video, open_video
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
+    from cv2 import VideoCapture
     from PIL import Image
+    from PIL.Image import Transpose
+    from PIL.ImageFile import ImageFile
+    from PIL.TiffImagePlugin import TiffImageFile
     from torch import Tensor
 
 VERSION = 3
 """Raise it when the same files become other pixels, so that stored latents are not used any more."""
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
-"""What Pillow may take a file for. Its other formats include some that start a program, as EPS does."""
+"""Formats that Pillow may recognise. Its other formats include some that start a program, as EPS does."""
 
 IMAGE_ENDINGS = {
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
 }  # fmt: skip
 ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
-"""What Pillow reads several frames of."""
+"""Endings of files of which Pillow reads several frames."""
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
-"""What OpenCV reads."""
+"""Endings of files that OpenCV reads."""
 
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
@@ -50,20 +54,20 @@ OTHER_KINDS = {
     rb"%PDF": "a PDF: render its pages as PNG",
     rb"....ftyp": "a video or of a format that is not read: save it as PNG or JPEG",
 }
-"""How files begin that are pictures to people, what they are, and what to do."""
+"""Files that people take for pictures and that are not read: how they begin, what they are, and the remedy."""
 
 HEAD = 2**16
-"""Bytes at the beginning of a file in which it says what its colours are."""
+"""Bytes at the beginning of a file in which its colours are described."""
 
 ORIENTATION, QUARTER_TURNS = 0x0112, (5, 6, 7, 8)
-"""EXIF's number of how an image is turned, and what swaps height and width."""
+"""EXIF's tag of an image's orientation, and the orientations that swap height and width."""
 
 SUBFILE_TYPE, NO_PICTURE = 254, 1 | 4
-"""TIFF's number of what an image in a file is, and the bits of thumbnails and masks."""
+"""TIFF's tag of the kind of an image in a file, and the bits that mark thumbnails and masks."""
 
 MOST_ENLARGED, LEAST_SHOWN = 10, 0.1
-"""How often a picture is enlarged in each direction at most; and how much of it is shown, or how far it is squeezed,
-at least."""
+"""The largest factor by which a picture may be enlarged in each direction; and the smallest share of it that may be
+shown, or to which one side may be squeezed against the other."""
 
 BROKEN = (
     OSError,
@@ -76,14 +80,14 @@ BROKEN = (
     RuntimeError,
     struct.error,
 )
-"""What Pillow raises for files that are damaged, or made to break it."""
+"""Errors that Pillow raises for files that are damaged, or made to break it."""
 
 File = Path | bytes
-"""Where a picture comes from: a path, or what such a file holds."""
+"""A file of a picture: its path, or its content."""
 
 
 class Picture(NamedTuple):
-    """What is read of a row of images or videos."""
+    """The pixels of a row of images or videos, and which part of the picture they show."""
 
     pixels: Tensor
     """uint8 ``[3, height, width]``; of a video ``[3, frames, height, width]``, of pairs ``[2, ...]``."""
@@ -92,16 +96,22 @@ class Picture(NamedTuple):
 
 
 def read_image(source: File, where: str) -> Image.Image:
-    """An image, turned as EXIF says, of 8 bits per channel of sRGB; what is transparent shows white.
+    """Reads an image: upright by its EXIF orientation, RGB of 8 bits per channel in sRGB; what is transparent is white.
 
-    Raises DataError when it is broken, or has several frames.
+    Args:
+        source: the file.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when it is broken, or has several frames.
     """
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         _check_still(opened)
         head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
         check_code_points(head, opened.format)
+        # Pillow brings PNG files of 16 bits to 8; only the tile, which load() empties, still tells their depth.
         is_deep = any(";16" in str(tile[3]) for tile in opened.tile)
-        opened.load()  # after which Pillow has turned a TIFF, and read what a PNG file says after its pixels
+        opened.load()  # after which Pillow has turned a TIFF, and read the chunks that a PNG has after its pixels
         transpose = _transposes().get(_orientation(opened))
         shown = to_srgb(opened, is_deep, significant_bits(head, opened.format))
         return shown if transpose is None else shown.transpose(transpose)
@@ -109,16 +119,17 @@ def read_image(source: File, where: str) -> Image.Image:
 
 def check_image(source: File, where: str) -> None:
     """Reads the head of an image. Raises DataError when it is none, or has several frames."""
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         _check_still(opened)
 
 
 def read_size(source: File, where: str) -> tuple[int, int]:
     """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         width, height = opened.size
-        if opened.format == "TIFF":  # of which some versions of Pillow say the size as it is seen
-            width, height = (opened.tag_v2[number] for number in (256, 257))
+        if opened.format == "TIFF":  # some versions of Pillow state the size of a TIFF after it is turned
+            tags = cast("TiffImageFile", opened).tag_v2
+            width, height = (tags[number] for number in (256, 257))
         turned = _orientation(opened, source) in QUARTER_TURNS
     return (width, height) if turned else (height, width)
 
@@ -129,8 +140,9 @@ def check_video(source: File, where: str) -> None:
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    if examine_video(source, where, _shown(source), 1, 2 * Image.MAX_IMAGE_PIXELS).num_frames == 0:
-        raise DataError(f"{where}: broken video ({_shown(source)}): no frame can be read")
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]  # None only if a user lifted it
+    if examine_video(source, where, _describe_source(source), 1, most_pixels).num_frames == 0:
+        raise DataError(f"{where}: broken video ({_describe_source(source)}): no frame can be read")
 
 
 def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
@@ -148,19 +160,19 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
     if isinstance(source, Path) and source.is_dir():
         source = frames_of(source)
     if isinstance(source, list):
-        return [read_image(source[index], where) for index in _spread(len(source), count, where)]
+        return [read_image(source[index], where) for index in _spread_positions(len(source), count, where)]
     is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
     return (_read_animation if is_picture else _read_video)(source, count, where)
 
 
 def frames_of(folder: Path) -> list[File]:
-    """The images of a folder that is a video, in the order of their names; hidden ones are none."""
+    """The frames of a video that is a folder of images, in the order of their names, without hidden files."""
     visible = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted(path for path in visible if path.suffix.lower() in IMAGE_ENDINGS)
 
 
 def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
-    """An image of another size: uint8 ``[height, width, 3]``.
+    """An image brought to another size: uint8 ``[height, width, 3]``.
 
     Args:
         image: red green blue.
@@ -184,22 +196,24 @@ def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "cent
         height, width, crop: see ``fitted``.
 
     Returns:
-        Original height and width, and the rows and columns of the scaled picture that are cut off at the top and left.
+        Original height and width, and how many rows and columns of the scaled picture are cut off at the top and left.
     """
     if crop != "center":
         return (*size, 0, 0)
     scale = max(height / size[0], width / size[1])
-    top, left = (round((side * scale - kept) / 2) for side, kept in zip(size, (height, width), strict=True))
-    return (*size, top, left)
+    top, left_edge = (round((side * scale - wanted) / 2) for side, wanted in zip(size, (height, width), strict=True))
+    return (*size, top, left_edge)
 
 
 def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: str) -> None:
-    """Raises DataError for a picture of which little would be seen at another size; arguments as of ``framing_of``."""
+    """Raises DataError for a picture of which little would be left at another size; arguments as of ``framing_of``."""
     scales = height / size[0], width / size[1]
     shown = min(scales) / max(scales)
     if max(scales) > MOST_ENLARGED or shown < LEAST_SHOWN:
-        what = "shown" if crop == "center" else "left of its longer side against the shorter one"
-        problem = f"enlarged {max(scales):.0f} times" if max(scales) > MOST_ENLARGED else f"{shown:.1%} would be {what}"
+        remainder = "shown" if crop == "center" else "left of its longer side against the shorter one"
+        problem = f"{shown:.1%} would be {remainder}"
+        if max(scales) > MOST_ENLARGED:
+            problem = f"enlarged {max(scales):.0f} times"
         raise DataError(
             f"{where}: a picture of {size[0]} x {size[1]} pixels (height x width) for {height} x {width}: {problem}; "
             f"at most {MOST_ENLARGED} times, and at least {LEAST_SHOWN:.0%}, make sense: leave it out"
@@ -207,19 +221,24 @@ def check_fit(size: tuple[int, int], height: int, width: int, crop: str, where: 
 
 
 def is_enlarged(framing: Tensor, size: Sequence[int]) -> Tensor:
-    """Which pictures are smaller than what they are brought to, by ``framing_of``, int ``[..., 4]``: bool ``[...]``."""
+    """Which pictures are enlarged: bool ``[...]``.
+
+    Args:
+        framing: of ``framing_of``, int ``[..., 4]``.
+        size: height and width that the pictures are brought to.
+    """
     return (framing[..., 0] < size[0]) | (framing[..., 1] < size[1])
 
 
 def as_png(image: Image.Image) -> bytes:
-    """What a file of an image holds."""
+    """The content of a PNG file of an image."""
     image.save(file := io.BytesIO(), "PNG")
     return file.getvalue()
 
 
 @contextmanager
-def _opened(source: File, where: str) -> Iterator[Image.Image]:
-    """The image as Pillow opens it; what goes wrong inside becomes a DataError."""
+def _open_image(source: File, where: str) -> Iterator[ImageFile]:
+    """The image as Pillow opens it. What Pillow raises for it, here or inside the ``with``, becomes a DataError."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Path) and (problem := file_problem(source)):
@@ -230,20 +249,21 @@ def _opened(source: File, where: str) -> Iterator[Image.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): {_describe_unknown(source)}") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): {_describe_unknown(source)}") from error
     except MemoryError as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): it does not fit into memory") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): it does not fit into memory") from error
     except BROKEN as error:
-        raise DataError(f"{where}: broken image ({_shown(source)}): {error}") from error
+        raise DataError(f"{where}: broken image ({_describe_source(source)}): {error}") from error
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"{where}: image ({_shown(source)}) of more than {2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"
+            f"{where}: image ({_describe_source(source)}) of more than "
+            f"{2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"  # pyright: ignore[reportOperatorIssue]
         ) from error
 
 
 @functools.cache
 def _formats() -> tuple[str, ...]:
-    """Those of ``FORMATS`` that this Pillow has."""
+    """The formats of ``FORMATS`` that this build of Pillow reads."""
     from PIL import Image
 
     Image.init()
@@ -251,8 +271,8 @@ def _formats() -> tuple[str, ...]:
 
 
 @functools.cache
-def _transposes() -> dict[int, Any]:
-    """What turns an image by EXIF's number."""
+def _transposes() -> dict[int, Transpose]:
+    """The transpose that brings an image upright, by its EXIF orientation."""
     from PIL.Image import Transpose
 
     return {
@@ -266,10 +286,13 @@ def _transposes() -> dict[int, Any]:
     }
 
 
-def _orientation(opened: Any, head_of: File | None = None) -> int:
-    """EXIF's number of how an image is turned.
+def _orientation(opened: ImageFile, head_of: File | None = None) -> int:
+    """The EXIF orientation of an image; 1 is upright.
 
-    ``head_of`` is its file where its pixels are not to be read for that: a PNG file may say it after them.
+    Args:
+        opened: the image.
+        head_of: its file, where the pixels should not be decoded for this: Pillow's ``getexif`` of a PNG decodes them,
+            since the orientation may stand behind them.
     """
     from PIL import Image
 
@@ -279,7 +302,7 @@ def _orientation(opened: Any, head_of: File | None = None) -> int:
 
 
 def _says_more_after_pixels(source: File) -> bool:
-    """Whether a PNG file has chunks of text or EXIF behind its pixels."""
+    """Whether a PNG file has chunks of text or EXIF behind its pixels, found without decoding them."""
     with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
         file.seek(8)
         are_read = False
@@ -292,31 +315,32 @@ def _says_more_after_pixels(source: File) -> bool:
     return False
 
 
-def _check_still(opened: Any) -> None:
-    """Raises ValueError for a file that holds more or less than a picture."""
-    frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)  # of a phone: then depth, or the other eye
+def _check_still(opened: ImageFile) -> None:
+    """Raises ValueError for a file that holds several pictures, or only a thumbnail."""
+    # The further frames of an MPO file, which phones write, are a depth map or the view of the other eye.
+    frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)
     if opened.format == "TIFF":
         kinds = []
         for number in range(frames):
             opened.seek(number)
-            kinds.append(opened.tag_v2.get(SUBFILE_TYPE, 0))
+            kinds.append(cast("TiffImageFile", opened).tag_v2.get(SUBFILE_TYPE, 0))
         opened.seek(0)
         if kinds[0] & NO_PICTURE:
             raise ValueError("its first picture is a thumbnail, as in raw photographs: develop it, as PNG or JPEG")
         frames = sum(not kind & NO_PICTURE for kind in kinds)
     if frames > 1:
-        what = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
-        raise ValueError(f"{what}: give one of them")
+        contents = f"it has {frames} pages" if opened.format == "TIFF" else f"it is animated, with {frames} frames"
+        raise ValueError(f"{contents}: give one of them")
 
 
 def _describe_unknown(source: File) -> str:
-    """What a file is that no reader knows, and the remedy where there is one."""
+    """What kind of file this is that Pillow does not read, and the remedy where there is one, for an error."""
     head = _head_of(source)
     if not head:
         return "it is empty, of 0 bytes: fetch it again"
-    for pattern, what in OTHER_KINDS.items():
+    for pattern, description in OTHER_KINDS.items():
         if re.match(pattern, head, re.DOTALL | re.IGNORECASE):
-            return f"it is {what}"
+            return f"it is {description}"
     return f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
@@ -327,11 +351,12 @@ def _head_of(source: File) -> bytes:
         return file.read(HEAD)
 
 
-def _shown(source: File) -> str:
+def _describe_source(source: File) -> str:
+    """The file's path, or words for content without one, for messages."""
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
-def _spread(total: int, count: int, where: str) -> list[int]:
+def _spread_positions(total: int, count: int, where: str) -> list[int]:
     """``count`` of ``total`` positions at even distances."""
     if total < count:
         raise DataError(f"{where}: the video has {total} frames, {count} are wanted (data.num_frames)")
@@ -339,7 +364,7 @@ def _spread(total: int, count: int, where: str) -> list[int]:
 
 
 def _is_picture(content: bytes) -> bool:
-    """Whether Pillow knows the format of a file."""
+    """Whether Pillow knows the format of this content; one that is too large for Pillow is of a known format, too."""
     from PIL import Image
 
     try:
@@ -352,9 +377,9 @@ def _is_picture(content: bytes) -> bool:
 
 
 def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
-    with _opened(source, where) as opened:
+    with _open_image(source, where) as opened:
         frames = []
-        for index in _spread(getattr(opened, "n_frames", 1), count, where):
+        for index in _spread_positions(getattr(opened, "n_frames", 1), count, where):
             opened.seek(index)
             frames.append(to_srgb(opened))
         return frames
@@ -377,15 +402,16 @@ class Video:
 
 
 def read_video(source: File, where: str, choose: Callable[[int, float], Sequence[int]]) -> Video:
-    """Frames of a video that OpenCV reads.
+    """Chooses and reads frames of a video that OpenCV reads.
 
-    Two passes: the number of frames that a file states is often not that which can be read. The first is made in
-    another process (``video_files.py``).
+    The file is read twice, since the number of frames that it states is often not the number that can be read. The
+    first pass counts them in a child process (``video_files.py``).
 
     Args:
         source: the file.
         where: file and row, for messages.
-        choose: from the number of frames, and of frames per second, to the positions that are wanted, in order.
+        choose: is given the number of frames and the frames per second, and returns the indices of the frames that are
+            wanted, ascending.
 
     Raises:
         DataError: when it is broken, or far too large.
@@ -395,23 +421,28 @@ def read_video(source: File, where: str, choose: Callable[[int, float], Sequence
 
     if isinstance(source, Path) and (problem := file_problem(source)):
         raise DataError(f"{where}: {source} {problem}")
-    most_pixels = 2 * Image.MAX_IMAGE_PIXELS
-    total, width, height, fps, stated = examine_video(source, where, _shown(source), MAX_FRAMES + 1, most_pixels)
+    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]
+    total, width, height, fps, stated = examine_video(
+        source, where, _describe_source(source), MAX_FRAMES + 1, most_pixels
+    )
     if width * height > most_pixels or stated > MAX_FRAMES:
         raise DataError(
-            f"{where}: video ({_shown(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: cut or "
-            f"scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
+            f"{where}: video ({_describe_source(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: "
+            f"cut or scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
         )
     if total == 0 or total > MAX_FRAMES:
         problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
-        raise DataError(f"{where}: broken video ({_shown(source)}): {problem}")
+        raise DataError(f"{where}: broken video ({_describe_source(source)}): {problem}")
     indices = choose(total, fps if fps > 0 else float("nan"))
     return Video(
-        total, stated, fps, indices, _chosen(open_video(source), indices, total, f"{where}: broken video", source)
+        total, stated, fps, indices, _read_chosen(open_video(source), indices, total, f"{where}: broken video", source)
     )
 
 
-def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source: File) -> Iterator[Image.Image]:
+def _read_chosen(
+    video: VideoCapture, indices: Sequence[int], total: int, problem: str, source: File
+) -> Iterator[Image.Image]:
+    """The frames of these indices, one after the other; those between them are skipped without being converted."""
     from PIL import Image
 
     for index in range(indices[-1] + 1):
@@ -419,10 +450,10 @@ def _chosen(video: Any, indices: Sequence[int], total: int, problem: str, source
         if is_read and index in indices:
             is_read, frame = video.retrieve()
         if not is_read:
-            raise DataError(f"{problem} ({_shown(source)}): frame {index + 1} of {total} cannot be read")
+            raise DataError(f"{problem} ({_describe_source(source)}): frame {index + 1} of {total} cannot be read")
         if index in indices:  # OpenCV's order is blue green red
             yield Image.fromarray(np.ascontiguousarray(frame[:, :, ::-1]))
 
 
 def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
-    return list(read_video(source, where, lambda total, _: _spread(total, count, where)).frames)
+    return list(read_video(source, where, lambda total, _: _spread_positions(total, count, where)).frames)

@@ -18,7 +18,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""Their names."""
+"""Names of the files that transformers may load a processor from."""
 
 
 def save_processor(processor: Any, media: Sequence[str], folder: Path, source: Path | None) -> None:
@@ -33,24 +33,26 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
     if "image" in media:
         processor.image_processor.save_pretrained(folder)
     if source is None:
-        _write(folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)})
+        _write_json(
+            folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)}
+        )
     if "audio" in media:
-        file = folder / PROCESSOR_FILES[0]  # which says both, of images and of audio
+        file = folder / PROCESSOR_FILES[0]  # one file for images and for audio: each would replace the other's
         image = read_json_object(file) if "image" in media else {}
         processor.feature_extractor.save_pretrained(folder)
-        _write(file, read_json_object(file) | image)
+        _write_json(file, read_json_object(file) | image)
     if "video" in media:
-        _write(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
+        _write_json(folder / "video_preprocessor_config.json", processor.video_processor.to_dict())
     for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
         if path.name in PROCESSOR_FILES:
             shutil.copyfile(path, folder / path.name)
 
 
 def _settings(processor: Any) -> dict[str, Any]:
-    """What a processor was made with, without its parts."""
+    """The scalar arguments that a processor was constructed with; its parts have files of their own."""
     named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
 
 
-def _write(path: Path, said: dict[str, Any]) -> None:
-    path.write_text(f"{json.dumps(said, indent=2)}\n", encoding="utf-8")
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Audio that stands in text: files of any rate and number of channels as one channel of the model's rate."""
+"""Audio in text: files of any sampling rate and number of channels, brought to one channel of the model's rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,18 +15,21 @@ from sfumato.config.file_checks import file_problem
 from sfumato.data.media.pictures import File
 from sfumato.errors import DataError, MissingDependencyError
 
+if TYPE_CHECKING:
+    from soundfile import SoundFile
+
 
 @dataclass(frozen=True)
 class Sound:
-    """What is heard."""
+    """Audio that has been read."""
 
     samples: np.ndarray
     """float32 ``[N]``, one channel, of the model's rate."""
 
 
 @contextmanager
-def _opened(source: File, where: str) -> Iterator[Any]:
-    """soundfile's view of a file of audio. Raises DataError for it, and for what is not read within."""
+def _open_sound(source: File, where: str) -> Iterator[SoundFile]:
+    """The opened file. What soundfile raises for a broken file, here or inside the ``with``, becomes a DataError."""
     try:
         import soundfile
         import soxr  # noqa: F401  (what is read is brought to another rate)
@@ -40,21 +43,21 @@ def _opened(source: File, where: str) -> Iterator[Any]:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             yield file
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{where}: broken audio ({_shown(source)}): {error}") from error
+        raise DataError(f"{where}: broken audio ({_describe_source(source)}): {error}") from error
 
 
-def _shown(source: File) -> str:
+def _describe_source(source: File) -> str:
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
 def check_sound(source: File, where: str) -> None:
     """Reads the head of a file of audio. Raises DataError when it is none, MissingDependencyError as ``read_sound``."""
-    with _opened(source, where):
+    with _open_sound(source, where):
         pass
 
 
 def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
-    """A file of audio: .wav, .flac, .mp3, .ogg and what else libsndfile reads.
+    """Reads a file of audio: .wav, .flac, .mp3, .ogg or another format of libsndfile.
 
     Args:
         source: the file, or what it holds.
@@ -66,15 +69,17 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
         DataError: when it is broken, empty, truncated, or too long.
         MissingDependencyError: when soundfile or soxr is missing.
     """
-    shown = _shown(source)
-    with _opened(source, where) as file:
+    shown = _describe_source(source)
+    with _open_sound(source, where) as file:
         content = source if isinstance(source, bytes) else source.read_bytes()
-        stated, own = file.frames, file.samplerate
-        if stated > max_seconds * own:
+        stated = file.frames
+        file_rate = file.samplerate
+        if stated > max_seconds * file_rate:
             raise DataError(
-                f"{where}: audio ({shown}) of {stated / own:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
+                f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
             )
         samples = file.read(dtype="float32", always_2d=True)
+    # libsndfile reads what there is of a truncated .wav file without an error. A size of all ones means "not known".
     if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
         raise DataError(
             f"{where}: broken audio ({shown}): {len(content)} of {size + 8} bytes are there; it is truncated"
@@ -86,4 +91,4 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
     mono = samples.mean(axis=1)
     import soxr
 
-    return Sound(np.ascontiguousarray(mono if own == rate else soxr.resample(mono, own, rate), np.float32))
+    return Sound(np.ascontiguousarray(mono if file_rate == rate else soxr.resample(mono, file_rate, rate), np.float32))

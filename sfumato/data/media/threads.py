@@ -1,4 +1,4 @@
-"""Media of several documents opened, decoded and scaled at a time; what they become does not depend on it."""
+"""Threads that open, decode and scale the media of several documents at a time; results do not depend on them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from sfumato.data.media.vision import Images, Tensors
 from sfumato.data.text.format import Document, TextSample
 
 MOST_THREADS = 8
-"""Threads of a process that open media: Pillow, OpenCV and numpy work beside each other, what is Python does not."""
+"""Most threads of a process that open media: Pillow, OpenCV and numpy release the interpreter's lock, Python code does
+not."""
 
 
 def open_ahead(samples: Sequence[TextSample], tensors: Callable[[Images], Tensors]) -> list[TextSample]:
-    """The same samples, whose media are being opened by threads; who wants the tensors waits for them.
+    """The same samples, whose media threads have begun to open. ``Images.opened`` is the future of their tensors.
 
     Args:
-        samples: whose documents may have media. Their rows are read here, since a table need not know of threads.
-        tensors: what makes a document's; called in threads. What it raises is raised where the tensors are wanted.
+        samples: their documents may have media. Rows are read in the calling thread, since tables need not be
+            thread-safe.
+        tensors: makes the tensors of a document; called in threads. What it raises, the future raises.
     """
 
-    def opening(document: Document) -> Document:
+    def start_opening(document: Document) -> Document:
         if document.images is None or not len(document.images.shapes):
             return document
         media = document.images.find()
-        found = replace(document.images, find=lambda: media)
-        return replace(document, images=replace(found, opened=_pool().submit(tensors, found)))
+        images = replace(document.images, find=lambda: media)
+        return replace(document, images=replace(images, opened=_pool().submit(tensors, images)))
 
-    return [replace(sample, documents=tuple(map(opening, sample.documents))) for sample in samples]
+    return [replace(sample, documents=tuple(map(start_opening, sample.documents))) for sample in samples]
 
 
 def num_threads() -> int:

@@ -1,7 +1,7 @@
-"""Video files as OpenCV's FFmpeg opens them, and a process of its own that looks at each of them first.
+"""Video files as OpenCV's FFmpeg opens them, and a child process that looks at each of them first.
 
-A file that is made to do so ends the process that decodes it: that of a run would be gone without a word about the
-file. Whatever the first pass over a video needs is therefore done in a child, which may end.
+A file that is made for it can crash the process that decodes it; a run would then end without a word about the file.
+The first pass over a video is therefore made in a child process, which may crash.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from sfumato.config.process_limits import lower_limit
 from sfumato.errors import DataError, MissingDependencyError
 
+if TYPE_CHECKING:
+    import cv2
+
 File = Path | bytes
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
-"""What FFmpeg may take a video for, by its own names, whatever the file's name ends in. Its other formats include
+"""Containers that FFmpeg may recognise, by its own names, whatever the file's name ends in. Its other formats include
 playlists and descriptions of streams, which open other files and ports."""
 
 FFMPEG_OPTIONS = "OPENCV_FFMPEG_CAPTURE_OPTIONS"
@@ -54,25 +57,27 @@ class VideoHead(NamedTuple):
     """Frames that the file says it has; 0 or less where it does not."""
 
 
-def open_video(source: File) -> Any:
-    """``cv2.VideoCapture`` of a file. ImportError without OpenCV."""
+def open_video(source: File) -> cv2.VideoCapture:
+    """A file or its content, opened. Raises ImportError without OpenCV."""
     import cv2
 
-    with _containers_alone():
+    with _only_containers():
         if isinstance(source, Path):  # absolute, so that no name is taken for that of a protocol
             return cv2.VideoCapture(str(source.absolute()), cv2.CAP_FFMPEG)
-        return cv2.VideoCapture(io.BytesIO(source), cv2.CAP_FFMPEG, [])
+        stream = io.BytesIO(source)
+        return cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [])  # pyright: ignore  # the stubs want a class of OpenCV's own
 
 
 @contextlib.contextmanager
-def _containers_alone() -> Iterator[None]:
+def _only_containers() -> Iterator[None]:
     """Inside, FFmpeg opens files of ``CONTAINERS`` and nothing that these name: no playlist, no description of a stream
     that would make it listen on ports or read other files. It takes its options from the environment."""
     with _OPENING:
         before = os.environ.get(FFMPEG_OPTIONS)
-        asked = [before] if before else []
+        user_options = [before] if before else []
         limits = (f"format_whitelist;{CONTAINERS}", "protocol_whitelist;file")
-        os.environ[FFMPEG_OPTIONS] = "|".join([*asked, *limits])  # of one that stands twice the last counts
+        # The last of equal options counts, so the user's own options cannot lift these limits.
+        os.environ[FFMPEG_OPTIONS] = "|".join([*user_options, *limits])
         try:
             yield
         finally:
@@ -83,16 +88,18 @@ def _containers_alone() -> Iterator[None]:
 
 
 def examine_video(source: File, where: str, shown: str, most_frames: int, most_pixels: int) -> VideoHead:
-    """The first pass over a video, in another process.
+    """Makes the first pass over a video, in a child process.
 
     Args:
         source: the file.
-        where, shown: file and row, and the file, for messages.
-        most_frames: how many are counted at most.
-        most_pixels: of a frame; of a video with larger ones, or that states more frames, none is counted.
+        where: file and row, for messages.
+        shown: the file, for messages.
+        most_frames: frames that are counted at most.
+        most_pixels: of a frame. Frames of a video with larger ones, or that states more than ``most_frames``, are not
+            counted.
 
     Raises:
-        DataError: when that process ends, or takes longer than ``LONGEST_S``.
+        DataError: when the child ends, or takes longer than ``LONGEST_S``.
         MissingDependencyError: without OpenCV.
     """
     try:
@@ -104,7 +111,8 @@ def examine_video(source: File, where: str, shown: str, most_frames: int, most_p
         ) from error
     examiner = _examiner_of_thread()
     try:
-        return VideoHead(*examiner.examine(source, most_frames, most_pixels))
+        values = examiner.examine(source, most_frames, most_pixels)
+        return VideoHead(*values)  # pyright: ignore[reportArgumentType]  # JSON has kept the first an integer
     except (OSError, ValueError, struct.error) as error:
         reason = f"it ends its reader ({examiner.close()})"
         if isinstance(error, TimeoutError):
@@ -128,10 +136,11 @@ class _Examiner:
 
     @property
     def is_running(self) -> bool:
+        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def examine(self, source: File, most_frames: int, most_pixels: int) -> list[float]:
-        """What ``VideoHead`` has. Raises OSError or ValueError when the process ends or does not answer in time."""
+        """The values of ``VideoHead``. Raises OSError or ValueError when the process ends or takes too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         content = os.fsencode(source.absolute()) if isinstance(source, Path) else source
         self._process.stdin.write(_HEADER.pack(isinstance(source, Path), most_frames, most_pixels, len(content)))
@@ -152,6 +161,7 @@ class _Examiner:
         self._process.kill()
         code = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
         return f"signal {-code}" if code < 0 else f"exit {code}"
@@ -161,15 +171,15 @@ _of_threads = threading.local()
 
 
 def _examiner_of_thread() -> _Examiner:
-    """That of this thread of this process: one that was forked has none of its parent's."""
+    """The examiner of this thread; a new one after a fork, since parent and child must not share the pipes."""
     examiner = getattr(_of_threads, "examiner", None)
     if examiner is None or examiner.owner != os.getpid() or not examiner.is_running:
         examiner = _of_threads.examiner = _Examiner()
     return examiner
 
 
-def _answer(requests: IO[bytes]) -> None:
-    """Looks at the videos that the parent names, until it has gone."""
+def _serve_requests(requests: IO[bytes]) -> None:
+    """Looks at the videos that the parent names, until the parent has closed the pipe."""
     lower_limit(resource.RLIMIT_CORE, 0)
     lower_limit(resource.RLIMIT_AS, MOST_BYTES)
     while len(header := requests.read(_HEADER.size)) == _HEADER.size:
@@ -185,4 +195,4 @@ def _answer(requests: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    _answer(sys.stdin.buffer)
+    _serve_requests(sys.stdin.buffer)

@@ -1,7 +1,7 @@
-"""Images, videos and audio in text: placeholders among its tokens, tensors beside them, and positions of any rank.
+"""Images, videos and audio in text: placeholders among its tokens, the model's tensors of them, and rotary positions.
 
-transformers' own processor of the model makes all of these. Images are named by a document and opened when a batch is
-made; what is known before, from the preprocessing of the data, is how many tokens each takes and how it is cut.
+transformers' own processor of the model makes all of these. A document names its media, which are opened when a batch
+is made. The preprocessing of the data has found before how many tokens each medium takes, and its grid of patches.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from sfumato.errors import ConfigError, DataError, UserError
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
+    from transformers import BatchFeature
+
+    from sfumato.data.media.pictures import File
 
 KINDS = ("token_type_ids", "mm_token_type_ids")
-"""What transformers' models call the kinds of tokens."""
+"""Arguments of transformers' models that take the kind of each token (text, image, video, audio)."""
 
 SHOWN_PIXELS = 512
 """Width and height of the images of prompts in reports, at most."""
@@ -41,17 +44,17 @@ Tensors = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class Images:
-    """The images and videos of a document, in its order, which are opened when a batch is made."""
+    """The media of a document, in the order of its tokens, which are opened when a batch is made."""
 
     shapes: np.ndarray
     """int32 ``[N, 3]``: parts that do not see each other (frames, tiles), rows and columns of patches of each part. Of
     audio: frames of its spectrogram, 0 and 0."""
     find: Callable[[], Sequence[Medium | Clip | Sound]]
-    """The files, or what they hold, or what has been opened."""
+    """Gives the files, their content, or media that have been opened, one for each shape."""
     where: str
     """File and row, for messages."""
     opened: Future[Tensors] | None = None
-    """What ``ImageReader.tensors`` makes of them, where threads are at it."""
+    """The result of ``ImageReader.tensors``, where threads have begun to compute it."""
 
     def side_by_side(self) -> np.ndarray | None:
         """The images, each made at most ``SHOWN_PIXELS`` wide and high, from left to right: uint8 ``[H, W, 3]``.
@@ -67,16 +70,17 @@ class Images:
         for picture in pictures:
             picture.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
         size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
-        whole, left = Image.new("RGB", size, "white"), 0
+        canvas = Image.new("RGB", size, "white")
+        offset = 0
         for picture in pictures:
-            whole.paste(picture, (left, 0))
-            left += picture.width
-        return np.asarray(whole)
+            canvas.paste(picture, (offset, 0))
+            offset += picture.width
+        return np.asarray(canvas)
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """What a model is given beside the L tokens of one document."""
+    """Inputs of a model beside the L tokens of one document."""
 
     tensors: Tensors = field(default_factory=dict)
     """Arguments of its ``forward`` that images give; empty without images. Documents follow each other in dim 0."""
@@ -87,19 +91,27 @@ class MultimodalInputs:
     """int64 ``[L]``: 0 of text, 1 of an image, 2 of a video, 3 of audio."""
 
     def arguments(self, position_ids: Tensor, names: Iterable[str]) -> Tensors:
-        """What ``forward`` is given beside tokens whose positions within documents are ``position_ids``.
+        """Arguments of ``forward`` beside the tokens.
 
-        Where the model has rotary positions of three axes, those within documents come first, as transformers has it
-        for packed rows. ``names`` are the arguments of ``forward``.
+        Where the model has rotary positions of three axes, the positions within documents are prepended to them:
+        transformers takes packed rows so, and finds the borders of documents by the first.
+
+        Args:
+            position_ids: positions within documents.
+            names: arguments that the model's ``forward`` takes.
         """
-        found = self.tensors | {"position_ids": position_ids}
+        arguments = self.tensors | {"position_ids": position_ids}
         if self.rope_positions is not None:
-            found["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
-        return found | {name: self.modality_ids for name in KINDS if name in names}
+            arguments["position_ids"] = torch.cat([position_ids[None], self.rope_positions.movedim(-1, 0)])
+        kinds = {name: self.modality_ids for name in KINDS if name in names}
+        return arguments | kinds  # pyright: ignore[reportReturnType]  # None, the default of forward, without media
 
 
 class ImageReader:
-    """transformers' processor of a model, for the images of one document at a time. It can be pickled."""
+    """Turns the media of one document at a time into tokens and tensors, by transformers' processor of the model.
+
+    It can be pickled, since worker processes preprocess data.
+    """
 
     def __init__(
         self,
@@ -114,26 +126,28 @@ class ImageReader:
 
         Args:
             processor: transformers' processor with its tokenizer.
-            arguments: what the model's ``forward`` takes.
+            arguments: names of the arguments that the model's ``forward`` takes.
             patches: edge of a patch in pixels, of models that cut images into tiles of one size; and tokens of the
-                language model that a patch becomes.
-            filled_to: patches that every image is filled up to, where the model is given images so.
-            least_samples: of audio; a shorter one transformers computes in another way.
-            begins: tokens before media, of models that find these by them.
+                language model for each patch.
+            filled_to: number of patches that every image is padded to, where the model's processor pads images.
+            least_samples: fewest samples of audio; transformers computes shorter audio differently beside longer.
+            begins: tokens that stand before media, of models that find media by them.
         """
-        self.processor, self.tokenizer = processor, processor.tokenizer
+        self.processor = processor
+        self.tokenizer = processor.tokenizer
         self.arguments = [name for name in arguments if name not in ("input_ids", "attention_mask")]
-        """What ``forward`` may be given of images."""
+        """Arguments of ``forward`` that media may give."""
         self._patch = patches[0]
         self.tokens_per_patch = patches[1]
         """Tokens of the language model for each patch of the encoder."""
         self.filled_to = filled_to
-        """Patches that every image is filled up to; None: images are as large as they are."""
-        self._least_samples, self._begins = least_samples, {*begins}
+        """Patches that every image is padded to; None where images are not padded."""
+        self._least_samples = least_samples
+        self._begins = {*begins}
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
-        """What documents may have: image, and video or audio or both, or audio alone."""
+        """Kinds of media that documents may have: image, and video or audio or both, or audio alone."""
         self.is_likely = True
-        """Whether the model gives tokens of images any probability; else they can be in no loss."""
+        """Whether the model gives tokens of images a probability above 0; otherwise no loss may hold them."""
 
     @property
     def fingerprint(self) -> str:
@@ -141,20 +155,21 @@ class ImageReader:
         settings = f"{type(self.processor).__name__} {self.placeholders()[self.media[0]]}"
         if self.sees:
             settings = f"{settings} {self.processor.image_processor.to_json_string()}"
-        own = {
+        processor_settings = {
             name: value for name, value in vars(self.processor).items() if isinstance(value, (int, float, str, bool))
         }
         if self.sees and hasattr(self.processor.image_processor, "image_grid_pinpoints"):
-            settings += " tiles that are not filled up"  # counted with them once
+            # Older versions counted the padding among the tiles: this word keeps their stored tokens from being used.
+            settings += " tiles that are not filled up"
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
         if "audio" in self.media:
             settings = f"{settings} {self.processor.feature_extractor.to_json_string()}"
-        return hashlib.blake2b(f"{settings} {sorted(own.items())}".encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(f"{settings} {sorted(processor_settings.items())}".encode(), digest_size=16).hexdigest()
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes images; one that does not takes audio."""
+        """Whether the model takes images; a model that takes none takes audio."""
         return hasattr(self.processor, "image_processor")
 
     def check_sees(self) -> None:
@@ -166,7 +181,7 @@ class ImageReader:
             )
 
     def placeholders(self) -> dict[str, str]:
-        """What the chat template writes for each kind of medium that documents may have."""
+        """The text that the chat template writes for a medium, by the kinds that documents may have."""
         return {kind: getattr(self.processor, f"{kind}_token") for kind in self.media}
 
     def with_media(self, **limits: Any) -> ImageReader:
@@ -176,15 +191,16 @@ class ImageReader:
             limits: arguments of ``VideoProcessor.limited``.
 
         Raises:
-            ConfigError: when the model takes neither in a way that is known, or limits contradict each other.
+            ConfigError: when the model takes neither in a way that is supported, or limits contradict each other.
         """
         videos = getattr(self.processor, "video_processor", None)
         takes_videos = isinstance(videos, VideoProcessor)
         takes_audio = getattr(self.processor, "feature_extractor", None) is not None
-        given = [name for name, limit in limits.items() if limit is not None]
-        if not takes_videos and takes_audio and given:
+        video_limits = [name for name, limit in limits.items() if limit is not None]
+        if not takes_videos and takes_audio and video_limits:
             raise ConfigError(
-                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits ({given[0]})"
+                f"data.data_type: {type(self.processor).__name__} takes no videos: remove their limits "
+                f"({video_limits[0]})"
             )
         if not takes_videos and not takes_audio:
             raise ConfigError(
@@ -200,8 +216,12 @@ class ImageReader:
         return reader
 
     def open(self, medium: Medium | Clip | Sound, where: str) -> Image.Image | Clip | Sound:
-        """What a file holds. Raises DataError when it is broken, or of a kind that the model does not take, ValueError
-        when the processor refuses a video."""
+        """Opens a file; what has been opened is returned as it is.
+
+        Raises:
+            DataError: when the file is broken, or of a kind that the model does not take.
+            ValueError: when the processor refuses a video.
+        """
         if isinstance(medium, Clip | Sound):
             return medium
         if (kind := KIND_OF.get(type(medium), "image")) not in self.media:
@@ -221,15 +241,15 @@ class ImageReader:
                     "a longer: fill it up with silence"
                 )
             return sound
-        return read_image(medium, where)
+        return read_image(cast("File", medium), where)  # a ``DrawnFile`` never comes here: no encoder sees it
 
     def noise(self, seconds: float, generator: np.random.Generator) -> Sound:
-        """Random audio of so many seconds, or of the shortest that the model takes."""
+        """Random audio of this many seconds, or of the fewest samples that the model takes."""
         count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
         return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
-        """A reader that scales images to areas within these limits; None keeps the processor's own.
+        """A reader that scales images to numbers of pixels within these limits; None keeps the processor's own limit.
 
         Raises:
             ConfigError: when the processor scales all images to a size of its own.
@@ -262,192 +282,218 @@ class ImageReader:
         return reader
 
     def place(self, images: Sequence[Image.Image | Clip | Sound]) -> tuple[list[str], np.ndarray]:
-        """The text that stands for each image or video, and the shapes of ``Images``.
+        """The placeholder text of each medium, as many tokens as it takes, and the shapes of ``Images``.
 
         Raises:
             ValueError: when the processor refuses one.
         """
         if not images:
             return [], np.zeros((0, 3), np.int32)
-        found = self._process(images)
-        return [entry["replacement"] for entry in found["text_replacement_offsets"][0]], self._shapes(found, images)
+        features = self._process(images)
+        replacements = [entry["replacement"] for entry in features["text_replacement_offsets"][0]]
+        return replacements, self._shapes(features, images)
 
     def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
-        """As ``place``, of files. Raises DataError when one is broken, or refused."""
+        """Opens files and places them, as ``place``. Raises DataError when one is broken, or refused."""
         try:
             return self.place([self.open(file, where) for file in files])
-        except UserError:  # of a file, which says where
+        except UserError:  # is a ValueError, too, and names the file and row itself
             raise
         except ValueError as error:
             kinds = " or a ".join(self.media)
             raise DataError(f"{where}: {type(self.processor).__name__} refuses an {kinds}: {error}") from error
 
     def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
-        """A rendered conversation with the texts of its images and videos, and its spans where they are then.
+        """Puts the placeholder texts of media into a rendered conversation, and moves its spans accordingly.
+
+        Args:
+            text: as the chat template renders it, with one placeholder for each medium.
+            spans: begin and end of stretches of the text, which contain no placeholder in part.
+            replacements: the text of each medium, from ``place``.
+            where: file and row, for messages.
+
+        Returns:
+            The text with the replacements, and where the spans are in it.
 
         Raises:
             DataError: when there are more or fewer placeholders.
         """
         placeholders = self.placeholders().values()
-        places = [found.span() for found in re.finditer("|".join(map(re.escape, placeholders)), text)]
+        places = [match.span() for match in re.finditer("|".join(map(re.escape, placeholders)), text)]
         if len(places) != len(replacements):
             raise DataError(
                 f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
                 f"{len(replacements)} {'s and '.join(self.media)}s"
             )
-        parts, moved, last = [], [list(span) for span in spans], 0
+        parts = []
+        new_spans = [list(span) for span in spans]
+        last = 0
         for (start, stop), replacement in zip(places, replacements, strict=True):
             parts += [text[last:start], replacement]
             longer = len(replacement) - (stop - start)
-            for span, before in zip(moved, spans, strict=True):
+            for span, before in zip(new_spans, spans, strict=True):
                 span[0] += longer if before[0] >= stop else 0
                 span[1] += longer if before[1] >= stop else 0
             last = stop
-        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in moved]
+        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in new_spans]
 
     def tensors(self, images: Images) -> Tensors:
-        """What the model's ``forward`` takes for the images and videos of a document.
+        """The arguments of the model's ``forward`` that the media of a document give.
 
         Raises:
             DataError: when one is broken, or has changed since its tokens were made.
         """
         opened = [self.open(medium, images.where) for medium in images.find()]
-        found = self._process(opened)
-        self.check_shapes(self._shapes(found, opened) if opened else np.zeros((0, 3)), images)
-        return self._given(found)
+        features = self._process(opened)
+        self.check_shapes(self._shapes(features, opened) if opened else np.zeros((0, 3)), images)
+        return self._model_inputs(features)
 
     def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
-        """Raises DataError when media have others than when their tokens were made."""
+        """Raises DataError when media have other shapes than when their tokens were made."""
         if not np.array_equal(shapes, images.shapes):
             kinds = " or a ".join(self.media)
             raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
 
     def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
-        """As ``tensors``, of what has been opened."""
-        return self._given(self._process(media))
+        """As ``tensors``, for media that have been opened; their shapes are not compared."""
+        return self._model_inputs(self._process(media))
 
-    def _given(self, found: Any) -> Tensors:
-        names = [name for name in self.arguments if name in found and name not in KINDS]
-        return {name: torch.as_tensor(np.asarray(found[name])) for name in names}
+    def _model_inputs(self, features: Mapping[str, Any]) -> Tensors:
+        """The features that the model's ``forward`` takes, as tensors; kinds of tokens are computed elsewhere."""
+        names = [name for name in self.arguments if name in features and name not in KINDS]
+        return {name: torch.as_tensor(np.asarray(features[name])) for name in names}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """What each token is: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
+        """The kind of each token: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
         return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
 
     def media_tokens(self) -> set[int]:
-        """Tokens that stand for a part of an image, or of another medium, or by which the model finds one."""
+        """Ids of tokens that stand for a part of a medium, or by which the model finds one."""
         return self._begins | {*self.kinds(np.arange(len(self.tokenizer))).nonzero()[0].tolist()}
 
     def save(self, folder: Path, source: Path | None) -> None:
         """Writes what transformers loads the processor from: the files of the folder that the model came from."""
         save_processor(self.processor, self.media, folder, source)
 
-    def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> Any:
+    def _process(self, media: Sequence[Image.Image | Clip | Sound]) -> BatchFeature:
+        """The features that transformers' processor makes of media, as if they were one text of placeholders."""
         kinds = [KIND_OF.get(type(medium), "image") for medium in media]
         clips = [medium for medium in media if isinstance(medium, Clip)]
         images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
         tokens = self.placeholders()
-        given: dict[str, Any] = {"images": images} if images else {}
+        inputs: dict[str, Any] = {"images": images} if images else {}
         if clips:
-            given |= {
+            inputs |= {
                 "videos": [clip.frames for clip in clips],
                 "video_metadata": [copy.copy(clip.metadata) for clip in clips],
             }
         if "audio" in kinds:
-            given["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
-            given["sampling_rate"] = self.processor.feature_extractor.sampling_rate
+            inputs["audio"] = [medium.samples for medium in media if isinstance(medium, Sound)]
+            inputs["sampling_rate"] = self.processor.feature_extractor.sampling_rate
         text = "".join(tokens[kind] for kind in kinds)
-        found = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **given)
-        if "video_second_per_grid" in found:  # for which omni models take each video to have two frames per second
+        features = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **inputs)
+        # The processors of omni models assume two frames per second for this, whatever the video has.
+        if "video_second_per_grid" in features:
             unit = self.processor.video_processor.temporal_patch_size
-            found["video_second_per_grid"] = np.array([unit / clip.metadata.sampled_fps for clip in clips], np.float32)
-        return found
+            features["video_second_per_grid"] = np.array(
+                [unit / clip.metadata.sampled_fps for clip in clips], np.float32
+            )
+        return features
 
     @property
     def has_grid(self) -> bool:
         """Whether images are grids of patches of their own size, as those of the Qwen models."""
         return "image_grid_thw" in self.arguments
 
-    def _shapes(self, found: Any, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+    def _shapes(self, features: Mapping[str, Any], media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+        """The shapes of ``Images``, int32 ``[N, 3]``, from the processor's features of these media."""
         if self.has_grid or not self.sees:
-            shapes = {kind: iter(found.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
-            frames = np.asarray(found.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
+            shapes = {kind: iter(features.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
+            frames = np.asarray(features.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
             shapes["audio"] = iter([(number, 0, 0) for number in frames])
             kinds = (KIND_OF.get(type(medium), "image") for medium in media)
             return np.stack([np.asarray(next(shapes[kind]), np.int32) for kind in kinds])
         count = len(media)
-        if "image_position_ids" in found:  # rows of patches, filled up; column and row of each, or -1
-            columns, rows = np.asarray(found["image_position_ids"]).max(axis=1).T + 1
+        if "image_position_ids" in features:  # column and row of each patch, and -1 for patches that pad an image
+            columns, rows = np.asarray(features["image_position_ids"]).max(axis=1).T + 1
             return np.stack([np.ones_like(rows), rows, columns], axis=1).astype(np.int32)
-        pixels = np.asarray(found["pixel_values"])
-        if pixels.ndim == 5 and len(pixels) == count:  # filled up to as many tiles of each image, with zeros
+        pixels = np.asarray(features["pixel_values"])
+        if pixels.ndim == 5 and len(pixels) == count:  # images are padded with tiles of zeros to one number of tiles
             tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
-        else:  # tiles of all images, one after the other; each is as many tokens
+        else:  # the tiles of all images follow each other; every tile takes the same number of tokens
             placeholder = self.placeholders()["image"]
-            counts = [entry["replacement"].count(placeholder) for entry in found["text_replacement_offsets"][0]]
+            counts = [entry["replacement"].count(placeholder) for entry in features["text_replacement_offsets"][0]]
             tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)
 
 
 class Vision:
-    """What makes batches for a model that sees: the reader of its images, and its own rule for positions."""
+    """The parts that make batches for a model with media: the reader of these, and the model's rule for positions."""
 
     def __init__(self, reader: ImageReader, positions: Callable[[Tensor, Tensor, Tensors], Tensor] | None) -> None:
         """Use ``build_vision``.
 
         Args:
-            reader: of the images.
-            positions: from int64 ``input_ids`` and kinds ``[1, L]`` and the images' tensors to ``[3, 1, L]``; None
-                where the model counts tokens.
+            reader: of the media.
+            positions: computes rotary positions ``[3, 1, L]`` from int64 ``input_ids``, kinds ``[1, L]`` and the
+                tensors of the media; None where the model numbers tokens one after the other.
         """
-        self.reader, self._positions = reader, positions
+        self.reader = reader
+        self._positions = positions
         self.idle_ids, self._idle = self._make_idle()
 
     def with_reader(self, reader: ImageReader) -> Vision:
-        """The same with other limits of images."""
+        """The same model with another reader, such as one with other limits of images."""
         return Vision(reader, self._positions)
 
     @property
     def idle_length(self) -> int:
-        """Tokens of the small image and video that a batch that lacks one gets."""
+        """Tokens of the small media that are added to a batch which lacks a kind of media; see ``idle``."""
         return len(self.idle_ids)
 
     def beside(self, input_ids: np.ndarray, images: Images | None) -> MultimodalInputs:
-        """What the model is given beside the tokens of a document. Raises DataError as ``ImageReader.tensors``."""
+        """The model's inputs beside the tokens of a document; waits where threads are opening the media.
+
+        Raises DataError as ``ImageReader.tensors``.
+        """
         if images is None or not len(images.shapes):
             return self._beside(input_ids, {})
         return self._beside(input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result())
 
     def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> MultimodalInputs:
-        """What the model is given beside documents in rows of their own, each of ``width`` tokens with its padding.
+        """The model's inputs beside documents that have a row each, padded to ``width`` tokens.
 
         Args:
             rows: token ids of n documents.
-            media: of each what ``ImageReader.tensors`` made of its images; empty without.
-            width: tokens of the longest, or more.
+            media: for each document what ``ImageReader.tensors`` gave; empty for one without media.
+            width: tokens of the longest document, or more.
 
         Returns:
-            Tensors of all, positions ``[n, width, 3]`` where the model has such, and kinds ``[n, width]``.
+            Tensors of all documents, rotary positions ``[n, width, 3]`` where the model has such, and kinds
+            ``[n, width]``.
         """
-        found = [self._beside(np.array(row, np.int32), own) for row, own in zip(rows, media, strict=True)]
+        documents = [self._beside(np.array(row, np.int32), tensors) for row, tensors in zip(rows, media, strict=True)]
         kinds = torch.zeros(len(rows), width, dtype=torch.int64)
         positions = None
         if self._positions is not None:
+            assert self._idle.rope_positions is not None
             dtype = self._idle.rope_positions.dtype
             positions = torch.arange(width, dtype=dtype)[None, :, None].repeat(len(rows), 1, 3)
-        for index, one in enumerate(found):
-            kinds[index, : len(one.modality_ids)] = one.modality_ids
+        for index, document in enumerate(documents):
+            assert document.modality_ids is not None
+            kinds[index, : len(document.modality_ids)] = document.modality_ids
             if positions is not None:
-                positions[index, : len(one.modality_ids)] = one.rope_positions
+                assert document.rope_positions is not None
+                positions[index, : len(document.modality_ids)] = document.rope_positions
         return MultimodalInputs(join_media(media), positions, kinds)
 
     def idle(self) -> MultimodalInputs:
-        """Of the small image, and video and audio where documents may have some, the tokens of which are ``idle_ids``.
+        """The inputs of a small image, and of a small video and audio where documents may have these.
 
-        It lets ranks whose documents have none take part in what the encoder does on the others, and gives the encoder
-        gradients that are zero instead of none. An encoder runs once for images and once for videos, so a batch that
-        lacks either gets both.
+        Their tokens are ``idle_ids``. A batch without media gets them so that the rank takes part in the collectives
+        of the encoder on the other ranks, and the encoder's gradients are zero instead of None. An encoder runs once
+        for images and once for videos, so a batch that lacks either kind gets both.
         """
         return self._idle
 
@@ -460,12 +506,14 @@ class Vision:
         if self._positions is None:
             return MultimodalInputs(tensors, None, kinds)
         if not tensors:
+            assert self._idle.rope_positions is not None
             dtype = self._idle.rope_positions.dtype
             return MultimodalInputs({}, torch.arange(len(input_ids), dtype=dtype)[:, None].expand(-1, 3), kinds)
         ids = torch.from_numpy(input_ids.astype(np.int64))
         return MultimodalInputs(tensors, self._positions(ids[None], kinds[None], tensors)[:, 0].T.contiguous(), kinds)
 
     def _make_idle(self) -> tuple[np.ndarray, MultimodalInputs]:
+        """The token ids of the small media, int32 ``[L]``, and their inputs."""
         from PIL import Image
 
         media: list[Image.Image | Clip | Sound] = [Image.new("RGB", (32, 32), "white")] * self.reader.sees
@@ -479,17 +527,18 @@ class Vision:
 
 
 def join_media(media: Sequence[Tensors]) -> Tensors:
-    """The images' tensors of documents, one after the other; what has fewer tiles is filled up with zeros."""
-    given = [tensors for tensors in media if tensors]
-    names = dict.fromkeys(name for tensors in given for name in tensors)
-    return {name: _cat([tensors[name] for tensors in given if name in tensors]) for name in names}
+    """The tensors of several documents' media, one after the other; images with fewer tiles are padded with zeros."""
+    nonempty = [tensors for tensors in media if tensors]
+    names = dict.fromkeys(name for tensors in nonempty for name in tensors)
+    return {name: _concatenate_padded([tensors[name] for tensors in nonempty if name in tensors]) for name in names}
 
 
-def _cat(tensors: list[Tensor]) -> Tensor:
+def _concatenate_padded(tensors: list[Tensor]) -> Tensor:
+    """Concatenates along dim 0, after padding the other dims with zeros to the largest size."""
     widest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    filled = []
+    padded = []
     for tensor in tensors:
-        room = tensor.new_zeros(len(tensor), *widest)
-        room[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
-        filled.append(room)
-    return torch.cat(filled if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
+        padding = tensor.new_zeros(len(tensor), *widest)
+        padding[(slice(None), *(slice(size) for size in tensor.shape[1:]))] = tensor
+        padded.append(padding)
+    return torch.cat(padded if any(list(tensor.shape[1:]) != widest for tensor in tensors) else tensors)
