@@ -1,1 +1,1 @@
-"""Conversations with tools and with programs of a user: calls, turns, and the endpoint where agents reach the policy."""
+"""Conversations with tools and with programs of a user: calls, turns, the endpoint where agents reach the policy."""

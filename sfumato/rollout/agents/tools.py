@@ -70,11 +70,9 @@ class Tool:
 
 def cut(text: str, max_chars: int) -> str:
     """The first ``max_chars`` characters of a text, with a note of how many are missing."""
-    return (
-        text
-        if len(text) <= max_chars
-        else f"{text[:max_chars]}… [{len(text) - max_chars} of {len(text)} characters cut off]"
-    )
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}… [{len(text) - max_chars} of {len(text)} characters cut off]"
 
 
 def _as_text(result: object) -> str:

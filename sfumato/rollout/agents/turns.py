@@ -93,7 +93,7 @@ class DrawnText:
     def checked(self, without_text: frozenset[int]) -> DrawnText:
         """The same, marked as damaged where a drawn token is in ``without_text``, ids that the tokenizer does not have.
 
-        Such ids exist where a model's vocabulary is padded beyond that of its tokenizer. They decode to nothing, so that
+        Such ids exist where a model's vocabulary is padded beyond that of its tokenizer. They decode to nothing, so
         rewards would score another text than the one that was drawn.
         """
         tokens = {int(token) for sequence in self.sequences for token in sequence.token_ids[sequence.drawn]}
