@@ -33,8 +33,8 @@ class DynamicSampling:
     loader: TextPromptLoader
     """Gives the prompts of each iteration, and those that may replace them."""
     max_extra_groups: int
-    """Most groups of an iteration that are drawn besides the P that it begins with. Place p may have those of its groups
-    p + P, p + 2P … whose numbers are below P + ``max_extra_groups``: the places share them as evenly as they can."""
+    """Most groups of an iteration that are drawn besides the P that it begins with. Place p may have those of its
+    groups p + P, p + 2P … that are below P + ``max_extra_groups``, so the places share them as evenly as they can."""
 
     def __call__(self, iteration: int, scored: ScoredGroups, num_requested: int) -> list[list[SampleRequest]]:
         """The requests of the group that follows the one that was scored last; none if that one has spread.

@@ -20,8 +20,8 @@ from sfumato.rollout.oversampling.unfinished import Group
 from sfumato.rollout.text.growing_sequence import GrowingSequence
 
 TURNS = 16
-"""Turns of the event loop between two exchanges among ranks. The embedded engine draws a token for each of its rows in a
-turn, so the ranks exchange after the same tokens each time, and a run can be repeated to the bit."""
+"""Turns of the event loop between two exchanges among ranks. The embedded engine draws a token for each of its rows in
+a turn, so the ranks exchange after the same tokens each time, and a run can be repeated to the bit."""
 
 SERVED_TURN_S = 0.02
 """Seconds of such a turn where an engine draws in other processes."""
@@ -68,7 +68,7 @@ class FirstFinished:
         self.groups = groups
         self.mesh = mesh
         self.turn_s = turn_s
-        # tokens of answers that go on from an earlier iteration; answers are told apart by identity, as they may be equal
+        # tokens that answers bring from earlier iterations; by identity, since two answers may be equal
         self._first_tokens = {id(answer): len(answer.token_ids) for group in groups for answer in group.answers}
         self._end_ticks: dict[int, int] = {}  # the tick at which a group of any rank has ended, by its number
         self._last_tick = 1 << 62  # at which enough groups have ended, by what was heard so far: it only goes down
@@ -99,8 +99,8 @@ class FirstFinished:
     async def _with_others(self, drawing: asyncio.Future[list[None]]) -> None:
         """Waits until all ranks have drawn enough, and exchanges with them which groups have ended.
 
-        Every rank makes the same number of collective calls: a rank whose own answers are drawn, or have failed, takes part
-        until all ranks have heard of it.
+        Every rank makes the same number of collective calls: one whose own answers are drawn, or have failed, takes
+        part until all ranks have heard of it.
         """
         is_over = False
         while not is_over:
