@@ -84,8 +84,8 @@ class GrowingSequence:
     ) -> list[int]:
         """Has the engine draw a completion and appends it.
 
-        A completion that the engine aborts, so that weights can change, is asked for again: it goes on after its tokens,
-        with the same noise and the new weights, once the engine resumes.
+        A completion that the engine aborts, so that weights can change, is requested again: it goes on after its
+        tokens, with the same noise and the new weights, once the engine resumes.
 
         Args:
             engine: draws the completion.
@@ -114,10 +114,10 @@ class GrowingSequence:
             if len(self) - first >= max_new_tokens:
                 self.finish_reason = "length"
                 return self.token_ids[first:]
-            await asyncio.sleep(0)  # whoever aborted it in this event loop must get to ``resume``
+            await asyncio.sleep(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arrays in the place of lists, whose pickles are several times as large."""
+        """The lists as arrays, which take 13 bytes a token."""
         return self.__dict__ | {name: np.array(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

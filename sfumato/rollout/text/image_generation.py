@@ -54,7 +54,7 @@ def draw_images(
     columns = model.image_tokenizer.text.columns
     opening = model.tokenizer(model.image_tokenizer.text.opening, add_special_tokens=False)["input_ids"]
     kinds = [model.vision.reader.kinds(np.array(prompt.input_ids)) for prompt in prompts]
-    remains = [  # of the unconditional prompt: tokens of media, and one that some models need where an image begins
+    remains = [  # in the unconditional prompt: tokens of media, and the one that begins a text where a model keeps it
         (kind != 0) | (np.array(prompt.input_ids) == model.kept_token)
         for kind, prompt in zip(kinds, prompts, strict=True)
     ]
@@ -143,7 +143,7 @@ def _pack_texts(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequen
 def draw_prompts(
     model: OmniModel, prompts: Sequence[AnsweredPrompt], settings: DrawConfig, seed: int, step: int
 ) -> list[SampleRecord]:
-    """Records of an image drawn for each prompt, with its reward where ``settings`` names one; without one it is NaN."""
+    """Records of an image drawn for each prompt, with its reward where ``settings`` names one, else NaN."""
     if not prompts:
         return []
     pictures = draw_images(model, prompts, settings.guidance_scale, settings.temperature, seed)
@@ -186,7 +186,7 @@ def read_prompts(
             kind="eval",
             prompt=_last_message(model, prompt),
             seed=seed,
-            sample_id=10_000 + index,  # beyond the ids of drawn images, which stand in the same file
+            sample_id=10_000 + index,  # after those of drawn images
             rewards={"exact_match": float(answer == prompt.answer)},
             total=float(answer == prompt.answer),
             policy_version=step,

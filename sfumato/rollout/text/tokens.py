@@ -53,8 +53,8 @@ class TextRollout(Rollout):
     """B samples of a language model."""
 
     sequences: list[list[TokenSequence]] = by_row()
-    """B lists: the sequences of a sample, mostly one; several where an agent has more than one conversation. All of them
-    share the sample's reward."""
+    """B lists: the sequences of a sample, mostly one; several where an agent has more than one conversation. All of
+    them share the sample's reward."""
 
     @property
     def num_rows(self) -> list[int]:

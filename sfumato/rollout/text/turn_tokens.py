@@ -53,7 +53,7 @@ def tokens_between(
 
 
 def end_token(drawn: Sequence[int], sampling: Sampling) -> int | None:
-    """The stop token that ended a drawn answer; None where a text (``Sampling.stop``) or the limit of its length did."""
+    """The stop token that ended a drawn answer; None where a text (``Sampling.stop``) or its length ended it."""
     return drawn[-1] if drawn and drawn[-1] in sampling.stop_token_ids else None
 
 
