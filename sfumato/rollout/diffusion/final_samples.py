@@ -113,8 +113,8 @@ def predict_noised(
 ) -> NoisedSamples:
     """The velocities that the policies predict for samples at all of their noise levels, in one forward pass of each.
 
-    Only the conditional branch predicts, as in flow matching; a model that embeds guidance is given the rollout's scale.
-    A policy whose weights equal those of the trained one is not computed again.
+    Only the conditional branch predicts, as in flow matching; a model that embeds guidance gets the rollout's scale. A
+    policy whose weights equal those of the trained one is not computed again.
 
     Args:
         policies: the trained policy, through which gradients flow, and the others.
@@ -148,9 +148,8 @@ def predict_noised(
     for name in (name for name in scales if name not in same):  # sorted: ranks that share a model compute together
         with torch.no_grad(), policies.active(name) as other:
             velocities[f"{name}_velocity"] = other.predict_velocity(noisy, sigma, conditioning, scales[name])
-    velocity = model.predict_velocity(
-        noisy, sigma, conditioning, trained_scale
-    )  # last: the others are put into its weights
+    # last, since the weights of other policies are put into the same model for their passes
+    velocity = model.predict_velocity(noisy, sigma, conditioning, trained_scale)
     velocities |= {f"{name}_velocity": velocity.detach() for name in same}
     return NoisedSamples(
         x0=x0,

@@ -97,8 +97,9 @@ class Costs:
     sample: int
     """To draw one sample: a forward pass for each denoising step and guidance branch."""
     row: int
-    """To learn from one row, which is a sample at one trained step or noise level: a forward and a backward pass of each
-    guidance branch of the trained policy, and a forward pass of each branch of the policies that it is compared with."""
+    """To learn from one row, which is a sample at one trained step or noise level: a forward and a backward pass of
+    each guidance branch of the trained policy, and a forward pass of each branch of the policies that it is compared
+    with."""
 
     def flops(self, samples: int, rows: float) -> dict[str, float]:
         """Operations of an iteration, by its parts: those that draw ``samples``, and those that learn from ``rows``."""
