@@ -1,4 +1,4 @@
-"""The self-check: rollout and replay compute the same function of the same weights, as far as this machine's kernels do.
+"""The self-check: rollout and replay compute the same function of the same weights, as far as the kernels here allow.
 
 When a run starts, ``probe_rows`` measures whether a row of the model's output depends on the batch that it is in.
 Kernels of matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout
@@ -220,7 +220,7 @@ class Replay:
 
 
 def replay_errors(log_ratio: torch.Tensor, steps: Sequence[int]) -> Numbers:
-    """The largest absolute log-ratio of each of W steps, from the log-ratios ``[B x W]`` of a replay, sample by sample."""
+    """The largest absolute log-ratio of each of W steps, from those of a replay, ``[B x W]`` sample by sample."""
     return Numbers(log_ratio.detach().abs().reshape(-1, len(steps)).amax(dim=0))
 
 

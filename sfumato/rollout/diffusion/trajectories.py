@@ -213,7 +213,7 @@ def proximal_means(
     """
     means = batch.kept.means.clone()
     for rows in micro_batches:
-        index = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a pass for the collectives of other ranks
+        index = rows if len(rows) else torch.zeros(1, dtype=torch.long)  # a pass that other ranks need
         part = batch.rows(index)
         with torch.set_grad_enabled(with_gradients):
             mean = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, guidance_scale).mean.detach()

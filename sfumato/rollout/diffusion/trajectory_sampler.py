@@ -165,9 +165,9 @@ class EncodedRequests:
         ]
         damage = [sample.damage for sample in samples]
         groups = list(self._prompts)
-        # without trained steps, for evaluation, nothing is replayed and there is no data for it
-        data = cast(ReplayData, replay_data)
-        rollout = DiffusionRollout.made(self.requests, data, self._by_group, groups, latents, version, damage)
+        rollout = DiffusionRollout.made(
+            self.requests, cast(ReplayData, replay_data), self._by_group, groups, latents, version, damage
+        )
         return rollout, samples
 
 
