@@ -118,8 +118,8 @@ def next_token_loss(
 ) -> torch.Tensor:
     """A micro-batch's part of the step's loss.
 
-    It is the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, plus ``router_aux_loss_coef``
-    times the auxiliary loss of routers, which is 0 for most models.
+    That is the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, plus the auxiliary loss of
+    routers times ``router_aux_loss_coef``, which is 0 for most models.
     """
     total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
     by_source.add(losses, batch.source_ids, batch.loss_mask)
@@ -146,7 +146,7 @@ def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[s
         sums["loss"] -= float(scores.log_probs(labels).double().sum())
         sums["tokens"] += float(loss_mask.sum())
         sums["correct"] += float((loss_mask & ~is_wrong).sum())
-        # documents are whole on every rank that shares a sequence, and tokens are not: so these count their part
+        # the ranks that share a sequence all have its documents now, while each has counted its own tokens only
         sums["exact"] += float(((num_tokens > 0) & (num_wrong == 0)).sum()) / mesh.layout.cp
         sums["documents"] += float((num_tokens > 0).sum()) / mesh.layout.cp
     totals = mesh.sum_dict(mesh.sum_dict(sums, over="loss"), over="pp")  # stages but the last have counted nothing

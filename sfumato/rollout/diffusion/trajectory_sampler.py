@@ -81,7 +81,7 @@ class DiffusionRollout(Rollout):
     def made(
         cls,
         requests: list[SampleRequest],
-        kept: ReplayData,
+        replay_data: ReplayData,
         conditioning: Conditioning,
         groups: list[int],
         latents: torch.Tensor,
@@ -94,7 +94,7 @@ class DiffusionRollout(Rollout):
         ranks need it may compute with them: its result is multiplied by 0, which leaves NaN as NaN.
 
         Args:
-            requests, kept, latents: of B samples.
+            requests, replay_data, latents: of B samples.
             conditioning: one row for each of ``groups``.
             groups: ids of the groups that the samples belong to.
             version: of the policy.
@@ -102,13 +102,13 @@ class DiffusionRollout(Rollout):
         """
         if any(damage):
             is_whole = to_device(torch.tensor([not problem for problem in damage]), latents.device)
-            kept, latents = kept.zero_damaged(is_whole), zero_rows(latents, is_whole)
+            replay_data, latents = replay_data.zero_damaged(is_whole), zero_rows(latents, is_whole)
             conditioning = conditioning.blanked()
         first_groups = [request.group_id for request in requests if request.is_first]
         return cls(
             requests=requests,
             versions=[version] * len(requests),
-            kept=kept,
+            kept=replay_data,
             latents=latents,
             conditioning=conditioning.rows([groups.index(group) for group in first_groups]) if first_groups else None,
             conditioning_groups=first_groups,
