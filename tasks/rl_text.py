@@ -196,7 +196,8 @@ def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, **prompts: list[Te
     if model is not None:
         model.parallelize(mesh, config.runtime.sampler_train(config.train))
     engine = TextEngine(config, mesh, model, served=model is None)
-    return Sampler(model, mesh, offload=config.runtime.offload_idle, engine=engine, **prompts)
+    offload = config.runtime.offload_idle
+    return Sampler(cast(LanguageModel, model), mesh, offload=offload, engine=engine, **prompts)  # pyright: ignore[reportArgumentType]
 
 
 def generate(

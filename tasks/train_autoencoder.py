@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.functional import l1_loss, mse_loss
@@ -40,7 +40,7 @@ from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
 
 def main(config: TrainAutoencoderConfig) -> None:
@@ -84,7 +84,7 @@ def main(config: TrainAutoencoderConfig) -> None:
             sums.add_all(loss=loss.double() * weight, mse=mse.double() * weight, kl=kl.double() * weight)
         pending = losses, sums
         grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
-        lr = schedule.get_last_lr()[0]
+        lr = cast(float, schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -131,7 +131,11 @@ def set_latent_scale(vae: AutoencoderKL, pixels: torch.Tensor) -> None:
     ``pixels`` are uint8 ``[N, 3, H, W]``.
     """
     device = next(vae.parameters()).device
-    means = [vae.encode(part.to(device) / 127.5 - 1).latent_dist.mode() for part in pixels.split(64)]
+    posteriors = (
+        vae.encode(part.to(device) / 127.5 - 1).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+        for part in pixels.split(64)
+    )
+    means = [posterior.mode() for posterior in posteriors]
     latents = torch.cat(means).double()
     vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std(correction=0)))
 

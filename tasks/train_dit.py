@@ -75,7 +75,8 @@ def main(config: TrainDitConfig) -> None:
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.encode(rows) for rows in read]
+            # each kind of encoder takes what its own ``read`` has returned
+            batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_images = sum(batch.num_images for batch in batches)
         run.count(images=own_images, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_images = mesh.sum(own_images)

@@ -93,7 +93,8 @@ def main(config: TrainDitDpoConfig) -> None:
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.encode(rows) for rows in read]
+            # each kind of encoder takes what its own ``read`` has returned
+            batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_pairs = sum(batch.num_images for batch in batches)
         run.count(images=2 * own_pairs, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_pairs = mesh.sum(own_pairs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from torch.nn.functional import l1_loss, mse_loss
 
@@ -78,7 +79,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
             sums.add_all(**{name: mean.double() * weight for name, mean in means.items()})
         pending = losses, sums
         grad_norm = reduce_and_clip(vq.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
-        lr = schedule.get_last_lr()[0]
+        lr = cast(float, schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -127,7 +128,7 @@ def main(config: TrainOmniConfig) -> None:
 
 def make_image_tokenizer(model: OmniModelConfig) -> None:
     """Trains the image tokenizer first, where the configuration says how and it does not exist yet."""
-    if model.image_tokenizer_made_by is not None and not Path(model.image_tokenizer).exists():
+    if model.image_tokenizer_made_by is not None and not Path(cast(str, model.image_tokenizer)).exists():
         recipe = model.image_tokenizer_made_by
         tokenizer_config = load_maker(
             TrainImageTokenizerConfig, recipe, str(model.image_tokenizer), "model.image_tokenizer"
@@ -201,8 +202,8 @@ def evaluate(
 
     ``eval/read`` is the share of text answers without a mistake, ``eval/draw`` the mean reward of the images drawn.
     """
-    names: tuple[str, ...] = ("loss/text", "loss/image", "text", "image")
-    sums = dict.fromkeys(names, 0.0)
+    names = ("loss/text", "loss/image", "text", "image")
+    sums: dict[str, float] = dict.fromkeys(names, 0.0)
     losses_of = flow_losses if model.has_head else code_losses
     for scores, batch in model.score(validation.batches):
         is_code = is_image(batch.labels, model.codes, model.line_end)

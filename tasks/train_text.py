@@ -118,8 +118,8 @@ def next_token_loss(
 ) -> torch.Tensor:
     """A micro-batch's part of the step's loss.
 
-    That is the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, plus the auxiliary loss of
-    routers times ``router_aux_loss_coef``, which is 0 for most models.
+    That is the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, plus the auxiliary loss
+    of routers times ``router_aux_loss_coef``, which is 0 for most models.
     """
     total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
     by_source.add(losses, batch.source_ids, batch.loss_mask)

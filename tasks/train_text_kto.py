@@ -137,7 +137,7 @@ def answer_loss(
     """This micro-batch's part of the mean loss over the answers of the step."""
     assert batch.reference_log_probs is not None
     log_ratios = scores.log_probs(batch.labels) - batch.reference_log_probs
-    # ``targets`` holds the label, 1 or 0, at one token of each answer, and NaN elsewhere
+    # ``targets`` holds the label, 1 or 0, at the last token of each answer, and NaN elsewhere
     targets = cast(torch.Tensor, batch.targets)
     labels = targets.nan_to_num() if batch.document_lengths else torch.zeros_like(log_ratios)
     by_token = torch.stack([log_ratios, labels.to(log_ratios)])  # [2, B, T]

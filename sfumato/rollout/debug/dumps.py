@@ -206,7 +206,10 @@ def _pack_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
     kinds = [
         _FILE_CLASSES.index(type(medium)) if type(medium) in _FILE_CLASSES else 0 for medium in all_media
     ]  # an image is bytes or the path of its file, and both are read again as bytes
-    files = [medium.file if kind else medium for kind, medium in zip(kinds, all_media, strict=True)]
+    files = [
+        cast(VideoFile | AudioFile, medium).file if kind else cast(bytes | Path, medium)
+        for kind, medium in zip(kinds, all_media, strict=True)
+    ]
     contents = [file.read_bytes() if isinstance(file, Path) else file for file in files]
     index_of = {identity: index for index, identity in enumerate(distinct)}
     return {

@@ -24,7 +24,7 @@ from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 class DumpedRollouts:
     """The rollouts of a run folder, of which one step at a time is in memory."""
 
-    def __init__(self, run_folder: Path, template: PromptTemplate, temperature: float) -> None:
+    def __init__(self, run_folder: Path | str, template: PromptTemplate, temperature: float) -> None:
         """
         Args:
             run_folder: that holds ``rollouts/``.

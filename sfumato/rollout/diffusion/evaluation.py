@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from sfumato.config.dit import SampleConfig, TrainDitConfig
 from sfumato.data.images.prompts import Prompt
 from sfumato.errors import NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.encoded import Dataset
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Drawn
 from sfumato.rollout.diffusion.monitors import VelocityNorms
@@ -22,6 +22,10 @@ from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
 from sfumato.rollout.diffusion.trajectory_sampler import decode_samples, sample_of
 from sfumato.tracking.samples import SampleRecord
+
+if TYPE_CHECKING:
+    from sfumato.data.images.image_text import ImageTextDataset, PairDataset
+    from sfumato.data.synthetic.glyphs import GlyphDataset
 
 
 def sample_images(
@@ -135,7 +139,9 @@ def sample_evaluation(
     return samples, Drawn({"eval/velocity/rms": norms.per_sample()}, {} if cache is None else cache.metrics())
 
 
-def choose_grid(config: SampleConfig, dataset: Dataset, takes_image: bool) -> tuple[list[str], list[np.ndarray] | None]:
+def choose_grid(
+    config: SampleConfig, dataset: ImageTextDataset | GlyphDataset | PairDataset, takes_image: bool
+) -> tuple[list[str], list[np.ndarray] | None]:
     """The prompts of the grid, from the configuration or the data, and their source images if the model takes some."""
     if not takes_image:
         return config.prompts or dataset.example_captions(config.num_prompts), None
