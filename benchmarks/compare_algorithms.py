@@ -203,7 +203,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     from sfumato.data.images.prompts import load_prompts
     from sfumato.data.prompt_loader import PromptLoader
     from sfumato.parallel.mesh import build_mesh
-    from sfumato.rollout.batch import Part
+    from sfumato.rollout.batch import RankBatch
     from sfumato.rollout.diffusion.self_check import RowProbe
     from sfumato.tracking.run import Run, quiet_libraries
     from tasks import rl_diffusion, rl_diffusion_forward
@@ -237,7 +237,7 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
                 )
                 sampled = time.process_time()
                 advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
-                share = Part(batches, samples, {each.sample_id: place for place, each in enumerate(requests)})
+                share = RankBatch(batches, samples, {each.sample_id: place for place, each in enumerate(requests)})
                 task.update_policy(actor, share, advantages, each.config, step, *further[each.task])
                 if step > 0:
                     seconds[each.name]["rollout"].append((sampled - begun) / len(requests))

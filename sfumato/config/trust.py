@@ -103,7 +103,9 @@ def _check_counts(folder: Path) -> None:
             if isinstance(value, dict):
                 for name, count in value.items():
                     if _COUNT.search(name) and isinstance(count, int | float) and count > MOST_LAYERS:
-                        raise ValueError(f"{file}: {name} is {str(count)[:30]}, and at most {MOST_LAYERS:,} are read here")
+                        raise ValueError(
+                            f"{file}: {name} is {str(count)[:30]}, and at most {MOST_LAYERS:,} are read here"
+                        )
                 pending += value.values()
             elif isinstance(value, list):
                 pending += value

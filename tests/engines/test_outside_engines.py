@@ -27,10 +27,10 @@ from sfumato.rollout.engines.served import weight_files
 from sfumato.rollout.engines.served.engine import seed_of
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
-from sfumato.rollout.engines.served.sglang import SglangSettings
-from sfumato.rollout.engines.served.vllm import VllmSettings
 from sfumato.rollout.engines.served.vllm_calls import WORKER_FILE
 from sfumato.rollout.engines.served.weight_files import WeightFiles, own_folder
+from sfumato.rollout.engines.sglang import SglangSettings
+from sfumato.rollout.engines.vllm import VllmSettings
 from tests.engines.served_model import adapted_model, adapted_template, parts, template
 from tests.tiny import ROOT, tiny_language_description
 

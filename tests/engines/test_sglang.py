@@ -11,7 +11,7 @@ import torch
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.served.sglang import SglangSettings
+from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
 from tests.engines.served_model import TOKENS, Actor, Sampler, log_probs, moved, parts

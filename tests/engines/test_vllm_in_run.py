@@ -19,8 +19,8 @@ from sfumato.errors import RoleLostError, WeightSyncError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import Completion, EngineError
-from sfumato.rollout.engines.served.vllm import VllmEngine
 from sfumato.rollout.engines.served.weight_files import WeightFiles
+from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program

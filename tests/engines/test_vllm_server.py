@@ -21,7 +21,7 @@ import torch
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.served.vllm import VllmSettings
+from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
 from tests.engines.served_model import (

@@ -16,7 +16,7 @@ import torch
 
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
-from sfumato.rollout.engines.served.vllm import VllmSettings
+from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
 from tests.engines.served_model import MAX_LENGTH, TOKENS, Actor, Sampler, log_probs, moved, parts, write_model

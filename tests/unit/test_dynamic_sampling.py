@@ -66,8 +66,8 @@ def drawn(stream: RolloutStream, own: TextPromptLoader, more: DynamicSampling) -
     stream.generate, stream.score = generate, score
     found = []
     for step, batch in stream.steps():
-        made = {id_of(each): each for part in batch.parts for handle in part.kept for each in handle.fetch()}
-        places = {place: sample_id for part in batch.parts for sample_id, place in part.sample_ids.items()}
+        made = {id_of(each): each for part in batch.rank_batches for handle in part.rollouts for each in handle.fetch()}
+        places = {place: sample_id for part in batch.rank_batches for sample_id, place in part.sample_ids.items()}
         assert [places[place] for place in range(len(batch.group_ids))] == sorted(made)
         requests = [made[sample_id] for sample_id in sorted(made)]
         levels = np.concatenate([rewards_of([request]) for request in requests])
@@ -144,8 +144,8 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
         stream.requests, stream.generate, stream.score = partial(requests_of, loader()), generate, score
         found[rank] = []
         for step, batch in stream.steps():
-            ids = batch.parts[0].sample_ids
-            made = {id_of(each): each for handle in batch.parts[0].kept for each in handle.fetch()}
+            ids = batch.rank_batches[0].sample_ids
+            made = {id_of(each): each for handle in batch.rank_batches[0].rollouts for each in handle.fetch()}
             assert set(made) == set(ids)
             levels = [rewards_of([made[sample_id]])[0] for sample_id in ids]
             np.testing.assert_array_equal(batch.scores.level[list(ids.values())], levels)

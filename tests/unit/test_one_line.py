@@ -236,7 +236,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: edit(folder / "transformer" / "config.json", num_attention_heads=4),
         "expected shape torch.Size(",
     ),
-    "no mapping": (lambda folder: (folder / "model_index.json").write_text("[]"), "has no _class_name"),
+    "no mapping": (lambda folder: (folder / "model_index.json").write_text("[]"), "not a JSON object"),
     "an odd index": (lambda folder: edit(folder / "model_index.json", vae=3), "diffusers cannot load it"),
     "nothing to train": (
         lambda folder: edit(folder / "model_index.json", transformer=[None, None]),

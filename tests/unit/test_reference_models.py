@@ -33,17 +33,17 @@ def write_model(folder: Path, name: str, seed: int) -> str:
 
 def farthest(folder: Path, step: int, model: str, field: str) -> float:
     """How far a dump's log-probs of drawn tokens are from those of transformers' module for each answer alone."""
-    rollout = read_dump(dump_path(folder, step)).rollout
+    dump = read_dump(dump_path(folder, step))
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     expected = []
-    for own in rollout.sequences:
-        for sequence in own:
+    for turns in dump.rollout.sequences:
+        for sequence in turns:
             tokens = torch.from_numpy(sequence.token_ids).long()[None]
             with torch.no_grad():
                 log_probs = plain(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
             found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
             expected.append(found[torch.from_numpy(sequence.drawn[1:])])
-    return float((torch.cat(expected) - rollout.known[field]).abs().max())
+    return float((torch.cat(expected) - dump.token_values[field]).abs().max())
 
 
 def run(tmp_path: Path, policy: str, algorithm: dict[str, Any], **model: Any) -> Path:

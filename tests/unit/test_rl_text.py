@@ -12,7 +12,10 @@ import torch
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
+from sfumato.rollout.text.packing import gather_token_values
+from sfumato.runtime.update import Update
 from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import (
     ROOT,
@@ -192,24 +195,26 @@ def test_a_kl_in_the_reward_comes_before_the_baseline(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Advantages of the second iteration, when policy and reference differ, by verl's and TRL's formulas."""
-    kept: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
     task = load_task("rl_text")
-    with_advantages = task.with_advantages
+    add_advantages = task.add_advantages
 
-    def watched(update: Any) -> Any:
+    def watched(batches: list[TokenBatch], update: Update) -> list[TokenBatch]:
         before = update.advantages
-        found = with_advantages(update)
-        kept[update.step] = found, before, update.advantages
-        return found
+        batches = add_advantages(batches, update)
+        seen[update.step] = update.batch, gather_token_values(batches, update.batch), before, update.advantages
+        return batches
 
-    monkeypatch.setattr(task, "with_advantages", watched)
+    monkeypatch.setattr(task, "add_advantages", watched)
     kl = {"coef": 0.5, "estimator": "k1", "where": "reward"}
     algorithm = {"recipe": recipe, "kl": kl, "drop_no_spread": False}
     folder = run_task_here(task, tiny_text_rl_config(tmp_path, algorithm=algorithm, train={"max_steps": 2}))
-    rollout, before, after = kept[1]
-    known = {name: values.split(rollout.num_rows) for name, values in rollout.known.items()}
+    rollout, token_values, before, after = seen[1]
+    by_answer = {name: values.split(rollout.num_rows) for name, values in token_values.items()}
     rewards = before.rewards.clone()
-    for row, (own, reference) in enumerate(zip(known["proximal_log_probs"], known["reference_log_probs"], strict=True)):
+    for row, (own, reference) in enumerate(
+        zip(*(by_answer[f"{name}_log_probs"] for name in ("proximal", "reference")), strict=True)
+    ):
         rewards[row] -= 0.5 * float((own - reference).sum())
     groups = rewards.view(4, 4)
     assert float((groups - before.rewards.view(4, 4)).abs().max()) > 1e-3
@@ -219,7 +224,7 @@ def test_a_kl_in_the_reward_comes_before_the_baseline(
         expected = groups - (groups.sum(1, keepdim=True) - groups) / 3
     assert torch.allclose(after.values.double(), expected.flatten(), atol=1e-5)
     assert torch.equal(after.rewards, before.rewards)
-    for values, advantage in zip(known["advantages"], after.values, strict=True):
+    for values, advantage in zip(by_answer["advantages"], after.values, strict=True):
         assert torch.equal(values, advantage.expand_as(values))
     assert [line["advantage/abs_mean"] for line in read_jsonl(folder / "metrics.jsonl") if line["step"]][
         1
