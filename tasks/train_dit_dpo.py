@@ -212,9 +212,10 @@ def count_pairs(
     """
     counted = to_device(counted, losses.device)
     reward = objective.implicit_reward(noised)
-    error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
+    error = noised.error(noised.velocity)
+    reference_error = noised.error(noised.velocity_of("reference"))
     values_by_name = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
-    for name, values in {"reward": reward, "error": error, "reference_error": reference}.items():
+    for name, values in {"reward": reward, "error": error, "reference_error": reference_error}.items():
         values_by_name |= {f"{name}_chosen": values[0::2], f"{name}_rejected": values[1::2]}
     sums.add(len(counted), **{name: values[counted].sum() for name, values in values_by_name.items()})
 

@@ -130,7 +130,8 @@ def dpo_loss(
         return policy.sum() * 0.0  # a placeholder: its gradients are zero
     pair_lengths = lengths[0::2], lengths[1::2]
     if not dpo.has_reference:  # losses without a reference compare means over tokens
-        chosen, rejected = chosen / pair_lengths[0], rejected / pair_lengths[1]
+        chosen = chosen / pair_lengths[0]
+        rejected = rejected / pair_lengths[1]
     losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, pair_lengths, dpo.gamma)
     sums.add(
         len(losses),

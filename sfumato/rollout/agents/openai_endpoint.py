@@ -1,12 +1,12 @@
-"""The policy behind the chat protocol of OpenAI, on a port of this machine, for as long as agents are at work.
+"""Serves the policy by the chat protocol of OpenAI, on a port of this machine, for as long as agents run.
 
     POST /v1/chat/completions   also streamed, in one piece
     POST /v1/completions
     GET  /v1/models
 
-Every route wants the key of a sample that is being drawn. How tokens are drawn is the run's business: temperature,
-top_p and seed of a request are not followed. What would change what an answer means, and is not offered (n, stop,
-penalties, formats), is refused.
+Every route requires the key of a sample that is being drawn. The run's configuration says how tokens are drawn:
+temperature, top_p and seed of a request are ignored. Fields that would change the meaning of an answer and are not
+offered (n, stop, penalties, formats) are refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def serving(self, session: Session) -> Iterator[None]:
-        """Takes calls of a sample, by its key."""
+        """Inside the block, answers calls with the key of a sample."""
         self._sessions[session.api_key] = session
         try:
             yield
@@ -160,6 +160,7 @@ class Endpoint:
         return StreamingResponse(_stream_events(content, body, is_chat), media_type="text/event-stream")
 
     def _session_of(self, request: Request) -> Session:
+        """The session of a request's key. Raises RefusedCallError where there is none, as after the sample's end."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         key = request.headers.get(KEY_HEADER, bearer)
         session = self._sessions.get(key)
@@ -245,12 +246,14 @@ async def _draw_answer(session: Session, body: dict[str, Any], is_chat: bool) ->
 
 
 def _usage(reply: PolicyReply) -> dict[str, int]:
+    """Numbers of tokens, as the protocol names them."""
     num_drawn = len(reply.token_ids)
     total = reply.num_prompt_tokens + num_drawn
     return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": num_drawn, "total_tokens": total}
 
 
 def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, Any]:
+    """The fields that an answer of either kind has besides its choices."""
     number = abs(hash((tuple(reply.token_ids), reply.num_prompt_tokens)))
     return {
         "id": f"{kind.split('.', 1)[0]}-{number:x}",
@@ -262,6 +265,7 @@ def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, Any]:
 
 
 def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    """A ``chat.completion`` of the protocol."""
     message = reply.message
     finish = "tool_calls" if message.get("tool_calls") else reply.finish_reason
     logprobs = None
@@ -277,6 +281,7 @@ def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    """A ``text_completion`` of the protocol."""
     logprobs = None
     if body.get("logprobs"):
         tokens = [f"token_id:{token}" for token in reply.token_ids]
@@ -311,7 +316,7 @@ _OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = weakref.
 
 @contextlib.asynccontextmanager
 async def open_endpoint() -> AsyncIterator[Endpoint]:
-    """The endpoint of this event loop, which listens for as long as somebody is inside."""
+    """The endpoint of this event loop, which all samples share. It listens while any of them is inside the block."""
     loop = asyncio.get_running_loop()
     endpoint = _OPEN.setdefault(loop, Endpoint())
     endpoint.users += 1

@@ -1,7 +1,7 @@
 """Calls that an agent makes of the policy, recorded as token sequences.
 
-A call whose messages go on from those of an earlier one, the answer included, goes on from its tokens, too: what the
-policy drew is never tokenised again. Any other call begins a new sequence.
+A call whose messages begin with those of an earlier call and the policy's answer goes on from the tokens of that
+answer: tokens that the policy drew are never made from text again. Any other call begins a new sequence.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class RefusedCallError(Exception):
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """What the policy answered to a call."""
+    """The policy's answer to a call."""
 
     text: str
-    """All that it said."""
+    """The whole answer."""
     message: Message
-    """The same as a message of role assistant, with ``tool_calls`` where the call named tools."""
+    """The answer as a message of role assistant, with ``tool_calls`` where the request named tools."""
     finish_reason: FinishReason
     """Why it ended."""
     token_ids: list[int]
-    """What was drawn."""
+    """The tokens that were drawn."""
     log_probs: list[float]
-    """Their log-probabilities."""
+    """The log-probability of each."""
     num_prompt_tokens: int
-    """Tokens that stood before."""
+    """Tokens before the answer."""
 
 
 @dataclass
@@ -89,20 +89,20 @@ class Session:
     """The first error in drawing that is not the caller's fault; it ends the run."""
     is_over: bool = False
     tasks: set[asyncio.Task[PolicyReply]] = field(default_factory=set)
-    """Calls under way."""
+    """Calls that are being answered."""
     text: str = ""
     """The last answer."""
     messages: list[Message] | None = None
-    """The conversation that it ended; None where it was of a text."""
+    """The conversation that ends with the last answer; None where that continued a text."""
     is_truncated: bool = False
-    """Whether the last call came to a limit."""
+    """Whether the last answer ended at a limit of its length."""
     _sequences: list[GrowingSequence] = field(default_factory=list)
     _points: list[_Point] = field(default_factory=list)
     _repeats: Counter[bytes] = field(default_factory=Counter)
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """What was drawn, each token in one of them."""
+        """The sequences in which the policy drew tokens; each drawn token is a decision of one of them."""
         return [sequence.freeze() for sequence in self._sequences if any(sequence.drawn)]
 
     async def chat(self, messages: list[Message], tools: Tools | None, max_new_tokens: int | None) -> PolicyReply:
@@ -114,7 +114,7 @@ class Session:
             max_new_tokens: limit of the answer; None: as long as there is room.
 
         Raises:
-            RefusedCallError: when messages cannot be rendered, or are too long.
+            RefusedCallError: when messages cannot be rendered, or leave no room for an answer.
         """
         if self.template.chat is None:
             raise RefusedCallError("there is no chat template (data.chat_template none): use /v1/completions")
@@ -144,7 +144,7 @@ class Session:
         return reply
 
     async def complete(self, prompt: str | Sequence[int], max_new_tokens: int | None) -> PolicyReply:
-        """Goes on with a text, or with tokens. Raises RefusedCallError when it is empty or too long."""
+        """Continues a text, or tokens. Raises RefusedCallError when the prompt is empty or leaves no room."""
         if isinstance(prompt, str):
             points = [
                 point for point in self._points if isinstance(point.history, str) and prompt.startswith(point.history)

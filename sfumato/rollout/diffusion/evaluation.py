@@ -109,7 +109,8 @@ def sample_evaluation(
     Raises:
         ConfigError: when ``eval.step_cache`` does not fit the model.
     """
-    rollout, evaluation = config.rollout, config.eval
+    rollout = config.rollout
+    evaluation = config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     conditioning, sources = encode_prompts(model, prompts, rollout.size, guidance != 1.0)
     norms = VelocityNorms(evaluation.num_inference_steps)

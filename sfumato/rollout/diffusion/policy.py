@@ -40,7 +40,8 @@ def build_policy(config: DiffusionRLConfig, mesh: Mesh, say: Callable[[str], Non
     Raises:
         ConfigError: when the model cannot make images or videos of that size.
     """
-    precision, seed = config.train.mixed_precision, config.train.seed
+    precision = config.train.mixed_precision
+    seed = config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = say
     set_output(model, config.rollout.size, "rollout")
@@ -78,7 +79,8 @@ def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: Di
     Raises:
         DataError: when a source image is missing or broken; names file and row.
     """
-    height, width = config.rollout.height, config.rollout.width
+    height = config.rollout.height
+    width = config.rollout.width
     for prompt in prompts if model.takes_image else ():
         prompt.check_source(height, width)
     if config.model.keep_encoders:
@@ -116,7 +118,7 @@ def count_costs(actor: _HasModel, config: DiffusionRLConfig) -> Costs:
     rollout = config.rollout
     algorithm = config.algorithm
     model = actor.model
-    forward, training = denoiser_flops(model, rollout.height, rollout.width)
+    forward, training = denoiser_flops(model, rollout.height, rollout.width)  # of one sample and guidance branch
 
     def branches(scale: float) -> int:
         return 1 if scale == 1.0 or model.embeds_guidance else 2

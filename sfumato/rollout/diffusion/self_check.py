@@ -159,7 +159,7 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     differences: dict[int, float] = {}
     layer = ""
     for size in sizes:
-        rows = order[::-1][:size]
+        rows = order[::-1][:size]  # another order than in the large batch
         part, part_sums = velocity(rows)
         whole_rows = rows + [count + row for row in rows] if guided else rows
         largest = float((part - whole[whole_rows]).abs().max())
@@ -264,6 +264,7 @@ def _row_sums(modules: Iterable[tuple[str, torch.nn.Module]], rows: int) -> Iter
 
     def sum_rows_of(name: str) -> Callable[..., None]:
         def hook(_module: object, _args: object, output: object) -> None:
+            # only outputs with one row per sample, and of a layer that runs twice the first
             if isinstance(output, torch.Tensor) and output.ndim > 1 and len(output) == rows and name not in sums:
                 sums[name] = output.float().contiguous().view(torch.int32).flatten(1).sum(1)
 

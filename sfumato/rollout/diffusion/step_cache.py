@@ -123,6 +123,7 @@ class StepCache:
 
         for cls in {type(block) for block in self._blocks()}:
             _register(cls)
+        # diffusers replaces ``forward`` on the instances: those that had one there already get it back
         modules = list(self.model.denoiser.modules())
         forwards = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
         try:

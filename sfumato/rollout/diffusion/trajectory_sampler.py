@@ -102,7 +102,8 @@ class DiffusionRollout(Rollout):
         """
         if any(damage):
             is_whole = to_device(torch.tensor([not problem for problem in damage]), latents.device)
-            replay_data, latents = replay_data.zero_damaged(is_whole), zero_rows(latents, is_whole)
+            replay_data = replay_data.zero_damaged(is_whole)
+            latents = zero_rows(latents, is_whole)
             conditioning = conditioning.blanked()
         first_groups = [request.group_id for request in requests if request.is_first]
         return cls(

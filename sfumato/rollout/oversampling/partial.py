@@ -152,7 +152,10 @@ class OverSampling:
         self, by_place: dict[int, Group], version: int, template: PromptTemplate
     ) -> tuple[TextRollout, list[Sample]]:
         """The groups by their places as a rollout, and as rewards see them. A sample has its oldest token's version."""
-        requests, versions, sequences, samples = [], [], [], []
+        requests = []
+        versions = []
+        sequences = []
+        samples = []
         for place, group in by_place.items():
             prompt = self.prompts[group.prompt_id]
             for member, answer in enumerate(group.answers):

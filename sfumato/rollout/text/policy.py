@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -46,7 +46,25 @@ from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.folder import run_date
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from transformers import PreTrainedTokenizerFast
+
+    class _EngineWithWeights(Engine, Protocol):
+        """An engine that weights are sent to (``runtime/weight_sync``), one of this library or of a user."""
+
+        weights: Any
+
+        def restart(self) -> None: ...
+
+    class _DrawsEvaluations(Protocol):
+        """The part that an actor and a sampler (``runtime/states.py``, on a floor above this one) have in common."""
+
+        eval_prompts: Sequence[TextPrompt]
+        engine: TextEngine
+        updates: int
+
+        def evaluated(self) -> AbstractContextManager[object]: ...
 
 
 def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
@@ -328,7 +346,7 @@ class TextEngine:
             engine.close()
 
 
-def answer_held_out(state: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
+def answer_held_out(state: _DrawsEvaluations, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
     """An answer to each held-out prompt of ``rows``, and the lengths of the answers.
 
     An actor draws with its averaged weights, a sampler with the weights that it was sent.
@@ -398,7 +416,7 @@ def open_prompts(
     return template, train, held_out
 
 
-def build_served(config: TextRLConfig) -> Any:
+def build_served(config: TextRLConfig) -> _EngineWithWeights:
     """The engine with weights of its own that ``rollout.engine`` names, started or connected to.
 
     Raises:
