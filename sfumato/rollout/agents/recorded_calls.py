@@ -95,7 +95,7 @@ class Session:
     messages: list[Message] | None = None
     """The conversation that ends with the last answer; None where that continued a text."""
     is_truncated: bool = False
-    """Whether the last answer ended at a limit of its length."""
+    """Whether the last answer ended at a limit of its length, or the last call had no room for an answer."""
     _sequences: list[GrowingSequence] = field(default_factory=list)
     _points: list[_Point] = field(default_factory=list)
     _repeats: Counter[bytes] = field(default_factory=Counter)

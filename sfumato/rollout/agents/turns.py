@@ -21,10 +21,10 @@ def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: 
 
     Args:
         seed: of the run.
-        purpose: what the sample is for, such as ``rollout`` or ``evaluation``.
-        iteration: that the sample is drawn in.
-        sample_id: number that no other sample of the iteration has.
-        turn: number of the completion within the sample, from 0.
+        purpose: ``rollout`` for training, ``evaluation``, or another name that keeps noises apart.
+        iteration: the iteration in which the sample is drawn.
+        sample_id: unique within the iteration.
+        turn: index of the completion within the sample, from 0.
     """
     text = "/".join(["completion", str(int(seed)), purpose, *(str(int(key)) for key in (iteration, sample_id, turn))])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -32,19 +32,19 @@ def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """What the noise of a sample is keyed by."""
+    """The key of a sample's noise."""
 
     seed: int
     """Of the run."""
     iteration: int
-    """That the sample is drawn in."""
+    """The iteration in which the sample is drawn."""
     sample_id: int
-    """Number that no other sample of the iteration has."""
+    """Unique within the iteration."""
     purpose: str = "rollout"
     """``rollout`` for training; ``evaluation``."""
 
     def request_seed(self, turn: int = 0) -> int:
-        """Key of the noise of the sample's completion number ``turn``."""
+        """Key of the noise of the sample's completion of index ``turn``."""
         return request_seed(self.seed, self.purpose, self.iteration, self.sample_id, turn)
 
 
@@ -58,14 +58,14 @@ class LengthLimits:
     """Most tokens of a sequence, prompt included."""
 
     def room(self, prompt_tokens: int, sequence_tokens: int) -> int:
-        """Tokens that may still follow, 0 where there is no room.
+        """How many tokens may still follow; 0 where there is no room.
 
         Args:
-            prompt_tokens: of the sequence.
-            sequence_tokens: of the sequence now, prompt included.
+            prompt_tokens: length of the sequence's prompt.
+            sequence_tokens: length of the sequence now, prompt included.
         """
-        new = self.max_new_tokens - (sequence_tokens - prompt_tokens)
-        return max(min(new, self.max_sequence_tokens - sequence_tokens), 0)
+        remaining_new = self.max_new_tokens - (sequence_tokens - prompt_tokens)
+        return max(min(remaining_new, self.max_sequence_tokens - sequence_tokens), 0)
 
 
 @dataclass(frozen=True)

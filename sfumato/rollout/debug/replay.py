@@ -96,6 +96,7 @@ class DumpedRollouts:
         largest = max((int(sequence.token_ids.max(initial=0)) for sequence in sequences), default=0)
         if largest >= len(self._template.tokenizer):
             raise DataError(f"{paths[0]} holds the token {largest}, which the tokenizer of model.model_path has not")
+        # tokens of one sample may be of several versions, in a run with partial rollouts
         versions = np.concatenate([sequence.versions[sequence.drawn] for sequence in sequences] or [np.zeros(0)])
         ages = iteration - versions if len(versions) else np.zeros(1)
         self.metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}

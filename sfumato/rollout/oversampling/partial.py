@@ -87,6 +87,7 @@ class OverSampling:
         young = [group for group in unfinished.groups if min(group.versions, default=version) >= oldest]
         assert rollout.over_sampling_batch_size is not None
         new_numbers = range(unfinished.begun, unfinished.begun + rollout.over_sampling_batch_size - len(young))
+        # copies, since drawing appends to the answers, and a call that fails is made again with the same groups
         groups = copy.deepcopy(young) + [self._begin_group(number) for number in new_numbers]
         rank_groups = groups[mesh.data_rank :: mesh.data_size]
         turn_s = SERVED_TURN_S if rollout.engine.is_server else 0.0
