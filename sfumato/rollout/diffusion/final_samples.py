@@ -132,8 +132,9 @@ def predict_noised(
     num_levels = samples.rows_per_sample
     shape = samples.latents.shape[1:]
     ids = on_host(samples.noise_ids).tolist()
-    noise_of_levels = [keyed_normal(shape, seed, f"noise {k}", iteration, ids, model.device) for k in range(num_levels)]
-    noise = torch.stack(noise_of_levels, dim=1).flatten(0, 1)  # [B x L, ...], sample by sample
+    noise = [keyed_normal(shape, seed, f"noise {k}", iteration, ids, model.device) for k in range(num_levels)]
+    # [B x L, ...], sample by sample; the name is bound anew so that the parts are freed before the forward passes
+    noise = torch.stack(noise, dim=1).flatten(0, 1)
     sigma = samples.sigmas.flatten()
     x0 = samples.latents.repeat_interleave(num_levels, dim=0)
     conditioning = conditioning.repeat_interleave(num_levels)
