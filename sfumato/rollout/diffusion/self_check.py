@@ -149,6 +149,7 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     example = Conditioning(model.example_embeddings(config.rollout.height, config.rollout.width)).to(model.device)
 
     def velocity(rows: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # with guidance the model computes both branches in one batch, so it has twice as many rows
         rows = rows + [count + row for row in rows] if guided else rows
         conditioning = example.rows([0] * len(rows))
         with torch.no_grad(), model.evaluating(), _row_sums(model.denoiser.named_modules(), len(rows)) as sums:
@@ -172,7 +173,7 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
 def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
     """Sizes in rows of the batches of the rollout, and of the largest and the smallest batch of the replay.
 
-    They are rows of one guidance branch, over all data-parallel ranks.
+    They are rows of one guidance branch, of batches that any of the data-parallel ranks has.
     """
     rollout = config.rollout
     train = config.train
