@@ -84,7 +84,7 @@ def main(config: TrajectoryRLConfig) -> None:
 
 
 def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
-    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    """The training loop: takes samples with rewards, computes advantages, updates; logs, evaluates and saves."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
     costs = roles.actor.call(count_costs, config).result()
@@ -153,7 +153,7 @@ def build_actor(
     eval_prompts: list[Prompt],
     identity: Identity,
 ) -> Actor:
-    """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
+    """Loads the policy, its optimiser, its averaged weights, and the policies that it is compared with or drawn by."""
     assert config.train.max_steps is not None
     model = build_policy(config, mesh, run.say)
     # a sampler that lags behind draws with the weights before the last update

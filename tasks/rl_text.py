@@ -96,7 +96,7 @@ def main(config: TextRLConfig) -> None:
 
 
 def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader) -> None:
-    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    """The training loop: takes samples with rewards, computes advantages, updates; logs, evaluates and saves."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
     run.begin(cast(int, config.train.max_steps), start, config.train.trackers)
@@ -167,7 +167,7 @@ def build_actor(
     eval_prompts: list[TextPrompt],
     identity: Identity,
 ) -> Actor[LanguageModel]:
-    """Loads the policy with its optimiser and its average, and the policies that it is compared with."""
+    """Loads the policy, its optimiser, its averaged weights, and the policies that it is compared with."""
     assert config.train.max_steps is not None
     model, flops = build_text_policy(config)
     # a sampler that lags behind draws with the weights before the last update

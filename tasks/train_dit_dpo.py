@@ -48,7 +48,7 @@ from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
 
 EVALUATION = -1
-"""Stands in the place of the step in the keys of noise in evaluations, which is always the same."""
+"""The step in the keys of an evaluation's noise, so that the noise is the same in every evaluation."""
 
 
 def main(config: TrainDitDpoConfig) -> None:

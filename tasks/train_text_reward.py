@@ -3,8 +3,8 @@
     bash train.sh tasks/train_text_reward.py configs/text/qwen3_8b_reward.yaml --train.lr 5e-6
 
 A language model with a scalar head gives every token a value. The reward of an answer is the value of its last token,
-that of a step the value of the token that ends it. What is exported is a classifier of sequences of transformers, which
-the reward `text_reward_model` reads.
+that of a step the value of the token that ends it. The export is a sequence classifier of transformers, which the
+reward `text_reward_model` reads.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class RefusedCallError(Exception):
-    """A call that cannot be answered, as its sender is told."""
+    """A call that cannot be answered. The message, status and code are sent to the caller."""
 
     def __init__(self, text: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(text)
@@ -239,7 +239,7 @@ class Session:
 def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
     """The policy's answer as a message of role assistant.
 
-    An answer of which any call cannot be read stays a text.
+    Where any of its calls cannot be read, the whole answer remains a text.
 
     Args:
         text: the answer without the stop string that ended it.

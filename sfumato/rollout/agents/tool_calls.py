@@ -21,7 +21,7 @@ class ToolCall:
     name: str
     arguments: Any
     problem: str = ""
-    """Why it cannot be read, as the model is told; empty where it can."""
+    """Why it cannot be read, in words for the model; empty where it can."""
 
 
 def hermes_calls(text: str) -> list[ToolCall]:

@@ -21,7 +21,7 @@ from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told of a call."""
+    """The result of a call, as the model sees it."""
 
     text: str
     """The result; why it failed, of a call that did."""

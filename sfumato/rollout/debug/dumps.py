@@ -1,12 +1,12 @@
-"""Every rollout of a language model in files, as the update learned from it: for a look at it, and to be replayed.
+"""Every rollout of a language model in files, as the update learned from it: to be looked at, and to be replayed.
 
 One safetensors file for each iteration and data-parallel rank, ``rollouts/step_000010.rank0.safetensors``. B samples, S
 sequences, T tokens, R decisions, each sample by sample:
 
-- ``sample_ids``, ``group_ids``, ``prompt_ids``, int64 ``[B]``, ``is_first``, bool ``[B]``: what was asked for;
+- ``sample_ids``, ``group_ids``, ``prompt_ids``, int64 ``[B]``, ``is_first``, bool ``[B]``: the requests;
 - ``sample_versions``, int64 ``[B]``: of the policy that drew the sample;
 - ``advantages``, float32 ``[B]``, ``failed``, ``no_spread``, ``left_out``, bool ``[B]``: as ``Advantages``;
-- ``rewards``, ``rewards.NAME``, float64 ``[B]``: what is optimised, and each reward as it was given, NaN if missing;
+- ``rewards``, ``rewards.NAME``, float64 ``[B]``: the total that is optimised, each reward by itself, NaN if missing;
 - ``num_sequences``, int64 ``[B]``, ``lengths``, int64 ``[S]``: sequences of a sample, tokens of a sequence;
 - ``finish_reasons``, uint8 ``[S]``: places in ``FINISH_REASONS``;
 - ``token_ids``, int32, ``drawn``, bool, ``log_probs``, float32, ``versions``, int32, all ``[T]``: as ``TokenSequence``;
@@ -97,7 +97,7 @@ def write_dump(
     """Writes one rank's samples of an iteration; the file is complete or absent.
 
     Args:
-        path: where to; its folder is made.
+        path: of the file; its folder is created.
         rollout: B samples.
         advantages: of these samples.
         token_values: what the update computed for the R tokens that the policy drew: ``[R]`` by name.
@@ -195,7 +195,7 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
 def _pack_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
     """Tensors with the files of the images and other media of sequences; none where no sequence has some.
 
-    The answers of a group share one ``Images`` object, whose files are written once: so objects are told apart by
+    The answers of a group share one ``Images`` object, whose files are written once; so objects are compared by
     identity.
     """
     distinct = {id(entry): entry for entry in images if entry is not None}

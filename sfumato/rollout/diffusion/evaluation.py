@@ -48,7 +48,7 @@ def sample_images(
         model, conditioning, sample_ids, size, num_steps, guidance_scale, seed, observe: as ``sample_trajectories``.
         micro_batch_size: how many samples are denoised together.
         cache: leaves out denoising steps; the first image is also drawn without it, to compare.
-        damage: a list to which is appended what is wrong with each image, an empty text where nothing is.
+        damage: a list to which a text is appended for each image: what is wrong with it, or nothing.
 
     Returns:
         uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.

@@ -1,4 +1,4 @@
-"""Which of the groups that are drawn at the same time end first, on one rank or several, counted in tokens.
+"""Finds which of the groups that are drawn at the same time end first, on one rank or several, counted in tokens.
 
 Time is counted in ticks: at each tick of an iteration every answer has one token more, whenever the engine really draws
 it. An answer that had to wait for a row catches up, and one that has run ahead is cut back. Ranks tell each other at

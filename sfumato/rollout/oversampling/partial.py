@@ -35,14 +35,14 @@ from sfumato.rollout.text.tokens import TextRollout
 
 
 class OverSampling:
-    """Draws iterations of which more groups are under way than are learned from."""
+    """Draws iterations in which more groups are drawn than are learned from."""
 
     def __init__(self, config: TextRLConfig, prompts: Sequence[TextPrompt], mesh: Mesh) -> None:
         """
         Args:
             config: of the task.
             prompts: those of training.
-            mesh: of the ranks that draw, all of which make the same calls.
+            mesh: of the ranks that draw; all of them must make the same calls.
 
         Raises:
             DataError: as ``TextPromptLoader``.
@@ -106,13 +106,13 @@ class OverSampling:
         return *self._build_rollout({place_of[group.number]: group for group in placed}, version, template), after
 
     def _begin_group(self, number: int) -> Group:
-        """Group number ``number`` of the run, of which nothing has been drawn."""
+        """The group of the run with this number, without any tokens yet."""
         num_prompts = self.config.rollout.num_prompts
         prompt_id = self._loader.groups(number // num_prompts)[number % num_prompts]
         return Group(number, prompt_id, [GrowingSequence() for _ in range(self.config.rollout.n)])
 
     def _answer_keys(self, group: Group, limits: LengthLimits) -> list[AnswerKey]:
-        """Prompt, noise and room of each answer of a group, in whatever iteration it is drawn."""
+        """Prompt, noise and room of each answer of a group; they are the same in whichever iteration it is drawn."""
         seed = self.config.train.seed
         rollout = self.config.rollout
         iteration, place = divmod(group.number, rollout.num_prompts)

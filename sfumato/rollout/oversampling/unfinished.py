@@ -51,7 +51,10 @@ class UnfinishedGroups:
 
 
 class UnfinishedRollouts:
-    """The unfinished groups of a run's finished iterations. A checkpoint keeps it, whatever the number of ranks."""
+    """The groups that the last finished iteration has left, as a part of checkpoints (``Resumable``).
+
+    All ranks have all groups, so a run can be resumed with another number of ranks.
+    """
 
     def __init__(self) -> None:
         self.groups = UnfinishedGroups()

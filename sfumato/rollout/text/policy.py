@@ -128,7 +128,7 @@ class TextEngine:
             served: start the engine that ``rollout.engine`` names, which has weights of its own.
 
         Raises:
-            ConfigError: when that engine cannot be what the configuration says.
+            ConfigError: when the engine does not fit its configuration.
             RoleLostError: when it does not start.
         """
         if model is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _ANSWER = "sfumatoanswer"
-"""An answer that is searched for in what a chat template renders."""
+"""The text of an answer that is then searched for in a rendered conversation."""
 
 
 def tokens_between(
@@ -25,7 +25,8 @@ def tokens_between(
 ) -> list[int]:
     """The tokens that follow an answer of the policy, up to where its next turn begins.
 
-    They are what a chat template renders after the answer of a conversation in which a fixed text answers.
+    To find them, a conversation whose answer is ``_ANSWER`` is rendered with the messages after it; the tokens are made
+    from the text behind that answer.
 
     Args:
         template: with a chat template.
