@@ -5,8 +5,8 @@
 Each iteration samples groups of images per prompt, some of their denoising steps at random, scores them while the next
 ones are generated, turns rewards into advantages within groups, and learns from them: the random steps are replayed
 with gradients, and their probability now is compared with the one when they were drawn. All parts of the algorithm are
-chosen in the configuration; their formulas stand in ``sfumato/algorithms``. Where actor, sampler and scorer live is the
-configuration's matter, too: the functions below run where the role is that they are given to.
+chosen in the configuration; their formulas are in ``sfumato/algorithms``. The configuration also says in which
+processes actor, sampler and scorer run: functions that build or take a role run in that role's processes.
 
 ``tasks/rl_diffusion_forward.py`` is the sibling that learns from final samples.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -83,12 +84,12 @@ def main(config: TrajectoryRLConfig) -> None:
 
 
 def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
-    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    """The training loop: takes samples with rewards, computes advantages, updates; logs, evaluates and saves."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
     costs = roles.actor.call(count_costs, config).result()
     probe = roles.actor.call(probe_rows, config).result()
-    run.begin(config.train.max_steps, start, config.train.trackers)
+    run.begin(cast(int, config.train.max_steps), start, config.train.trackers)
     run.add_environment(probe.environment, probe.message)
     stream = RolloutStream.from_config(
         config,
@@ -152,8 +153,10 @@ def build_actor(
     eval_prompts: list[Prompt],
     identity: Identity,
 ) -> Actor:
-    """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
+    """Loads the policy, its optimiser, its averaged weights, and the policies that it is compared with or drawn by."""
+    assert config.train.max_steps is not None
     model = build_policy(config, mesh, run.say)
+    # a sampler that lags behind draws with the weights before the last update
     keep_previous = config.rollout.staleness > 0
     policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
     policies.parallelize(mesh, config.train)
@@ -162,6 +165,7 @@ def build_actor(
     state = TrainState(
         model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved, identity=identity
     )
+    # the sampler embeds the training prompts where it has a model of its own
     prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
     return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, config.runtime.offload_idle)
@@ -178,11 +182,12 @@ def build_sampler(config: TrajectoryRLConfig, mesh: Mesh, run: Run, *, prompts: 
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: TrajectoryRLConfig
 ) -> tuple[DiffusionRollout, list[Sample]]:
-    """Samples a micro-batch, keeping the trained steps of its trajectories."""
-    rollout, algorithm = config.rollout, config.algorithm
+    """Samples a micro-batch and stores the trained steps of its trajectories."""
+    rollout = config.rollout
+    algorithm = config.algorithm
     encoded = EncodedRequests(sampler.model, requests, sampler.prompts, config)
     with sampler.policy() as policy:
-        latents, kept = sample_trajectories(
+        latents, trajectories = sample_trajectories(
             policy,
             encoded.conditioning,
             encoded.sample_ids,
@@ -195,7 +200,7 @@ def generate(
             seed=config.train.seed,
             iteration=iteration,
         )
-    return encoded.rollout(latents, kept, version)
+    return encoded.rollout(latents, trajectories, version)
 
 
 def update_policy(
@@ -205,23 +210,30 @@ def update_policy(
 
     R rows of a micro-batch are its (sample, trained denoising step) pairs.
     """
-    algorithm, objective, model, mesh = config.algorithm, config.algorithm.objective, actor.model, actor.mesh
-    update, mismatch, replay = Update(actor, rank_batch, advantages, config, step), Mismatch(), Replay()
+    algorithm = config.algorithm
+    objective = algorithm.objective
+    model = actor.model
+    mesh = actor.mesh
+    update = Update(actor, rank_batch, advantages, config, step)
+    mismatch = Mismatch()
+    replay = Replay()
     update.pending.append(mismatch.numbers)
     update.batch = with_proximal_means(model, update.batch, update.passes, config, mesh, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
-            sampled, conditioning = micro.samples.kept, micro.samples.row_conditioning
+            sampled = micro.samples.kept
+            conditioning = micro.samples.row_conditioning
             reference = replay_reference(actor, sampled, conditioning, config)
             new = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
-            behaviour = sampled.sampled_steps()  # as they were drawn
+            behaviour = sampled.sampled_steps()  # by the policy that drew them
             if micro.is_first:
                 log_ratio = objective.ratio(new, behaviour).log_ratio
                 replay = probe.compare(log_ratio, micro.samples, model, config, step)
                 update.pending.append(replay.errors)
+            # until the update's first optimiser step the policy is the proximal one itself
             means = sampled.proximal_rows if actor.policies.is_ahead else new.mean
             proximal = None if means is None else replace(new, mean=means.detach())  # at the start of this update
-            counted = mismatch if micro.is_counted else None
+            counted = mismatch if micro.is_counted else None  # a pass for other ranks is in no metric
             old, weights = old_policy(
                 objective, algorithm.off_policy, behaviour, proximal, micro.sample_of_row, counted
             )
@@ -251,7 +263,7 @@ def update_policy(
 def replay_reference(
     actor: Actor, sampled: Trajectories, conditioning: Conditioning, config: TrajectoryRLConfig
 ) -> GaussianStep | None:
-    """What the reference says of the trained steps: R rows without gradients; None where nothing compares with it."""
+    """The reference's distribution of the R trained steps, without gradients; None where nothing compares with it."""
     algorithm = config.algorithm
     if "reference" not in algorithm.compared:
         return None
@@ -261,7 +273,7 @@ def replay_reference(
 
 
 def draw_evaluation(actor: Actor, rows: list[int], config: TrajectoryRLConfig) -> tuple[list[Sample], Drawn]:
-    """An image of each held-out prompt, from the averaged weights; norms of velocities, what left out steps cost."""
+    """An image of each held-out prompt of ``rows``, by the averaged weights, and metrics of its sampling."""
     with actor.evaluated() as model:
         return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
 

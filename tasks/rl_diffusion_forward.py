@@ -5,8 +5,8 @@
 Each iteration samples groups of images per prompt with a deterministic solver, scores them while the next ones are
 generated, turns rewards into advantages within groups, and learns from them as pretraining does: the final samples are
 noised anew, and the losses look at what the policies predict there. All parts of the algorithm are chosen in the
-configuration; their formulas stand in ``sfumato/algorithms``. Where actor, sampler and scorer live is the
-configuration's matter, too: the functions below run where the role is that they are given to.
+configuration; their formulas are in ``sfumato/algorithms``. The configuration also says in which processes actor,
+sampler and scorer run: functions that build or take a role run in that role's processes.
 
 ``tasks/rl_diffusion.py`` is the sibling that replays trajectories.
 """
@@ -14,6 +14,7 @@ configuration's matter, too: the functions below run where the role is that they
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -73,11 +74,11 @@ def main(config: ForwardRLConfig) -> None:
 
 
 def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader) -> None:
-    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    """The training loop: takes samples with rewards, computes advantages, updates; logs, evaluates and saves."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
     costs = roles.actor.call(count_costs, config).result()
-    run.begin(config.train.max_steps, start, config.train.trackers)
+    run.begin(cast(int, config.train.max_steps), start, config.train.trackers)
     stream = RolloutStream.from_config(
         config,
         roles,
@@ -140,8 +141,10 @@ def build_actor(
     eval_prompts: list[Prompt],
     identity: Identity,
 ) -> Actor:
-    """Loads the policy with its optimiser and its average, and the policies that it is compared with or sampled by."""
+    """Loads the policy, its optimiser, its averaged weights, and the policies that it is compared with or drawn by."""
+    assert config.train.max_steps is not None
     model = build_policy(config, mesh, run.say)
+    # a sampler that lags behind draws with the weights before the last update
     keep_previous = config.rollout.staleness > 0
     policies = Policies(model, config.algorithm.other_policies, config.algorithm.sample_with, keep_previous)
     policies.parallelize(mesh, config.train)
@@ -150,6 +153,7 @@ def build_actor(
     state = TrainState(
         model.denoiser, optimizer, schedule, ema, policies.frozen_weights, policies=policies.saved, identity=identity
     )
+    # the sampler embeds the training prompts where it has a model of its own
     prepare_prompts(model, prompts + eval_prompts if config.rollout.hybrid_engine else eval_prompts, config)
     checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
     return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, config.runtime.offload_idle)
@@ -166,11 +170,12 @@ def build_sampler(config: ForwardRLConfig, mesh: Mesh, run: Run, *, prompts: lis
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, config: ForwardRLConfig
 ) -> tuple[DiffusionRollout, list[Sample]]:
-    """Samples a micro-batch, keeping its final latents and the noise levels at which they are trained."""
-    rollout, algorithm = config.rollout, config.algorithm
+    """Samples a micro-batch and stores its final latents, with the noise levels at which they will be trained."""
+    rollout = config.rollout
+    algorithm = config.algorithm
     encoded = EncodedRequests(sampler.model, requests, sampler.prompts, config)
     with sampler.policy() as policy:
-        kept = sample_final(
+        final_samples = sample_final(
             policy,
             encoded.conditioning,
             encoded.sample_ids,
@@ -184,7 +189,7 @@ def generate(
             seed=config.train.seed,
             iteration=iteration,
         )
-    return encoded.rollout(kept.latents, kept, version)
+    return encoded.rollout(final_samples.latents, final_samples, version)
 
 
 def update_policy(
@@ -194,11 +199,13 @@ def update_policy(
 
     R rows of a micro-batch are its (sample, noise level) pairs.
     """
-    algorithm, model, mesh = config.algorithm, actor.model, actor.mesh
+    algorithm = config.algorithm
+    model = actor.model
+    mesh = actor.mesh
     update = Update(actor, rank_batch, advantages, config, step)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
-            noised = predict_noised(  # by the trained policy, with gradients, and by those that it is compared with
+            noised = predict_noised(  # the trained policy with gradients, and the policies that it is compared with
                 actor.policies,
                 micro.samples.kept,
                 micro.samples.row_conditioning,
@@ -227,7 +234,7 @@ def update_policy(
 
 
 def draw_evaluation(actor: Actor, rows: list[int], config: ForwardRLConfig) -> tuple[list[Sample], Drawn]:
-    """An image of each held-out prompt, from the averaged weights; norms of velocities, what left out steps cost."""
+    """An image of each held-out prompt of ``rows``, by the averaged weights, and metrics of its sampling."""
     with actor.evaluated() as model:
         return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)
 

@@ -4,13 +4,15 @@
 
 Each iteration draws groups of answers to prompts, scores them, and learns: the drawn tokens go through the model once
 more, with gradients, and their probability now is compared with that when they were drawn. The configuration chooses
-the algorithm part by part (formulas: ``sfumato/algorithms``), and where the roles live in which functions below run.
+the algorithm part by part (formulas: ``sfumato/algorithms``). It also says in which processes the roles run: functions
+that build or take a role run in that role's processes.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -94,10 +96,10 @@ def main(config: TextRLConfig) -> None:
 
 
 def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader) -> None:
-    """The loop: samples with rewards, advantages, an update, and what is logged, evaluated and saved."""
+    """The training loop: takes samples with rewards, computes advantages, updates; logs, evaluates and saves."""
     combiner = build_scorer(config.reward, with_engines=False)  # totals need what all ranks scored
     start = roles.actor.call(Actor.resume, kind="load").result()
-    run.begin(config.train.max_steps, start, config.train.trackers)
+    run.begin(cast(int, config.train.max_steps), start, config.train.trackers)
     stream = RolloutStream.from_config(
         config,
         roles,
@@ -165,36 +167,47 @@ def build_actor(
     eval_prompts: list[TextPrompt],
     identity: Identity,
 ) -> Actor[LanguageModel]:
-    """Loads the policy with its optimiser and its average, and the policies that it is compared with."""
+    """Loads the policy, its optimiser, its averaged weights, and the policies that it is compared with."""
+    assert config.train.max_steps is not None
     model, flops = build_text_policy(config)
-    others, lags = config.algorithm.other_policies, config.rollout.staleness > 0
-    policies = Policies(model, others, keep_previous=lags, reference=build_teacher(config, model))
+    # a sampler that lags behind draws with the weights before the last update
+    keep_previous = config.rollout.staleness > 0
+    policies = Policies(
+        model, config.algorithm.other_policies, keep_previous=keep_previous, reference=build_teacher(config, model)
+    )
     policies.parallelize(mesh, config.train)
     probe_policies(config, policies, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
-    engine, dumps = TextEngine(config, mesh, model, flops), RolloutDumps(config, mesh, run.say)
-    others = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.unfinished}
-    others |= {"critic": critic.state} if critic is not None else {}
-    state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **others)
-    checkpointer, idle = Checkpointer(config.train, run, mesh, config.train.max_steps), config.runtime.offload_idle
-    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, idle, engine, critic, dumps)
+    engine = TextEngine(config, mesh, model, flops)
+    dumps = RolloutDumps(config, mesh, run.say)
+    saved = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.unfinished}
+    saved |= {"critic": critic.state} if critic is not None else {}
+    state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **saved)
+    checkpointer = Checkpointer(config.train, run, mesh, config.train.max_steps)
+    offload = config.runtime.offload_idle
+    return Actor(model, mesh, prompts, eval_prompts, policies, state, checkpointer, offload, engine, critic, dumps)
 
 
 def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, **prompts: list[TextPrompt]) -> Sampler[LanguageModel]:
-    """Loads a model that draws texts only, or starts an engine with weights of its own."""
+    """Loads a model that only draws texts, or starts an engine with weights of its own."""
     model = None if config.rollout.engine.type != "embedded" else build_text_policy(config)[0]
     if model is not None:
         model.parallelize(mesh, config.runtime.sampler_train(config.train))
     engine = TextEngine(config, mesh, model, served=model is None)
-    return Sampler(model, mesh, offload=config.runtime.offload_idle, engine=engine, **prompts)
+    offload = config.runtime.offload_idle
+    return Sampler(cast(LanguageModel, model), mesh, offload=offload, engine=engine, **prompts)  # pyright: ignore[reportArgumentType]
 
 
 def generate(
     sampler: Sampler | Actor, requests: list[SampleRequest], iteration: int, version: int, *unfinished: object
 ) -> tuple[TextRollout, list[Sample], *tuple[object, ...]]:
-    """Draws answers, all requests at the same time; those under way go on, where iterations leave some to the next."""
+    """Draws the answers to all requests at the same time.
+
+    With oversampling, the ``unfinished`` groups of the iteration before go on, and those that this one leaves are
+    returned, too.
+    """
     with sampler.policy():
         return sampler.engine.draw_requests(requests, sampler.prompts, iteration, version, *unfinished)
 
@@ -206,8 +219,12 @@ def update_policy(
 
     A micro-batch is a packed row of T tokens, of which the loss mask holds those that the policy drew.
     """
-    model, mesh, where, critic_metrics = actor.model, actor.mesh, f"step {step + 1}", {}
-    update, mismatch = Update(actor, rank_batch, advantages, config, step), Mismatch()
+    model = actor.model
+    mesh = actor.mesh
+    where = f"step {step + 1}"
+    critic_metrics: dict[str, float] = {}
+    update = Update(actor, rank_batch, advantages, config, step)
+    mismatch = Mismatch()
     update.pending.append(mismatch.numbers)
     packed = pack_update(update.batch, update.passes, config, model)  # once, for the passes of all models
     packed = add_log_probs(packed, update)
@@ -242,17 +259,25 @@ def policy_loss(
     mismatch: Mismatch,
 ) -> torch.Tensor:
     """A micro-batch's part of the loss, from ``log p`` and entropy of its tokens, ``[1, T]`` with gradients."""
-    model, algorithm = update.actor.model, update.config.algorithm
-    log_probs, entropy, mask = log_probs.flatten(), entropy.flatten(), batch.loss_mask.flatten()
+    model = update.actor.model
+    algorithm = cast(TextRLConfig, update.config).algorithm
+    assert batch.rollout_log_probs is not None and batch.sample_index is not None
+    assert batch.advantages is not None and batch.loss_weights is not None
+    # [1, T] becomes [T]: a packed batch is one row
+    log_probs = log_probs.flatten()
+    entropy = entropy.flatten()
+    mask = batch.loss_mask.flatten()
     rollout_log_probs = batch.rollout_log_probs.flatten()
     sequences = Sequences(batch.sample_index.flatten(), len(batch.sample_ids), model.sum_for_rows)
 
+    # in an update of a single optimiser step the policy is the proximal one itself
     proximal = log_probs.detach() if batch.proximal_log_probs is None else batch.proximal_log_probs.flatten()
     correction = algorithm.off_policy.correct(proximal - rollout_log_probs, sequences, mask)
     old = proximal if algorithm.off_policy.uses_proximal else rollout_log_probs
     losses, sums = algorithm.objective.loss(log_probs - old, batch.advantages.flatten(), mask, sequences)
     losses = losses * correction.weights
     if algorithm.kl.coef > 0:
+        assert batch.reference_log_probs is not None
         penalty = algorithm.kl.penalty(log_probs, batch.reference_log_probs.flatten(), log_probs - old)
         losses = losses if algorithm.kl_in_reward else losses + algorithm.kl.coef * penalty
         sums["kl/reference"] = torch.where(mask, penalty.detach(), 0).sum()
@@ -263,27 +288,36 @@ def policy_loss(
     if not batch.is_placeholder:
         mismatch.add(proximal - rollout_log_probs, correction, mask=mask)
     sums |= {"loss/policy": torch.where(mask, losses.detach(), 0).sum(), "entropy": entropy.detach().sum()}
-    of_sequence = model.sum_over_sequence(torch.stack([value.double() for value in sums.values()]))
-    update.record(micro, dict(zip(sums, of_sequence, strict=True)))
+    # ranks that share a sequence have parts of its tokens, and must record the same sums
+    whole_sums = model.sum_over_sequence(torch.stack([value.double() for value in sums.values()]))
+    update.record(micro, dict(zip(sums, whole_sums, strict=True)))
     return (losses * batch.loss_weights.flatten()).sum()
 
 
 def critic_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float | None) -> torch.Tensor:
-    """A micro-batch's part of the loss of the critic, whose value at a token is of what stands up to it, ``[1, T]``."""
-    old_values, returns, mask = batch.values.flatten(), batch.returns.flatten(), batch.loss_mask.flatten()
+    """A micro-batch's part of the critic's loss, from its values ``[1, T]``, each of the text up to a token."""
+    assert batch.values is not None and batch.returns is not None and batch.loss_weights is not None
+    old_values = batch.values.flatten()
+    returns = batch.returns.flatten()
+    mask = batch.loss_mask.flatten()
     losses, _ = value_loss(values.flatten(), old_values, returns, mask, clip_range)
     return (losses * batch.loss_weights.flatten()).sum()
 
 
 def add_log_probs(batches: list[TokenBatch], update: Update) -> list[TokenBatch]:
-    """Micro-batches with what the reference, the policy as the update begins, and the critic say of their tokens, where
-    the algorithm compares with these."""
-    actor, algorithm, temperature = update.actor, update.config.algorithm, update.config.rollout.temperature
+    """Micro-batches with values of their tokens by other models, as far as the algorithm needs them.
+
+    These are log-probabilities by the reference and by the policy at the start of the update, and values by the critic.
+    """
+    config = cast(TextRLConfig, update.config)
+    actor = update.actor
+    algorithm = config.algorithm
+    temperature = config.rollout.temperature
     if algorithm.kl.coef > 0:
         with actor.policies.active("reference") as reference:
             log_probs = reference.token_log_probs(batches, temperature=temperature)
         batches = add_values(batches, reference_log_probs=log_probs)
-    if len(update.passes) > 1 or algorithm.kl_in_reward:  # in a single optimiser step the policy says so itself
+    if len(update.passes) > 1 or algorithm.kl_in_reward:  # else the trained policy has them itself
         log_probs = actor.model.token_log_probs(batches, temperature=temperature)
         batches = add_values(batches, proximal_log_probs=log_probs)
     if actor.critic is not None:
@@ -292,8 +326,15 @@ def add_log_probs(batches: list[TokenBatch], update: Update) -> list[TokenBatch]
 
 
 def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch]:
-    """Micro-batches with the advantage of each token that the policy drew, and with what a critic learns of it."""
-    algorithm, mesh, rollout, penalties = update.config.algorithm, update.actor.mesh, update.batch, None
+    """Micro-batches with the advantage of each token that the policy drew, and its return, which a critic learns.
+
+    With ``kl_before_baseline`` the samples' advantages in ``update`` are replaced by those less the penalties.
+    """
+    config = cast(TextRLConfig, update.config)
+    algorithm = config.algorithm
+    mesh = update.actor.mesh
+    rollout = update.batch
+    penalties = None
     sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
     trained = sequences.spread(mark_rows([part for passes in update.passes for part in passes.parts], len(rollout)))
     if algorithm.kl_in_reward:
@@ -301,10 +342,9 @@ def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch
         penalties = algorithm.kl.penalty(proximal, gather_values(batches, "reference_log_probs", rollout))
         penalties = penalties * algorithm.kl.coef
     if algorithm.kl_before_baseline:
-        update.advantages = subtract_penalties(
-            update.advantages, rollout, penalties, sequences, trained, update.config, mesh
-        )
-        penalties = None
+        assert penalties is not None
+        update.advantages = subtract_penalties(update.advantages, rollout, penalties, sequences, trained, config, mesh)
+        penalties = None  # they are in the rewards now
     values = None if update.actor.critic is None else gather_values(batches, "values", rollout)
     tokens = algorithm.token_advantage.compute(
         update.advantages.values, sequences, trained, penalties, values, summed(mesh)
@@ -317,8 +357,9 @@ def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch
 
 
 def dump_update(batches: list[TokenBatch], update: Update) -> None:
-    """Writes the iteration's answers with what is known of their tokens, where the run asks for it."""
-    dumps, rollout = update.actor.dumps, update.batch
+    """Writes the iteration's answers with the values of their tokens, where the run asks for it."""
+    dumps = update.actor.dumps
+    rollout = update.batch
     token_values = gather_token_values(batches, rollout) if dumps.needs_token_values else {}
     dumps.write(rollout, update.advantages, token_values, update.step + 1)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn.functional import l1_loss, mse_loss
@@ -38,6 +39,9 @@ from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
 
+if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
 
 def main(config: TrainAutoencoderConfig) -> None:
     mesh = build_mesh(config.train)  # the autoencoder is whole in each process, whatever the mode
@@ -60,10 +64,13 @@ def main(config: TrainAutoencoderConfig) -> None:
     for step, read in run.steps(read_ahead(partial(read_rows, dataset), loader.steps(from_step=state.step))):
         batches = [batch for rows in read if (batch := rows.usable(bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
-        losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
+        # on the device until they are read with the gradient's norm
+        losses = Numbers()
+        sums = Numbers()
         for pixels, sample_ids in batches:
-            target = to_device(pixels, mesh.device) / 127.5 - 1
+            target = to_device(pixels, mesh.device) / 127.5 - 1  # from uint8 to -1 ... 1
             posterior = vae.encode(target).latent_dist
+            # not the posterior's own ``sample``: this noise depends on the image alone, not on batch or rank
             noise = keyed_normal(
                 posterior.mean.shape[1:], config.train.seed, "posterior", step, sample_ids, mesh.device
             )
@@ -74,20 +81,20 @@ def main(config: TrainAutoencoderConfig) -> None:
             losses.add(loss)
             weight = len(sample_ids) / num_images  # the mean over the images of all ranks
             (loss * weight).backward()
-            seen.add_all(loss=loss.double() * weight, mse=mse.double() * weight, kl=kl.double() * weight)
-        pending = losses, seen
+            sums.add_all(loss=loss.double() * weight, mse=mse.double() * weight, kl=kl.double() * weight)
+        pending = losses, sums
         grad_norm = reduce_and_clip(vae, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
-        lr = schedule.get_last_lr()[0]
+        lr = cast(float, schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         state.step = step + 1
-        means = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "kl": 0.0} | seen.sums())
+        means = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "kl": 0.0} | sums.sums())
         run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
 
     vae.eval()
-    first = list(range(min(len(dataset), 512)))
+    first = list(range(min(len(dataset), 512)))  # images that the latents' scale is measured on
     captions: list[str] = []
     examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
     set_latent_scale(vae, examples)
@@ -102,7 +109,7 @@ def main(config: TrainAutoencoderConfig) -> None:
 def reconstruct(
     model: DiffusionModel, examples: torch.Tensor, captions: list[str], seed: int, step: int
 ) -> list[SampleRecord]:
-    """Images, uint8 ``[B, 3, H, W]``, each beside what is left of it when it has been encoded and decoded."""
+    """Records of images, uint8 ``[B, 3, H, W]``, each with its reconstruction to the right of it."""
     reconstructed = model.decode(model.encode_pixels(examples)).cpu()
     return [
         SampleRecord(
@@ -118,13 +125,17 @@ def reconstruct(
 
 
 @torch.no_grad()
-def set_latent_scale(vae: torch.nn.Module, pixels: torch.Tensor) -> None:
+def set_latent_scale(vae: AutoencoderKL, pixels: torch.Tensor) -> None:
     """Sets the autoencoder's shift_factor and scaling_factor to the latents' mean and 1 / standard deviation.
 
     ``pixels`` are uint8 ``[N, 3, H, W]``.
     """
     device = next(vae.parameters()).device
-    means = [vae.encode(part.to(device) / 127.5 - 1).latent_dist.mode() for part in pixels.split(64)]
+    posteriors = (
+        vae.encode(part.to(device) / 127.5 - 1).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+        for part in pixels.split(64)
+    )
+    means = [posterior.mode() for posterior in posteriors]
     latents = torch.cat(means).double()
     vae.register_to_config(shift_factor=float(latents.mean()), scaling_factor=float(1 / latents.std(correction=0)))
 

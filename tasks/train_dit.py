@@ -52,7 +52,8 @@ def main(config: TrainDitConfig) -> None:
     buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
     loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)
     identity = identify_images(config, dataset, loader.global_batch_size, buckets=buckets)
-    precision, seed = config.train.mixed_precision, config.train.seed
+    precision = config.train.mixed_precision
+    seed = config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
     set_output(model, dataset.size, "data", config.data.sizes)
@@ -74,11 +75,14 @@ def main(config: TrainDitConfig) -> None:
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.encode(rows) for rows in read]
+            # each kind of encoder takes what its own ``read`` has returned
+            batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_images = sum(batch.num_images for batch in batches)
         run.count(images=own_images, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_images = mesh.sum(own_images)
-        checked, parts = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
+        # on the device until they are read with the gradient's norm; the first only has its values checked
+        checked = Numbers()
+        parts = Numbers()
         for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
             where = f"step {step + 1}, rank {mesh.rank}, samples {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
             with model.dropout_of(step, batch.sample_ids):
@@ -115,11 +119,11 @@ def main(config: TrainDitConfig) -> None:
 def denoising_losses(
     model: DiffusionModel, batch: EncodedBatch, flow: FlowConfig, seed: int, step: int
 ) -> torch.Tensor:
-    """Flow-matching loss of each sample, ``[B]``, at noise and noise levels that belong to the sample."""
+    """Flow-matching loss of each sample, ``[B]``, at noise and a noise level that are keyed by the sample."""
     shift = model.shift_at(batch.latents.shape[1:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, batch.sample_ids)
-    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
-    sigma = model.training_sigma(to_device(drawn, model.device))
+    levels = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
+    sigma = model.training_sigma(to_device(levels, model.device))
     noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
     conditioning = model.with_framing(batch.conditioning, batch.framing).without_prompt(dropped)

@@ -48,7 +48,7 @@ from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
 
 EVALUATION = -1
-"""Stands for the step in the keys of what evaluation draws, which is always the same."""
+"""The step in the keys of an evaluation's noise, so that the noise is the same in every evaluation."""
 
 
 def main(config: TrainDitDpoConfig) -> None:
@@ -61,7 +61,8 @@ def main(config: TrainDitDpoConfig) -> None:
     eval_buckets = None if held_out is None else sort_into_buckets(held_out, config.data, mesh, run.say)
     loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)
     identity = identify_images(config, dataset, loader.global_batch_size, held_out, buckets)
-    precision, seed = config.train.mixed_precision, config.train.seed
+    precision = config.train.mixed_precision
+    seed = config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
     set_output(model, dataset.size, "data", config.data.sizes)
@@ -92,12 +93,13 @@ def main(config: TrainDitDpoConfig) -> None:
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
-            batches = [encoder.encode(rows) for rows in read]
+            # each kind of encoder takes what its own ``read`` has returned
+            batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_pairs = sum(batch.num_images for batch in batches)
         run.count(images=2 * own_pairs, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
         num_pairs = mesh.sum(own_pairs)
-        losses, seen = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
-        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        losses, sums = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
+        pending = losses, sums.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -107,7 +109,7 @@ def main(config: TrainDitDpoConfig) -> None:
             ema.update()
         state.step = step + 1
 
-        means = seen.means(mesh, "pairs/")
+        means = sums.means(mesh, "pairs/")
         metrics = {"loss": means.pop("pairs/loss"), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs, **means}
         if eval_encoder is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"), averaged_weights(ema):
@@ -135,32 +137,44 @@ def forward_backward(
     step: int,
     num_pairs: float,
 ) -> tuple[Numbers, PairSums]:
-    """Forward and backward passes of this rank's micro-batches of a step with ``num_pairs`` pairs on all ranks."""
-    model, seen, found = policies.model, PairSums(), Numbers()
+    """Forward and backward passes of this rank's micro-batches of a step with ``num_pairs`` pairs on all ranks.
+
+    Returns:
+        The losses, whose values are to be checked, and the sums over pairs for the log.
+    """
+    model = policies.model
+    sums = PairSums()
+    checked = Numbers()
     for batch in accumulate(model.denoiser, batches):  # gradients are reduced in the last backward pass
         where = f"step {step + 1}, rank {mesh.rank}, pairs {batch.sample_ids[0]} to {batch.sample_ids[-1]}"
-        both_ids = [pair for pair in batch.sample_ids for _ in range(2)]
-        with model.dropout_of(step, both_ids):
+        image_ids = [pair for pair in batch.sample_ids for _ in range(2)]
+        with model.dropout_of(step, image_ids):
             noised = predict_pairs(policies, batch, config, step)
             losses = pair_losses(objective, noised)  # [B]
-            found.add(losses.detach().double().sum(), where)
-            count_pairs(seen, objective, noised, losses, torch.arange(batch.num_images))
+            checked.add(losses.detach().double().sum(), where)
+            count_pairs(sums, objective, noised, losses, torch.arange(batch.num_images))
             loss = losses[: batch.num_images].sum() / max(num_pairs, 1)  # the mean over the pairs of all ranks
             loss.backward()
-    return found, seen
+    return checked, sums
 
 
 def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoConfig, step: int) -> NoisedSamples:
-    """What policy and reference predict for B pairs: 2B rows, each pair's better image first."""
-    model, flow, seed, ids = policies.model, config.flow, config.train.seed, batch.sample_ids
+    """The velocities of policy and reference for B pairs: 2B rows, each pair's better image first.
+
+    Both images of a pair have the same noise and noise level.
+    """
+    model = policies.model
+    flow = config.flow
+    seed = config.train.seed
+    ids = batch.sample_ids
     shift = model.shift_at(batch.latents.shape[2:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, ids)
-    drawn = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
+    pair_levels = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
     conditioning = batch.conditioning
     if step != EVALUATION:
         dropped = keyed_uniform(seed, "prompt dropout", step, ids) < flow.prompt_dropout
         conditioning = conditioning.without_prompt(dropped)
-    levels = model.training_sigma(to_device(drawn, model.device)).repeat_interleave(2)[:, None]
+    levels = model.training_sigma(to_device(pair_levels, model.device)).repeat_interleave(2)[:, None]
     pair_ids = torch.tensor(ids).repeat_interleave(2)
     framing = None if batch.framing is None else batch.framing.flatten(0, 1)  # of both images
     return predict_noised(
@@ -185,16 +199,25 @@ def pair_losses(objective: DPO, noised: NoisedSamples) -> torch.Tensor:
 
 @torch.no_grad()
 def count_pairs(
-    seen: PairSums, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor
+    sums: PairSums, objective: DPO, noised: NoisedSamples, losses: torch.Tensor, counted: torch.Tensor
 ) -> None:
-    """Adds what is logged of the pairs at the positions ``counted``, int64 ``[C]``, whose losses are float ``[B]``."""
+    """Adds the metrics of pairs to ``sums``.
+
+    Args:
+        sums: of the step or the evaluation.
+        objective: gives the implicit rewards.
+        noised: of B pairs.
+        losses: float ``[B]``.
+        counted: int64 ``[C]``, the positions of the pairs that count; others only fill the batch up.
+    """
     counted = to_device(counted, losses.device)
     reward = objective.implicit_reward(noised)
-    error, reference = noised.error(noised.velocity), noised.error(noised.velocity_of("reference"))
-    found = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
-    for name, values in {"reward": reward, "error": error, "reference_error": reference}.items():
-        found |= {f"{name}_chosen": values[0::2], f"{name}_rejected": values[1::2]}
-    seen.add(len(counted), **{name: values[counted].sum() for name, values in found.items()})
+    error = noised.error(noised.velocity)
+    reference_error = noised.error(noised.velocity_of("reference"))
+    values_by_name = {"loss": losses, "accuracy": (reward[0::2] > reward[1::2]).float()}
+    for name, values in {"reward": reward, "error": error, "reference_error": reference_error}.items():
+        values_by_name |= {f"{name}_chosen": values[0::2], f"{name}_rejected": values[1::2]}
+    sums.add(len(counted), **{name: values[counted].sum() for name, values in values_by_name.items()})
 
 
 @torch.no_grad()
@@ -206,14 +229,14 @@ def evaluate(
     config: TrainDitDpoConfig,
     mesh: Mesh,
 ) -> dict[str, float]:
-    """The same of the held-out pairs, always at the same noise."""
-    seen = PairSums()
+    """Loss, implicit rewards and accuracy on the held-out pairs, always with the same noise."""
+    sums = PairSums()
     with policies.model.evaluating():
         for batch in map(encoder.batch, batches):
             noised = predict_pairs(policies, batch, config, EVALUATION)
             counted = torch.tensor(batch.sample_ids[: batch.num_images]) >= 0
-            count_pairs(seen, objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
-    return seen.means(mesh, "eval/")
+            count_pairs(sums, objective, noised, pair_losses(objective, noised), counted.nonzero()[:, 0])
+    return sums.means(mesh, "eval/")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from torch.nn.functional import l1_loss, mse_loss
 
@@ -49,7 +50,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
     first = list(range(min(len(dataset), 256)))
     captions: list[str] = []
     examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
-    if config.model.config_path is not None:
+    if config.model.config_path is not None:  # a new model: its codes begin among the latents of these images
         vq.start_codebook(to_device(examples, mesh.device) / 127.5 - 1, config.train.seed)
     broadcast_parameters(vq.trained, mesh)
 
@@ -62,9 +63,11 @@ def main(config: TrainImageTokenizerConfig) -> None:
     for step, read in run.steps(read_ahead(partial(read_rows, dataset), loader.steps(from_step=state.step))):
         batches = [batch for rows in read if (batch := rows.usable(bad_rows)) is not None]
         num_images = mesh.sum(sum(len(sample_ids) for _, sample_ids in batches))
-        losses, seen = Numbers(), Numbers()  # on the device until they are read with the gradient's norm
+        # on the device until they are read with the gradient's norm
+        losses = Numbers()
+        sums = Numbers()
         for pixels, sample_ids in batches:
-            target = to_device(pixels, mesh.device) / 127.5 - 1
+            target = to_device(pixels, mesh.device) / 127.5 - 1  # from uint8 to -1 ... 1
             quantised, commitment, _ = vq.quantise(vq.latents(target))  # gradients pass straight through
             reconstruction = vq.decode(quantised)
             mse = mse_loss(reconstruction, target)
@@ -73,15 +76,15 @@ def main(config: TrainImageTokenizerConfig) -> None:
             weight = len(sample_ids) / num_images  # the mean over the images of all ranks
             (loss * weight).backward()
             means = {"loss": loss, "mse": mse, "commitment": commitment}
-            seen.add_all(**{name: each.double() * weight for name, each in means.items()})
-        pending = losses, seen
+            sums.add_all(**{name: mean.double() * weight for name, mean in means.items()})
+        pending = losses, sums
         grad_norm = reduce_and_clip(vq.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
-        lr = schedule.get_last_lr()[0]
+        lr = cast(float, schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         state.step = step + 1
-        metrics = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "commitment": 0.0} | seen.sums())
+        metrics = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "commitment": 0.0} | sums.sums())
         run.log(state.step, {**metrics, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
 

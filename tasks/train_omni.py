@@ -2,17 +2,18 @@
 
     bash train.sh tasks/train_omni.py configs/omni/numbers.yaml
 
-A vision encoder shows images to a language model, which answers in text and in images: those are the codes of an image
-tokenizer, tokens like others, or latents that a small transformer denoises, told the language model's hidden states
-(``model.head``). The loss is the mean over the text tokens of the whole step that its loss mask holds, plus that over
-the codes, or flow matching's over the latents, each with its weight, on any mesh. Steps and samples are those of
-``tasks/train_text.py``.
+A vision encoder shows images to a language model, which answers in text and in images. An image is either the codes of
+an image tokenizer, which are tokens like others, or a latent that a small transformer denoises, conditioned on the
+language model's hidden states (``model.head``). The loss is a weighted sum of the mean over the text tokens of the
+whole step that the loss mask holds, and of the mean over codes, or the flow-matching loss of latents; it is the same on
+any mesh. Steps and samples are those of ``tasks/train_text.py``.
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -46,7 +47,7 @@ from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
 
 NUM_NOISES = 4
-"""Noise levels at which an image of a step is trained."""
+"""How many noise levels each image of a step is trained at."""
 
 
 def main(config: TrainOmniConfig) -> None:
@@ -56,7 +57,8 @@ def main(config: TrainOmniConfig) -> None:
 
     model = build_omni_model(config)
     check_length(model.module.config.get_text_config(), config.data.max_seq_len)
-    flops, flops_of_image = FlopCount(model.module, model.vision), model.flops_of_image()
+    flops = FlopCount(model.module, model.vision)
+    flops_of_image = model.flops_of_image()
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
     )
@@ -65,8 +67,8 @@ def main(config: TrainOmniConfig) -> None:
     probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    about = {"balancer": model.balancer, "loader": loader, "identity": identity}
-    state = TrainState(model.trained, optimizer, schedule, ema, **about)
+    saved = {"balancer": model.balancer, "loader": loader, "identity": identity}
+    state = TrainState(model.trained, optimizer, schedule, ema, **saved)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -77,11 +79,19 @@ def main(config: TrainOmniConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        hidden = (config.draw.prompt_dropout, config.train.seed, step, model.tokenizer.pad_token_id, model.kept_token)
-        batches = [drop_prompts(batch, model.codes, *hidden) for batch in batches]
+        dropout_settings = (
+            config.draw.prompt_dropout,
+            config.train.seed,
+            step,
+            model.tokenizer.pad_token_id,
+            model.kept_token,
+        )
+        batches = [drop_prompts(batch, model.codes, *dropout_settings) for batch in batches]
         counts = count_tokens(batches, model, mesh)
-        losses, seen = forward_backward(model, batches, counts, config, step)
-        grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", losses, seen)
+        losses, loss_sums = forward_backward(model, batches, counts, config, step)
+        grad_norm = reduce_and_clip(
+            model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", losses, loss_sums
+        )
         lr = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
@@ -92,13 +102,13 @@ def main(config: TrainOmniConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses), over="loss"), "grad_norm": grad_norm, "lr": lr}
-        sums = mesh.sum_dict({"text": 0.0, "image": 0.0} | seen.sums(), over="loss")
+        sums = mesh.sum_dict({"text": 0.0, "image": 0.0} | loss_sums.sums(), over="loss")
         metrics |= {f"loss/{kind}": sums[kind] / counts[kind] for kind in sums if counts[kind]}
         metrics |= {f"tokens/{kind}": count for kind, count in counts.items()} | balance
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"), averaged_weights(ema):
-                found, samples = evaluate(model, validation, config, mesh, state.step)
-            metrics |= found
+                eval_metrics, samples = evaluate(model, validation, config, mesh, state.step)
+            metrics |= eval_metrics
             run.save_samples(state.step, samples)
         run.count(
             tokens=sum(sum(batch.document_lengths) for batch in batches),
@@ -117,15 +127,17 @@ def main(config: TrainOmniConfig) -> None:
 
 
 def make_image_tokenizer(model: OmniModelConfig) -> None:
-    """Runs the configuration that makes the image tokenizer, where there is one and the tokenizer is not there."""
-    if model.image_tokenizer_made_by is not None and not Path(model.image_tokenizer).exists():
-        by = model.image_tokenizer_made_by
-        made = load_maker(TrainImageTokenizerConfig, by, str(model.image_tokenizer), "model.image_tokenizer")
-        importlib.import_module("train_image_tokenizer").main(made)  # beside this file
+    """Trains the image tokenizer first, where the configuration says how and it does not exist yet."""
+    if model.image_tokenizer_made_by is not None and not Path(cast(str, model.image_tokenizer)).exists():
+        recipe = model.image_tokenizer_made_by
+        tokenizer_config = load_maker(
+            TrainImageTokenizerConfig, recipe, str(model.image_tokenizer), "model.image_tokenizer"
+        )
+        importlib.import_module("train_image_tokenizer").main(tokenizer_config)  # beside this file
 
 
 def count_tokens(batches: list[TokenBatch], model: OmniModel, mesh: Mesh) -> dict[str, float]:
-    """Tokens of each kind that the loss mask holds, of all ranks."""
+    """How many text tokens and how many image tokens the loss mask holds, over all ranks."""
     image = sum(int(is_image(batch.labels, model.codes, model.line_end).sum()) for batch in batches)
     return mesh.sum_dict({"text": float(sum(batch.num_labels for batch in batches) - image), "image": float(image)})
 
@@ -133,16 +145,21 @@ def count_tokens(batches: list[TokenBatch], model: OmniModel, mesh: Mesh) -> dic
 def forward_backward(
     model: OmniModel, batches: list[TokenBatch], counts: dict[str, float], config: TrainOmniConfig, step: int
 ) -> tuple[Numbers, Numbers]:
-    """Forward and backward passes of a step's micro-batches; their losses, and the sums over tokens of each kind."""
-    seen, losses_of = Numbers(), flow_losses if model.has_head else code_losses
+    """Forward and backward passes of a step's micro-batches.
+
+    Returns:
+        The loss of each micro-batch, and the sums of the losses of text and of images.
+    """
+    loss_sums = Numbers()
+    losses_of = flow_losses if model.has_head else code_losses
 
     def loss_fn(scores: TokenScores, batch: TokenBatch) -> torch.Tensor:
         """This micro-batch's part of the weighted sum of two means over the step's loss mask."""
         text, image = losses_of(model, scores, batch, config.train.seed, step)
-        seen.add_all(text=text.detach().double(), image=image.detach().double())
+        loss_sums.add_all(text=text.detach().double(), image=image.detach().double())
         return config.text_coef * text / max(counts["text"], 1) + config.image_coef * image / max(counts["image"], 1)
 
-    return model.forward_backward(batches, loss_fn, step), seen
+    return model.forward_backward(batches, loss_fn, step), loss_sums
 
 
 def code_losses(
@@ -150,22 +167,23 @@ def code_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of ``-log p`` over the text tokens of a micro-batch's loss mask, and over the codes of its images."""
     losses = -scores.log_probs(batch.labels)  # [B, T], 0 outside the loss mask
-    drawn = is_image(batch.labels, model.codes, model.line_end)
-    return losses[~drawn].sum(), losses[drawn].sum()
+    is_code = is_image(batch.labels, model.codes, model.line_end)
+    return losses[~is_code].sum(), losses[is_code].sum()
 
 
 def flow_losses(
     model: OmniModel, scores: TokenScores, batch: TokenBatch, seed: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of ``-log p`` over the text tokens, and the flow-matching losses of images, each times its K tokens.
+    """The sum of ``-log p`` over the text tokens, and the sum of the flow-matching losses of images, each times K.
 
-    Each image is noised ``NUM_NOISES`` times, since the head costs less than the language model (arXiv 2406.11838,
-    section 4.1). Noise and noise levels, sigmoids of a normal variable, belong to the sample.
+    K are the tokens of an image, so that both losses are sums over tokens. Each image is noised ``NUM_NOISES`` times,
+    since the head costs less than the language model (arXiv 2406.11838, section 4.1). Noise and noise levels, which are
+    sigmoids of a normal variable, are keyed by the sample.
     """
-    drawn = is_image(batch.labels, model.codes)
-    text = -scores.log_probs(batch.labels.masked_fill(drawn, IGNORED)).sum()
-    hidden, latents, keys = model.drawn(scores, drawn, batch)  # [N, K, H], [N, C, h, w]
-    hidden, latents = (each.repeat_interleave(NUM_NOISES, dim=0) for each in (hidden, latents))
+    is_patch = is_image(batch.labels, model.codes)
+    text = -scores.log_probs(batch.labels.masked_fill(is_patch, IGNORED)).sum()
+    hidden, latents, keys = model.drawn(scores, is_patch, batch)  # [N, K, H], [N, C, h, w]
+    hidden, latents = (tensor.repeat_interleave(NUM_NOISES, dim=0) for tensor in (hidden, latents))
     keys = [NUM_NOISES * key + index for key in keys for index in range(NUM_NOISES)]
     uniform = keyed_uniform(seed, "sigma", step, keys)
     sigma = to_device(draw_sigma(uniform, "logit_normal", 0.0, 1.0, 1.0), latents.device)
@@ -180,32 +198,32 @@ def flow_losses(
 def evaluate(
     model: OmniModel, validation: Validation, config: TrainOmniConfig, mesh: Mesh, step: int
 ) -> tuple[dict[str, float], list[SampleRecord]]:
-    """Losses on the validation set by kind, and what is read and drawn of its first rows.
+    """Losses on the validation set of text and of images, and answers to its first prompts.
 
-    ``eval/read`` is the share of images that are read without a mistake, ``eval/draw`` the mean reward of those that
-    are drawn.
+    ``eval/read`` is the share of text answers without a mistake, ``eval/draw`` the mean reward of the images drawn.
     """
     names = ("loss/text", "loss/image", "text", "image")
-    sums, losses_of = dict.fromkeys(names, 0.0), flow_losses if model.has_head else code_losses
+    sums: dict[str, float] = dict.fromkeys(names, 0.0)
+    losses_of = flow_losses if model.has_head else code_losses
     for scores, batch in model.score(validation.batches):
-        drawn = is_image(batch.labels, model.codes, model.line_end)
+        is_code = is_image(batch.labels, model.codes, model.line_end)
         losses = losses_of(model, scores, batch, config.train.seed, 0)  # always the same noise
-        found = *losses, (batch.loss_mask & ~drawn).sum(), drawn.sum()
-        sums = {name: sums[name] + float(each) for name, each in zip(names, found, strict=True)}
+        batch_sums = *losses, (batch.loss_mask & ~is_code).sum(), is_code.sum()
+        sums = {name: sums[name] + float(value) for name, value in zip(names, batch_sums, strict=True)}
     totals = mesh.sum_dict(sums, over="loss")
     metrics = {f"eval/loss/{kind}": totals[f"loss/{kind}"] / totals[kind] for kind in ("text", "image") if totals[kind]}
 
-    draws = [any(token in model.codes for token in prompt.answer) for prompt in validation.prompts]
-    drawing, reading = (
-        [prompt for prompt, is_drawn in zip(validation.prompts, draws, strict=True) if is_drawn == kind]
+    has_image_answer = [any(token in model.codes for token in prompt.answer) for prompt in validation.prompts]
+    image_prompts, text_prompts = (
+        [prompt for prompt, is_drawn in zip(validation.prompts, has_image_answer, strict=True) if is_drawn == kind]
         for kind in (True, False)
     )
-    drawn = draw_prompts(model, drawing[: config.draw.num_prompts], config.draw, config.train.seed, step)
-    read = read_prompts(model, reading, validation.stop_token_ids, config.eval, config.train.seed, step)
-    for name, records in (("read", read), ("draw", drawn)):
-        values = [record.total for record in records if record.total == record.total]
+    image_records = draw_prompts(model, image_prompts[: config.draw.num_prompts], config.draw, config.train.seed, step)
+    answer_records = read_prompts(model, text_prompts, validation.stop_token_ids, config.eval, config.train.seed, step)
+    for name, records in (("read", answer_records), ("draw", image_records)):
+        values = [record.total for record in records if record.total == record.total]  # NaN: it has no reward
         metrics |= {f"eval/{name}": sum(values) / len(values)} if values else {}
-    return metrics, drawn + read
+    return metrics, image_records + answer_records
 
 
 if __name__ == "__main__":

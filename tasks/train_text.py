@@ -56,8 +56,8 @@ def main(config: TrainTextConfig) -> None:
     probe(model, config.model, config.train, config.data.max_seq_len, run.say)
     optimizer, schedule = build_optimizer(model.trained, config.train, lambda: loader.total_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
-    about = {"balancer": model.balancer, "loader": loader, "identity": identity}
-    state = TrainState(model.trained, optimizer, schedule, ema, **about)
+    saved = {"balancer": model.balancer, "loader": loader, "identity": identity}
+    state = TrainState(model.trained, optimizer, schedule, ema, **saved)
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
@@ -108,7 +108,7 @@ def main(config: TrainTextConfig) -> None:
 
 
 def make_model(model: LanguageModelConfig) -> None:
-    """Runs the configuration that makes the model, where there is one and the model is not there."""
+    """Trains the model first, where the configuration says how and it does not exist yet."""
     if model.made_by is not None and not Path(str(model.model_path)).exists():
         main(load_maker(TrainTextConfig, model.made_by, str(model.model_path), "model.model_path"))
 
@@ -116,8 +116,11 @@ def make_model(model: LanguageModelConfig) -> None:
 def next_token_loss(
     scores: TokenScores, batch: TokenBatch, num_tokens: float, by_source: SourceLosses, aux_loss: StepRouterLoss
 ) -> torch.Tensor:
-    """A micro-batch's part of the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, and of
-    ``router_aux_loss_coef`` times the auxiliary loss of routers, which is 0 for most models."""
+    """A micro-batch's part of the step's loss.
+
+    That is the mean cross entropy over the loss mask of the step, which holds ``num_tokens``, plus the auxiliary loss
+    of routers times ``router_aux_loss_coef``, which is 0 for most models.
+    """
     total, losses = scores.cross_entropy(batch.labels)  # [], [B, T] with 0 outside the loss mask
     by_source.add(losses, batch.source_ids, batch.loss_mask)
     return total / max(num_tokens, 1) + aux_loss.part(scores.router_logits, batch)
@@ -125,22 +128,25 @@ def next_token_loss(
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[str, float]:
-    """Loss over the loss mask of the validation set, and how much of it is predicted.
+    """Mean loss over the loss mask of the validation set, and how much of it the model predicts.
 
-    ``exact_match`` is the fraction of documents in whose loss mask each token is the likeliest one, so that greedy
-    decoding would give just these tokens.
+    ``accuracy`` is the fraction of tokens that are the likeliest ones. ``exact_match`` is the fraction of documents of
+    whose loss mask all tokens are, so that greedy decoding would give just these tokens.
     """
     sums = {"loss": 0.0, "tokens": 0.0, "correct": 0.0, "exact": 0.0, "documents": 0.0}
     for scores, batch in model.score(validation.batches):
-        labels, loss_mask, document_ids = batch.labels, batch.loss_mask, batch.document_ids.flatten()
-        wrong = loss_mask & (scores.predictions() != labels)
+        labels = batch.labels
+        loss_mask = batch.loss_mask
+        document_ids = batch.document_ids.flatten()
+        is_wrong = loss_mask & (scores.predictions() != labels)
         by_document = torch.zeros(2, len(batch.document_lengths) + 1, device=labels.device)
-        by_document[0].index_add_(0, document_ids, wrong.flatten().float())
+        by_document[0].index_add_(0, document_ids, is_wrong.flatten().float())
         by_document[1].index_add_(0, document_ids, loss_mask.flatten().float())
         num_wrong, num_tokens = model.sum_over_sequence(by_document)
         sums["loss"] -= float(scores.log_probs(labels).double().sum())
         sums["tokens"] += float(loss_mask.sum())
-        sums["correct"] += float((loss_mask & ~wrong).sum())
+        sums["correct"] += float((loss_mask & ~is_wrong).sum())
+        # the ranks that share a sequence all have its documents now, while each has counted its own tokens only
         sums["exact"] += float(((num_tokens > 0) & (num_wrong == 0)).sum()) / mesh.layout.cp
         sums["documents"] += float((num_tokens > 0).sum()) / mesh.layout.cp
     totals = mesh.sum_dict(mesh.sum_dict(sums, over="loss"), over="pp")  # stages but the last have counted nothing
@@ -154,11 +160,13 @@ def evaluate(model: LanguageModel, validation: Validation, mesh: Mesh) -> dict[s
 def answer_prompts(
     model: LanguageModel, validation: Validation, config: TrainTextConfig, step: int
 ) -> list[SampleRecord]:
-    """Greedy answers to the first validation prompts, as text, with whether they are the expected ones."""
-    tokenizer, prompts, evaluation = model.tokenizer, validation.prompts, config.eval
-    inputs, images = [prompt.input_ids for prompt in prompts], [prompt.images for prompt in prompts]
-    ends = validation.stop_token_ids, images, evaluation.stop
-    answers = answer_greedily(model, inputs, evaluation.max_new_tokens, *ends)
+    """Records of greedy answers to the first validation prompts, and whether each is the expected one."""
+    tokenizer = model.tokenizer
+    prompts = validation.prompts
+    inputs = [prompt.input_ids for prompt in prompts]
+    images = [prompt.images for prompt in prompts]
+    stop = validation.stop_token_ids
+    answers = answer_greedily(model, inputs, config.eval.max_new_tokens, stop, images, config.eval.stop)
     return [
         SampleRecord(
             content=tokenizer.decode(answer),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -71,10 +72,10 @@ def main(config: TrainTextDpoConfig) -> None:
                 batches = add_reference_log_probs(model, reference, batches)
         num_pairs = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         num_chosen = mesh.sum(sum(chosen_tokens(batch) for batch in batches))
-        seen = PairSums()
-        loss_fn = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, seen=seen)
+        sums = PairSums()
+        loss_fn = partial(dpo_loss, model=model, dpo=config.dpo, num_pairs=num_pairs, num_chosen=num_chosen, sums=sums)
         losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
-        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        pending = losses, sums.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -84,7 +85,7 @@ def main(config: TrainTextDpoConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "pairs": num_pairs}
-        metrics |= seen.means(mesh, "pairs/") | balance
+        metrics |= sums.means(mesh, "pairs/") | balance
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config.dpo, mesh)
@@ -114,23 +115,25 @@ def dpo_loss(
     dpo: DpoConfig,
     num_pairs: float,
     num_chosen: float,
-    seen: PairSums,
+    sums: PairSums,
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over the pairs of the step."""
-    log_probs = scores.log_probs(batch.labels)
-    log_ratios = log_probs - batch.reference_log_probs if dpo.has_reference else log_probs
+    log_probs = scores.log_probs(batch.labels)  # [B, T], 0 outside the loss mask
+    log_ratios = log_probs - cast(torch.Tensor, batch.reference_log_probs) if dpo.has_reference else log_probs
     by_token = torch.stack([log_probs, log_ratios, batch.loss_mask.to(log_probs)])  # [3, B, T]
-    num_documents = max(len(batch.document_lengths), 2)
+    num_documents = max(len(batch.document_lengths), 2)  # documents 2k and 2k + 1 are a pair, the better one first
     by_document = by_token.new_zeros(3, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
     policy, log_ratio, lengths = model.sum_over_sequence(by_document)
-    chosen, rejected = log_ratio[0::2], log_ratio[1::2]
+    chosen = log_ratio[0::2]
+    rejected = log_ratio[1::2]
     if not batch.document_lengths:
         return policy.sum() * 0.0  # a placeholder: its gradients are zero
-    of_pairs = lengths[0::2], lengths[1::2]
-    if not dpo.has_reference:
-        chosen, rejected = chosen / of_pairs[0], rejected / of_pairs[1]
-    losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, of_pairs, dpo.gamma)
-    seen.add(
+    pair_lengths = lengths[0::2], lengths[1::2]
+    if not dpo.has_reference:  # losses without a reference compare means over tokens
+        chosen = chosen / pair_lengths[0]
+        rejected = rejected / pair_lengths[1]
+    losses = preference_loss(chosen, rejected, dpo.beta, dpo.loss, dpo.label_smoothing, pair_lengths, dpo.gamma)
+    sums.add(
         len(losses),
         loss=losses.detach().sum(),
         reward_chosen=dpo.beta * chosen.detach().sum(),
@@ -141,15 +144,17 @@ def dpo_loss(
 
 
 def chosen_tokens(batch: TokenBatch) -> int:
-    """Tokens of the better answers of a batch that the loss mask holds."""
+    """How many tokens of the better answers of a batch the loss mask holds."""
     return int((batch.loss_mask & (batch.document_ids % 2 == 0)).sum())
 
 
 def add_reference_log_probs(
     model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
 ) -> list[TokenBatch]:
-    """Micro-batches with the log-probabilities of their labels by the reference, which may be the model without its
-    adapters."""
+    """Micro-batches with the log-probabilities of their labels by the reference.
+
+    Where ``reference`` is None, it is the model without its adapters.
+    """
     without_adapters = reference is None
     log_probs = (model if without_adapters else reference).token_log_probs(batches, reference=without_adapters)
     return [
@@ -163,11 +168,11 @@ def evaluate(
     model: LanguageModel, reference: LanguageModel | None, batches: list[TokenBatch], dpo: DpoConfig, mesh: Mesh
 ) -> dict[str, float]:
     """Loss, implicit rewards and accuracy on the validation pairs."""
-    seen = PairSums()
+    sums = PairSums()
     batches = add_reference_log_probs(model, reference, batches) if dpo.has_reference else batches
     for scores, batch in model.score(batches):
-        dpo_loss(scores, batch, model, dpo, num_pairs=1, num_chosen=1, seen=seen)
-    return seen.means(mesh, "eval/")
+        dpo_loss(scores, batch, model, dpo, num_pairs=1, num_chosen=1, sums=sums)
+    return sums.means(mesh, "eval/")
 
 
 if __name__ == "__main__":

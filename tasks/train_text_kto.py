@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -69,12 +70,12 @@ def main(config: TrainTextKtoConfig) -> None:
         num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         with run.timed("reference"):
             batches = add_reference_log_probs(model, reference, batches)
-            others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
-            kl = estimate_kl(model, reference, others, num_answers, mesh)
-        seen = Answers()
-        loss_fn = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, seen=seen)
+            mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+            kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
+        answers = Answers()
+        loss_fn = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, answers=answers)
         losses = model.forward_backward(batches, loss_fn, step)  # in the order of the pipeline schedule
-        pending = losses, *seen.numbers  # on the device until they are read with the gradient's norm
+        pending = losses, *answers.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -84,7 +85,7 @@ def main(config: TrainTextKtoConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses)), "grad_norm": grad_norm, "lr": lr, "answers": num_answers, "kl": kl}
-        metrics |= seen.means(mesh, "answers/") | balance
+        metrics |= answers.means(mesh, "answers/") | balance
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"):
                 metrics |= evaluate(model, reference, validation.batches, config, mesh)
@@ -92,7 +93,7 @@ def main(config: TrainTextKtoConfig) -> None:
             tokens=sum(sum(batch.document_lengths) for batch in batches),
             flops=sum(flops.training(batch.document_lengths, num_outputs=batch.num_labels) for batch in batches)
             + sum(flops.forward(batch.document_lengths, batch.num_labels) for batch in batches)
-            + 2 * sum(flops.forward(batch.document_lengths, batch.num_labels) for batch in others),
+            + 2 * sum(flops.forward(batch.document_lengths, batch.num_labels) for batch in mismatched_batches),
         )
         run.log(state.step, metrics, show={"loss": "loss", "kl": "kl"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
@@ -106,20 +107,22 @@ def main(config: TrainTextKtoConfig) -> None:
 
 
 class Answers:
-    """What the answers of a step or an evaluation looked like: all, the good and the bad ones."""
+    """Sums for the log over the answers of a step or an evaluation: over all, the good, and the bad ones."""
 
     def __init__(self) -> None:
-        self.all, self.good, self.bad = MeanSums(), MeanSums(), MeanSums()
+        self.all = MeanSums()
+        self.good = MeanSums()
+        self.bad = MeanSums()
 
     @property
     def numbers(self) -> tuple[Numbers, ...]:
-        """The sums, as they are on the device."""
+        """The sums, which are not read from the device yet."""
         return self.all.numbers, self.good.numbers, self.bad.numbers
 
     def means(self, mesh: Mesh, prefix: str) -> dict[str, float]:
         """Means over the answers of all ranks."""
-        found = self.all.means(mesh, prefix)
-        return found | self.good.means(mesh, f"{prefix}good_") | self.bad.means(mesh, f"{prefix}bad_")
+        metrics = self.all.means(mesh, prefix)
+        return metrics | self.good.means(mesh, f"{prefix}good_") | self.bad.means(mesh, f"{prefix}bad_")
 
 
 def answer_loss(
@@ -129,11 +132,14 @@ def answer_loss(
     kto: KtoConfig,
     kl: float,
     num_answers: float,
-    seen: Answers,
+    answers: Answers,
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over the answers of the step."""
+    assert batch.reference_log_probs is not None
     log_ratios = scores.log_probs(batch.labels) - batch.reference_log_probs
-    labels = batch.targets.nan_to_num() if batch.document_lengths else torch.zeros_like(log_ratios)
+    # ``targets`` holds the label, 1 or 0, at the last token of each answer, and NaN elsewhere
+    targets = cast(torch.Tensor, batch.targets)
+    labels = targets.nan_to_num() if batch.document_lengths else torch.zeros_like(log_ratios)
     by_token = torch.stack([log_ratios, labels.to(log_ratios)])  # [2, B, T]
     num_documents = max(len(batch.document_lengths), 1)
     by_document = by_token.new_zeros(2, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
@@ -141,18 +147,21 @@ def answer_loss(
     if not batch.document_lengths:
         return log_ratio.sum() * 0.0  # a placeholder: its gradients are zero
     losses = kto_loss(log_ratio, label, kl, kto.beta, kto.desirable_weight, kto.undesirable_weight)
-    rewards, is_good = kto.beta * log_ratio.detach(), label > 0.5
-    seen.all.add(len(losses), loss=losses.detach().sum())
-    for those, which in ((seen.good, is_good), (seen.bad, ~is_good)):
-        those.add(which.sum(), reward=torch.where(which, rewards, 0).sum())
+    rewards = kto.beta * log_ratio.detach()
+    is_good = label > 0.5
+    answers.all.add(len(losses), loss=losses.detach().sum())
+    for sums, mask in ((answers.good, is_good), (answers.bad, ~is_good)):
+        sums.add(mask.sum(), reward=torch.where(mask, rewards, 0).sum())
     return losses.sum() / num_answers
 
 
 def compute_reference_log_probs(
     model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
 ) -> list[torch.Tensor]:
-    """Log-probabilities of the labels of each micro-batch by the reference, ``[B, T]``; without a model of its own it
-    is the model without its adapters."""
+    """Log-probabilities of the labels of each micro-batch by the reference, ``[B, T]``.
+
+    Where ``reference`` is None, it is the model without its adapters.
+    """
     without_adapters = reference is None
     return (model if without_adapters else reference).token_log_probs(batches, reference=without_adapters)
 
@@ -160,7 +169,7 @@ def compute_reference_log_probs(
 def add_reference_log_probs(
     model: LanguageModel, reference: LanguageModel | None, batches: Sequence[TokenBatch]
 ) -> list[TokenBatch]:
-    """Micro-batches with what ``compute_reference_log_probs`` says of them."""
+    """Micro-batches with the log-probabilities of ``compute_reference_log_probs``."""
     log_probs = compute_reference_log_probs(model, reference, batches)
     return [
         replace(batch, reference_log_probs=reference_log_probs)
@@ -169,12 +178,20 @@ def add_reference_log_probs(
 
 
 def estimate_kl(
-    model: LanguageModel, reference: LanguageModel | None, others: list[TokenBatch], num_answers: float, mesh: Mesh
+    model: LanguageModel,
+    reference: LanguageModel | None,
+    mismatched_batches: list[TokenBatch],
+    num_answers: float,
+    mesh: Mesh,
 ) -> float:
-    """The mean log-ratio of answers to other prompts over all ranks, at least 0; 0 where there is one answer alone."""
-    log_probs = model.token_log_probs(others)
-    fixed = compute_reference_log_probs(model, reference, others)
-    parts = Numbers(*((ours - theirs).double().sum() for ours, theirs in zip(log_probs, fixed, strict=True)))
+    """The mean log-ratio of policy to reference over all ranks, of prompts with the answers to other prompts.
+
+    It is at least 0, and 0 where the step has a single answer, which no other prompt can get.
+    """
+    log_probs = model.token_log_probs(mismatched_batches)
+    reference_log_probs = compute_reference_log_probs(model, reference, mismatched_batches)
+    pairs = zip(log_probs, reference_log_probs, strict=True)
+    parts = Numbers(*((of_policy - of_reference).double().sum() for of_policy, of_reference in pairs))
     return max(mesh.sum(sum(parts, 0.0)) / num_answers, 0.0) if num_answers > 1 else 0.0
 
 
@@ -188,12 +205,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, KL and implicit rewards on the validation answers."""
     num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
-    others = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
-    kl = estimate_kl(model, reference, others, num_answers, mesh)
-    seen = Answers()
+    mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+    kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
+    answers = Answers()
     for scores, batch in model.score(add_reference_log_probs(model, reference, batches)):
-        answer_loss(scores, batch, model, config.kto, kl, num_answers=1, seen=seen)
-    return {"eval/kl": kl} | seen.means(mesh, "eval/")
+        answer_loss(scores, batch, model, config.kto, kl, num_answers=1, answers=answers)
+    return {"eval/kl": kl} | answers.means(mesh, "eval/")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     bash train.sh tasks/train_text_reward.py configs/text/qwen3_8b_reward.yaml --train.lr 5e-6
 
 A language model with a scalar head gives every token a value. The reward of an answer is the value of its last token,
-that of a step the value of the token that ends it. What is exported is a classifier of sequences of transformers, which
-the reward `text_reward_model` reads.
+that of a step the value of the token that ends it. The export is a sequence classifier of transformers, which the
+reward `text_reward_model` reads.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -60,11 +61,11 @@ def main(config: TrainTextRewardConfig) -> None:
     unit = "pairs" if config.reward.objective == "bradley_terry" else "steps"
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
         num_labels = mesh.sum(sum(count_labels(batch, config.reward) for batch in batches))
-        seen = MeanSums()
+        sums = MeanSums()
         batches = [mark_scored_tokens(batch, model) for batch in batches]
-        loss_fn = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, seen=seen)
+        loss_fn = partial(reward_loss, model=model, reward=config.reward, num_labels=num_labels, sums=sums)
         losses = model.forward_backward(batches, loss_fn, step)
-        pending = losses, seen.numbers  # on the device until they are read with the gradient's norm
+        pending = losses, sums.numbers  # on the device until they are read with the gradient's norm
         grad_norm = reduce_and_clip(model.trained, config.train.max_grad_norm, mesh, f"step {step + 1}", *pending)
         lr = schedule.get_last_lr()[0]
         optimizer.step()
@@ -74,7 +75,7 @@ def main(config: TrainTextRewardConfig) -> None:
         state.step = step + 1
 
         metrics = {"loss": mesh.sum(sum(losses), over=losses_over(config.reward)), "grad_norm": grad_norm, "lr": lr}
-        metrics |= {unit: num_labels} | seen.means(mesh, f"{unit}/", over=losses_over(config.reward)) | balance
+        metrics |= {unit: num_labels} | sums.means(mesh, f"{unit}/", over=losses_over(config.reward)) | balance
         if validation is not None and run.is_due(state.step, config.eval.every_steps):
             with run.timed("evaluate"):
                 metrics |= evaluate(model, validation.batches, config.reward, mesh)
@@ -99,21 +100,23 @@ def reward_loss(
     model: ScalarModel,
     reward: RewardObjectiveConfig,
     num_labels: float,
-    seen: MeanSums,
+    sums: MeanSums,
 ) -> torch.Tensor:
     """This micro-batch's part of the mean loss over all pairs, or all steps of answers."""
     if reward.objective == "process":
-        return process_loss(values, batch, num_labels, seen)
-    num_documents = max(len(batch.document_lengths), 2)
+        return process_loss(values, batch, num_labels, sums)
+    assert batch.is_scored is not None
+    num_documents = max(len(batch.document_lengths), 2)  # documents 2k and 2k + 1 are a pair, the better one first
     margins = batch.targets.nan_to_num() if batch.targets is not None else torch.zeros_like(values)
     by_token = torch.stack([values * batch.is_scored, margins])  # [2, B, T]
     by_document = by_token.new_zeros(2, num_documents).index_add(1, batch.document_ids.flatten(), by_token.flatten(1))
     rewards, margin = model.sum_over_sequence(by_document)
     if not batch.document_lengths:
         return rewards.sum() * 0.0  # a placeholder: its gradients are zero
-    chosen, rejected = rewards[0::2], rewards[1::2]
+    chosen = rewards[0::2]
+    rejected = rewards[1::2]
     losses = bradley_terry_loss(chosen, rejected, margin[0::2], reward.center_coef)
-    seen.add(
+    sums.add(
         len(losses),
         loss=losses.detach().sum(),
         accuracy=(chosen > rejected).sum(),
@@ -123,14 +126,19 @@ def reward_loss(
     return losses.sum() / num_labels
 
 
-def process_loss(values: torch.Tensor, batch: TokenBatch, num_labels: float, seen: MeanSums) -> torch.Tensor:
-    """The mean cross entropy at the tokens that end steps; those of this rank's part of a sequence."""
+def process_loss(values: torch.Tensor, batch: TokenBatch, num_labels: float, sums: MeanSums) -> torch.Tensor:
+    """This micro-batch's part of the mean cross entropy at the tokens that end steps.
+
+    Ranks that share a sequence each have the steps that end in their part of it.
+    """
     if not batch.document_lengths:
-        return values.sum() * 0.0
-    ends_step, labels = ~batch.targets.isnan(), batch.targets.nan_to_num()
+        return values.sum() * 0.0  # a placeholder: its gradients are zero
+    assert batch.targets is not None
+    ends_step = ~batch.targets.isnan()
+    labels = batch.targets.nan_to_num()
     losses = torch.where(ends_step, step_loss(values, labels), 0)
-    is_right = labels > 0.5  # never where no step ends
-    seen.add(
+    is_right = labels > 0.5  # False where no step ends
+    sums.add(
         ends_step.sum(),
         loss=losses.detach().sum(),
         accuracy=(((values > 0) == is_right) & ends_step).sum(),
@@ -141,19 +149,22 @@ def process_loss(values: torch.Tensor, batch: TokenBatch, num_labels: float, see
 
 
 def count_labels(batch: TokenBatch, reward: RewardObjectiveConfig) -> int:
-    """Pairs of a micro-batch, or steps with a label."""
+    """How many pairs a micro-batch has, or how many steps with a label."""
     if reward.objective == "bradley_terry":
         return len(batch.sample_ids)
-    return int((~batch.targets.isnan()).sum()) if batch.document_lengths else 0
+    return int((~cast(torch.Tensor, batch.targets).isnan()).sum()) if batch.document_lengths else 0
 
 
 def mark_scored_tokens(batch: TokenBatch, model: ScalarModel) -> TokenBatch:
-    """The micro-batch with the tokens marked at which documents have their rewards."""
+    """The micro-batch with ``is_scored``, which marks the token of each document whose value is its reward."""
     return replace(batch, is_scored=find_scored_tokens(batch, model.pad_token_id))
 
 
 def losses_over(reward: RewardObjectiveConfig) -> str:
-    """The ranks that have parts of a sum: those of a sequence have all of its pairs, but each has its own steps."""
+    """The ranks over which losses are summed.
+
+    Ranks that share a sequence all compute the losses of its pairs, but each only those of its own steps.
+    """
     return "data" if reward.objective == "bradley_terry" else "loss"
 
 
@@ -162,10 +173,10 @@ def evaluate(
     model: ScalarModel, batches: list[TokenBatch], reward: RewardObjectiveConfig, mesh: Mesh
 ) -> dict[str, float]:
     """Loss and accuracy on the validation set."""
-    seen = MeanSums()
+    sums = MeanSums()
     for values, batch in model.score([mark_scored_tokens(batch, model) for batch in batches]):
-        reward_loss(values, batch, model, reward, num_labels=1, seen=seen)
-    return seen.means(mesh, "eval/", over=losses_over(reward))
+        reward_loss(values, batch, model, reward, num_labels=1, sums=sums)
+    return sums.means(mesh, "eval/", over=losses_over(reward))
 
 
 if __name__ == "__main__":

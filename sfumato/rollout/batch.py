@@ -1,4 +1,4 @@
-"""What one iteration asks for, and what a policy drew, to which a modality adds what its replay needs.
+"""Requests for the samples of an iteration, and the samples that a policy drew, whatever the modality.
 
 Shapes: B samples.
 """
@@ -23,23 +23,23 @@ from sfumato.tracking.samples import SampleRecord
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample that is to be made: numbers only, whoever makes it has the prompts."""
+    """One sample that is to be drawn. It holds numbers only: the process that draws it has the prompts."""
 
     sample_id: int
-    """Number that is unique within the iteration, over all ranks; the sample's noise is keyed by it."""
+    """Unique within the iteration, over all ranks; the sample's noise is keyed by it."""
     group_id: int
-    """Number that the samples of one prompt of the iteration share."""
+    """Shared by the samples of one prompt of the iteration."""
     prompt_id: int
     """Row of the training prompts."""
     is_first: bool = False
-    """Whether it is the first of its group: its micro-batch brings the prompt's embeddings, once for the group."""
+    """Whether it is the first of its group: its micro-batch holds the prompt's embeddings, once for the group."""
 
 
 class GroupOrder(Protocol):
-    """Which prompts the groups of an iteration are of: a loader of prompts of any modality."""
+    """A loader of prompts of any modality: it says which prompts an iteration's groups are drawn for."""
 
     group_size: int
-    """Samples of a group."""
+    """How many samples a group has."""
 
     def groups(self, iteration: int) -> list[int]:
         """Rows of the training prompts, one for each group of the iteration, over all ranks."""
@@ -47,7 +47,7 @@ class GroupOrder(Protocol):
 
 
 def requests_of(prompts: GroupOrder, iteration: int, data_rank: int, num_data_ranks: int) -> list[SampleRequest]:
-    """A data-parallel rank's samples of an iteration: whole groups, numbered over all ranks."""
+    """The requests of a data-parallel rank for an iteration: whole groups, numbered over all ranks."""
     groups = prompts.groups(iteration)
     return [
         SampleRequest(group * prompts.group_size + member, group, groups[group], is_first=member == 0)
@@ -58,13 +58,14 @@ def requests_of(prompts: GroupOrder, iteration: int, data_rank: int, num_data_ra
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(TensorRows, ABC):
-    """B samples that a policy drew. A subclass of a modality adds what its replay needs."""
+    """B samples that a policy drew. The subclass of a modality adds what an update needs to replay them."""
 
     requests: list[SampleRequest] = by_row()
     versions: list[int] = by_row()
-    """B numbers of iterations that the policy had been updated when it drew the sample."""
+    """B versions of the policy that drew each sample: how many iterations it had been updated."""
     samples: list[Sample] | None = by_row(None)
-    """B samples as rewards see them; None on the way from the sampler, since they go to the scorer by themselves."""
+    """B samples as rewards see them; None on the way from the sampler to the actor, as they are sent to the scorer
+    separately."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -72,16 +73,16 @@ class Rollout(TensorRows, ABC):
     @property
     @abstractmethod
     def num_rows(self) -> list[int]:
-        """Decisions of each of the B samples that are learned from: the R rows of an update, sample by sample."""
+        """How many decisions each of the B samples has. Together they are the R rows of an update, sample by sample."""
 
     @property
     def lengths(self) -> list[int]:
-        """How much of a pass each of the B samples takes up, such as its tokens; all take 1 where they are alike."""
+        """The cost of each of the B samples in a pass, such as its tokens; 1 where all samples cost the same."""
         return [1] * len(self)
 
     @property
     def sample_ids(self) -> list[int]:
-        """B numbers, unique within the iteration."""
+        """The B ids, unique within the iteration."""
         return [request.sample_id for request in self.requests]
 
 
@@ -90,89 +91,91 @@ class Passes:
     """The forward and backward passes of one optimiser step."""
 
     num_rows: float
-    """Rows of all ranks that it learns from."""
+    """Rows that the step learns from, over all ranks."""
     num_samples: float
-    """Samples of all ranks that have such rows."""
+    """Samples that these rows are of, over all ranks."""
     parts: list[torch.Tensor]
-    """int64: the samples of this rank in each of its passes, perhaps none. All ranks have equally many passes."""
+    """int64, positions of this rank's samples in each of its passes; empty in a pass that it makes only because other
+    ranks need it: all ranks have the same number of passes."""
 
 
 class RankBatch(NamedTuple):
     """What a data-parallel rank learns from in an iteration.
 
-    On its way through the stream the values are handles of what a role has made (``runtime.roles.Handle``); a role that
-    is called with it is given the values themselves.
+    In the driver, the fields hold handles of values that a role keeps (``runtime.roles.Handle``); a role that is called
+    with a batch is given the values themselves.
     """
 
     rollouts: Sequence[Rollout]
-    """Micro-batches that ``generate`` returned for the update, which hold the rank's samples and perhaps others."""
+    """Micro-batches as ``generate`` returned them. They hold the rank's samples, and may hold others."""
     samples: Sequence[list[Sample]]
-    """What rewards saw of each of these."""
+    """The samples of each micro-batch as rewards see them."""
     sample_ids: Mapping[int, int]
-    """Ids of the rank's samples, with their places among the samples of all ranks."""
+    """Positions of the rank's samples among the samples of all ranks, by their ids."""
     unfinished: Any = None
-    """What the iteration left to the next, where it leaves something."""
+    """The unfinished groups that the iteration leaves to the next, in a run with oversampling."""
 
 
 def join_rollouts(rank_batch: RankBatch, device: torch.device) -> Any:
-    """A rank's samples as one ``Rollout`` in the order of their ids, on the model's device."""
+    """A rank's samples as one ``Rollout`` of the modality, in the order of ``sample_ids``, on the model's device."""
     rollouts = rank_batch.rollouts
     whole = type(rollouts[0]).cat(rollouts)
     whole = dataclasses.replace(whole, samples=[sample for samples in rank_batch.samples for sample in samples])
     row_of = {sample_id: row for row, sample_id in enumerate(whole.sample_ids)}
     rows = [row_of[sample_id] for sample_id in rank_batch.sample_ids]
-    if rows != list(range(len(whole))):
+    if rows != list(range(len(whole))):  # else all of it is wanted in this order: indexing would only copy it
         whole = whole.rows(torch.tensor(rows))
     return whole.to(device)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was measured while samples of an evaluation were drawn."""
+    """Metrics that are measured while the samples of an evaluation are drawn."""
 
     values: dict[str, list[float]] = field(default_factory=dict)
     """One number per sample for each metric, which is the mean over the finite ones of all ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics that all ranks agree on already."""
+    """Metrics that are equal on all ranks already."""
 
 
 MAX_EXTREMES = 8
-"""Texts of an iteration with the highest rewards that are kept, and as many with the lowest."""
+"""How many texts with the highest rewards of an iteration are recorded, and as many with the lowest."""
 
 
 def records_of(
     rank_batch: RankBatch, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
 ) -> list[SampleRecord]:
-    """Samples of a rank, for the run folder: its first few groups, and of texts those with the highest and the lowest
-    rewards of all ranks' samples.
+    """Records of a rank's samples for the run folder: all of its first few groups, and texts with extreme rewards.
+
+    Texts are recorded where their rewards are among the highest or lowest of the samples of all ranks.
 
     Args:
-        rank_batch: the rank's.
-        scores: of the samples of all ranks, in the order of their ids.
+        rank_batch: the rank's samples.
+        scores: of the samples of all ranks, in the order of the positions in ``rank_batch.sample_ids``.
         advantages: float32, one for each of these samples.
         seed: of the run.
-        num_groups: how many.
+        num_groups: of how many groups all samples are recorded.
     """
-    ids = rank_batch.sample_ids
-    rows = [
+    place_of = rank_batch.sample_ids
+    drawn_samples = [
         (request, sample, version)
         for rollout, samples in zip(rank_batch.rollouts, rank_batch.samples, strict=True)
         for request, sample, version in zip(rollout.requests, samples, rollout.versions, strict=True)
-        if request.sample_id in set(ids)
+        if request.sample_id in set(place_of)
     ]
-    groups = list(dict.fromkeys(request.group_id for request, _, _ in rows))[:num_groups]
-    order = np.argsort(scores.total, kind="stable")[: int(np.isfinite(scores.total).sum())]  # NaN comes last
-    extremes = {*order[:MAX_EXTREMES].tolist(), *order[-MAX_EXTREMES:].tolist()}
+    groups = list(dict.fromkeys(request.group_id for request, _, _ in drawn_samples))[:num_groups]
+    ascending = np.argsort(scores.total, kind="stable")[: int(np.isfinite(scores.total).sum())]  # NaN comes last
+    extremes = {*ascending[:MAX_EXTREMES].tolist(), *ascending[-MAX_EXTREMES:].tolist()}
     return [
         scores.record(
-            ids[request.sample_id],
+            place_of[request.sample_id],
             sample,
             kind="train",
             seed=seed,
             sample_id=request.sample_id,
             policy_version=version,
-            advantage=float(advantages[ids[request.sample_id]]),
+            advantage=float(advantages[place_of[request.sample_id]]),
         )
-        for request, sample, version in rows
-        if request.group_id in groups or (sample.text is not None and ids[request.sample_id] in extremes)
+        for request, sample, version in drawn_samples
+        if request.group_id in groups or (sample.text is not None and place_of[request.sample_id] in extremes)
     ]

@@ -1,8 +1,8 @@
-"""Runs inside vLLM's worker processes, in vLLM's environment: weights from safetensors files.
+"""Runs inside vLLM's worker processes, in vLLM's environment: loads weights from safetensors files.
 
-vLLM imports this file when it is given as ``--worker-extension-cls``, and so knows the backend ``BACKEND`` of its
-weight transfer interface. vLLM's own backends need GPUs. It imports vLLM, safetensors and nothing of this library,
-because a copy of this file alone is given to a server whose environment does not have the library.
+vLLM imports this file when it is given as ``--worker-extension-cls``, which registers ``BACKEND`` as a backend of its
+weight transfer interface, since vLLM's own backends need GPUs. The file imports vLLM and safetensors and nothing of
+this library, because a copy of it alone is given to a server whose environment does not have the library.
 """
 
 from __future__ import annotations
@@ -25,59 +25,62 @@ BACKEND = "sfumato_files"
 
 
 class VllmWorkerExtension:
-    """What vLLM adds to its workers: nothing. It is there so that this file is imported."""
+    """The class that vLLM adds to its workers. It is empty: naming it has vLLM import this file."""
 
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed beforehand."""
+    """Empty: the two sides need not agree on anything before weights are sent."""
 
 
 @dataclass
 class FilesUpdateInfo(WeightTransferUpdateInfo):
-    """Which files hold a version."""
+    """The folders of a version's files."""
 
     folder: str
-    """With safetensors files of the trained weights, by the names of the model's own files."""
+    """Holds safetensors files with the trained weights, under the names that the model's own files give them."""
     base: str
-    """The model's own folder, which has the others: layers that vLLM fuses are only loaded as wholes. Empty: none."""
+    """The model's own folder, for weights that are not trained: vLLM loads the layers that it fuses only as wholes.
+    Empty where they are not needed."""
 
 
 class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo]):
-    """Loads weights in the phases of vLLM's own backends: layers are taken apart, loaded and processed again."""
+    """Loads weights in the phases of vLLM's own backends: layers go back to the form of files, are loaded and processed
+    again."""
 
     init_info_cls = NoInitInfo
     update_info_cls = FilesUpdateInfo
 
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def start_weight_update(self) -> None:
-        """Before the first file."""
+        """Called before the first file: prepares all layers to be loaded again."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which waits for a GPU that may not be there."""
+        """As in the base class, which synchronises a GPU even where vLLM runs on CPUs."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FilesUpdateInfo) -> None:
-        """Loads the trained weights, and the others from the model's own files."""
-        seen: set[str] = set()
+        """Loads the trained weights, then those that the model's own files have besides."""
+        loaded_names: set[str] = set()
         for folder in filter(None, (update_info.folder, update_info.base)):
             for path in sorted(Path(folder).glob("*.safetensors")):
                 with safe_open(path, framework="pt") as file:
-                    names = [name for name in file.keys() if name not in seen]  # noqa: SIM118
+                    # trained weights come first and win over those of the same name in the model's own files
+                    names = [name for name in file.keys() if name not in loaded_names]  # noqa: SIM118
                     self.model.load_weights((name, file.get_tensor(name)) for name in names)
-                    seen.update(names)
+                    loaded_names.update(names)
 
     def finish_weight_update(self) -> None:
-        """After the last file."""
+        """Called after the last file: brings the layers into the form that vLLM computes with."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no connection or memory is held."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FilesWeightTransferEngine)

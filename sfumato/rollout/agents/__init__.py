@@ -1,1 +1,1 @@
-"""Conversations with tools and with programs of a user: calls, turns, the endpoint that agents draw from."""
+"""Conversations with tools and with programs of a user: calls, turns, the endpoint where agents reach the policy."""

@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_TEXT, MAX_BITS = 1000, 8192
-"""Letters of an expression, and bits of an integer."""
+MAX_TEXT = 1000
+"""Characters of an expression."""
+MAX_BITS = 8192
+"""Bits of an integer that stands in an expression or is computed."""
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -21,7 +23,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_SIGNS = {0xD7: "*", 0xF7: "/", 0x2212: "-", 0x5E: "**"}  # those of print, and the circumflex
+_SIGNS = {0xD7: "*", 0xF7: "/", 0x2212: "-", 0x5E: "**"}  # typographic signs of Unicode, and the circumflex
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "round": round}
 
 
@@ -45,9 +47,9 @@ def calculate(expression: str) -> str:
         raise CalculationError(f"the expression has {len(expression)} letters, more than {MAX_TEXT}")
     text = expression.strip().translate(_SIGNS)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text)
+    text = re.sub(r"(?<![\w.])0+(?=\d)", "", text)  # Python refuses integers that begin with zeros, such as 007
     try:
-        return _written(_value(ast.parse(text, mode="eval").body))
+        return _format_number(_value(ast.parse(text, mode="eval").body))
     except CalculationError:
         raise
     except SyntaxError as error:
@@ -61,16 +63,18 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.AST) -> int | float:
+    """The value of a node of the syntax tree. Raises CalculationError for what is no arithmetic."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _checked(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
         value = _value(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left), _value(node.right)
+        first = _value(node.left)
+        second = _value(node.right)
         if isinstance(node.op, ast.Pow):
-            _check_power(left, right)
-        return _checked(_OPERATORS[type(node.op)](left, right))
+            _check_power(first, second)
+        return _checked(_OPERATORS[type(node.op)](first, second))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id not in _FUNCTIONS:
             raise CalculationError(f"unknown function {node.func.id!r}; known are {', '.join(_FUNCTIONS)}")
@@ -79,12 +83,14 @@ def _value(node: ast.AST) -> int | float:
 
 
 def _check_power(base: int | float, exponent: int | float) -> None:
-    whole = isinstance(base, int) and isinstance(exponent, int)
-    if whole and abs(base) > 1 and exponent * base.bit_length() > MAX_BITS:
+    """Refuses a power of integers before it is computed, which could take all memory and hours."""
+    if not (isinstance(base, int) and isinstance(exponent, int)):
+        return
+    if abs(base) > 1 and exponent * base.bit_length() > MAX_BITS:
         raise CalculationError("the power is too large")
 
 
-def _checked(value: Any) -> int | float:
+def _checked(value: object) -> int | float:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise CalculationError("the number is too large")
     if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
@@ -92,7 +98,7 @@ def _checked(value: Any) -> int | float:
     return value
 
 
-def _written(value: int | float) -> str:
+def _format_number(value: int | float) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:.12g}"
     return str(value)

@@ -1,12 +1,12 @@
-"""The policy behind the chat protocol of OpenAI, on a port of this machine, for as long as agents are at work.
+"""Serves the policy by the chat protocol of OpenAI, on a port of this machine, for as long as agents run.
 
     POST /v1/chat/completions   also streamed, in one piece
     POST /v1/completions
     GET  /v1/models
 
-Every route wants the key of a sample that is being drawn. How tokens are drawn is the run's business: temperature,
-top_p and seed of a request are not followed. What would change what an answer means, and is not offered (n, stop,
-penalties, formats), is refused.
+Every route requires the key of a sample that is being drawn. The run's configuration says how tokens are drawn:
+temperature, top_p and seed of a request are ignored. Fields that would change the meaning of an answer and are not
+offered (n, stop, penalties, formats) are refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sfumato.serving.connections import trust, uvicorn_config
 from sfumato.serving.requests import RefusedRequestError, RequestGuard, check_media_type, read_body
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.requests import Request
     from starlette.responses import Response
 
@@ -56,7 +57,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "modalities": (["text"],),
 }
-"""Fields of a request that are not offered, and the values with which they change nothing."""
+"""Fields of a request that are not offered, and the values that they may have because these change nothing."""
 
 
 def check_packages() -> None:
@@ -77,14 +78,14 @@ class Endpoint:
     def __init__(self) -> None:
         self.base_url = ""
         self._sessions: dict[str, Session] = {}
-        self._server: Any = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self.users = 0
 
     @contextlib.contextmanager
     def serving(self, session: Session) -> Iterator[None]:
-        """Takes calls of a sample, by its key."""
+        """Inside the block, answers calls with the key of a sample."""
         self._sessions[session.api_key] = session
         try:
             yield
@@ -93,15 +94,17 @@ class Endpoint:
             session.end()
 
     async def start(self) -> None:
-        """Listens on a free port, if it does not yet."""
+        """Listens on a free port of the loopback interface, if it does not yet."""
         import uvicorn
 
         class QuietServer(uvicorn.Server):
+            """A server that leaves the handlers of SIGINT and SIGTERM as the run has set them."""
+
             @contextlib.contextmanager
             def capture_signals(self) -> Iterator[None]:
-                yield  # signals are the run's
+                yield
 
-        async with self._starting:
+        async with self._starting:  # agents of several samples may ask at the same time
             if self._serving is not None:
                 return
             listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -111,7 +114,7 @@ class Endpoint:
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
             while not self._server.started:
                 if self._serving.done():
-                    self._serving.result()
+                    self._serving.result()  # raises why it could not start
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
@@ -149,14 +152,15 @@ class Endpoint:
         from starlette.responses import JSONResponse, StreamingResponse
 
         session = self._session_of(request)
-        body = await _body_of(request)
-        reply = await _drawn(session, body, is_chat)
+        body = await _read_body(request)
+        reply = await _draw_answer(session, body, is_chat)
         content = _chat_answer(reply, body) if is_chat else _text_answer(reply, body)
         if not body.get("stream"):
             return JSONResponse(content)
-        return StreamingResponse(_streamed(content, body, is_chat), media_type="text/event-stream")
+        return StreamingResponse(_stream_events(content, body, is_chat), media_type="text/event-stream")
 
     def _session_of(self, request: Request) -> Session:
+        """The session of a request's key. Raises RefusedCallError where there is none, as after the sample's end."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         key = request.headers.get(KEY_HEADER, bearer)
         session = self._sessions.get(key)
@@ -177,8 +181,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": about}, error.status)
 
 
-async def _body_of(request: Request) -> dict[str, Any]:
-    """The request. Raises RefusedCallError for what is no JSON object, or asks for what is not offered."""
+async def _read_body(request: Request) -> dict[str, Any]:
+    """The JSON object of a request. Raises RefusedCallError for other bodies, and for fields that are not offered."""
     try:
         check_media_type(request, "application/json")
         too_large = f"the body is larger than {MAX_BODY_BYTES // 2**20} MiB"
@@ -198,48 +202,58 @@ async def _body_of(request: Request) -> dict[str, Any]:
     return body
 
 
-async def _drawn(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
-    """The policy's answer. An error that is not the caller's is kept for the run."""
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    if most is not None and (not isinstance(most, int) or not 1 <= most < 2**31):
-        raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {most!r:.100}")
+async def _draw_answer(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
+    """The policy's answer to a request.
+
+    Raises:
+        RefusedCallError: for a request that is wrong, and in the place of any error in drawing, which the session
+            keeps in ``error`` for the run.
+    """
+    max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens < 2**31):
+        raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {max_new_tokens!r:.100}")
     if is_chat:
-        messages, tools = body.get("messages"), body.get("tools")
+        messages = body.get("messages")
+        tools = body.get("tools")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise RefusedCallError("messages must be a list of objects with role and content")
         if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
             raise RefusedCallError("tools must be a list of objects")
-        call = session.chat(messages, (tools or None) if body.get("tool_choice") != "none" else None, most)
+        call = session.chat(messages, (tools or None) if body.get("tool_choice") != "none" else None, max_new_tokens)
     else:
         prompt = body.get("prompt")
         is_ids = isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in prompt)
         if not isinstance(prompt, str) and not is_ids:
             raise RefusedCallError("prompt must be one text, or one list of token ids")
-        call = session.complete(prompt, most)
+        assert prompt is not None
+        call = session.complete(prompt, max_new_tokens)
     task = asyncio.create_task(call)
     session.tasks.add(task)
     try:
         return await task
     except asyncio.CancelledError as error:
+        # ``Session.end`` cancels the task; otherwise this handler itself is cancelled, as when the caller hangs up
         if session.is_over:
             raise RefusedCallError("the sample is over", status=410) from error
         raise
     except RefusedCallError:
         raise
     except Exception as error:
-        session.error = session.error or error
+        session.error = session.error or error  # the first one is the cause
         raise RefusedCallError(f"{type(error).__name__}: {error}", status=500) from error
     finally:
         session.tasks.discard(task)
 
 
 def _usage(reply: PolicyReply) -> dict[str, int]:
-    drawn = len(reply.token_ids)
-    total = reply.num_prompt_tokens + drawn
-    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": drawn, "total_tokens": total}
+    """Numbers of tokens, as the protocol names them."""
+    num_drawn = len(reply.token_ids)
+    total = reply.num_prompt_tokens + num_drawn
+    return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": num_drawn, "total_tokens": total}
 
 
-def _about(kind: str, reply: PolicyReply) -> dict[str, Any]:
+def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, Any]:
+    """The fields that an answer of either kind has besides its choices."""
     number = abs(hash((tuple(reply.token_ids), reply.num_prompt_tokens)))
     return {
         "id": f"{kind.split('.', 1)[0]}-{number:x}",
@@ -251,6 +265,7 @@ def _about(kind: str, reply: PolicyReply) -> dict[str, Any]:
 
 
 def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    """A ``chat.completion`` of the protocol."""
     message = reply.message
     finish = "tool_calls" if message.get("tool_calls") else reply.finish_reason
     logprobs = None
@@ -262,20 +277,22 @@ def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
         ]
         logprobs = {"content": content, "refusal": None}
     choice = {"index": 0, "message": {"refusal": None, **message}, "finish_reason": finish, "logprobs": logprobs}
-    return _about("chat.completion", reply) | {"choices": [choice]}
+    return _describe_reply("chat.completion", reply) | {"choices": [choice]}
 
 
 def _text_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+    """A ``text_completion`` of the protocol."""
     logprobs = None
     if body.get("logprobs"):
         tokens = [f"token_id:{token}" for token in reply.token_ids]
         logprobs = {"tokens": tokens, "token_logprobs": reply.log_probs, "top_logprobs": None, "text_offset": None}
     choice = {"index": 0, "text": reply.text, "finish_reason": reply.finish_reason, "logprobs": logprobs}
-    return _about("text_completion", reply) | {"choices": [choice]}
+    return _describe_reply("text_completion", reply) | {"choices": [choice]}
 
 
-async def _streamed(content: dict[str, Any], body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
-    """The answer in one piece, then its end, as events."""
+async def _stream_events(content: dict[str, Any], body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
+    """A streamed answer as server-sent events: one chunk with all of it, one that ends it, the usage if it is asked
+    for, and ``[DONE]``."""
     about = {name: value for name, value in content.items() if name not in ("choices", "usage")}
     (choice,) = content["choices"]
     if is_chat:
@@ -299,7 +316,7 @@ _OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = weakref.
 
 @contextlib.asynccontextmanager
 async def open_endpoint() -> AsyncIterator[Endpoint]:
-    """The endpoint of this event loop, which listens for as long as somebody is inside."""
+    """The endpoint of this event loop, which all samples share. It listens while any of them is inside the block."""
     loop = asyncio.get_running_loop()
     endpoint = _OPEN.setdefault(loop, Endpoint())
     endpoint.users += 1

@@ -1,7 +1,7 @@
 """Calls that an agent makes of the policy, recorded as token sequences.
 
-A call whose messages go on from those of an earlier one, the answer included, goes on from its tokens, too: what the
-policy drew is never tokenised again. Any other call begins a new sequence.
+A call whose messages begin with those of an earlier call and the policy's answer goes on from the tokens of that
+answer: tokens that the policy drew are never made from text again. Any other call begins a new sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -28,42 +28,48 @@ from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.rollout.text.tokens import FinishReason, TokenSequence
 from sfumato.rollout.text.turn_tokens import end_token, tokens_between
 
+if TYPE_CHECKING:
+    _ComparableMessage = tuple[str | None, Any, list[tuple[str | None, str]]]
+
 
 class RefusedCallError(Exception):
-    """A call that cannot be answered, as its sender is told."""
+    """A call that cannot be answered. The message, status and code are sent to the caller."""
 
     def __init__(self, text: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(text)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 @dataclass(frozen=True)
 class PolicyReply:
-    """What the policy answered to a call."""
+    """The policy's answer to a call."""
 
     text: str
-    """All that it said."""
+    """The whole answer."""
     message: Message
-    """The same as a message of role assistant, with ``tool_calls`` where the call named tools."""
+    """The answer as a message of role assistant, with ``tool_calls`` where the request named tools."""
     finish_reason: FinishReason
     """Why it ended."""
     token_ids: list[int]
-    """What was drawn."""
+    """The tokens that were drawn."""
     log_probs: list[float]
-    """Their log-probabilities."""
+    """The log-probability of each."""
     num_prompt_tokens: int
-    """Tokens that stood before."""
+    """Tokens before the answer."""
 
 
 @dataclass
 class _Point:
-    """Where an answer ended: what had been said, and the tokens of it."""
+    """Where an answer ended in a sequence, from which a later call may go on."""
 
-    said: Any
-    """Messages in a form that can be compared, or a text."""
+    history: list[_ComparableMessage] | str | None
+    """The conversation up to and with this answer, or the text; None where the prompt was given as token ids."""
     tools: str
+    """The tools that the conversation was rendered with, as JSON: a prompt with others has other tokens."""
     sequence: GrowingSequence
     length: int
+    """Tokens of the sequence up to the end of the answer."""
     last_token: int | None
     """The stop token that ended the answer; None where the limit did."""
 
@@ -78,25 +84,25 @@ class Session:
     template: PromptTemplate
     limits: LengthLimits
     api_key: str = field(default_factory=lambda: f"sample-{secrets.token_hex(16)}")
-    """By which calls are known to be of this sample."""
+    """Calls with this key belong to this sample."""
     error: Exception | None = None
-    """What went wrong with the engine, or must be mended by a person: it ends the run."""
+    """The first error in drawing that is not the caller's fault; it ends the run."""
     is_over: bool = False
     tasks: set[asyncio.Task[PolicyReply]] = field(default_factory=set)
-    """Calls under way."""
+    """Calls that are being answered."""
     text: str = ""
     """The last answer."""
     messages: list[Message] | None = None
-    """The conversation that it ended; None where it was of a text."""
+    """The conversation that ends with the last answer; None where that continued a text."""
     is_truncated: bool = False
-    """Whether the last call came to a limit."""
+    """Whether the last answer ended at a limit of its length, or the last call had no room for an answer."""
     _sequences: list[GrowingSequence] = field(default_factory=list)
     _points: list[_Point] = field(default_factory=list)
     _repeats: Counter[bytes] = field(default_factory=Counter)
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        """What was drawn, each token in one of them."""
+        """The sequences in which the policy drew tokens; each drawn token is a decision of one of them."""
         return [sequence.freeze() for sequence in self._sequences if any(sequence.drawn)]
 
     async def chat(self, messages: list[Message], tools: Tools | None, max_new_tokens: int | None) -> PolicyReply:
@@ -108,48 +114,58 @@ class Session:
             max_new_tokens: limit of the answer; None: as long as there is room.
 
         Raises:
-            RefusedCallError: when messages cannot be rendered, or are too long.
+            RefusedCallError: when messages cannot be rendered, or leave no room for an answer.
         """
         if self.template.chat is None:
             raise RefusedCallError("there is no chat template (data.chat_template none): use /v1/completions")
         messages = [_plain(message) for message in messages]
-        said, tool_key = [_comparable(message) for message in messages], json.dumps(tools, sort_keys=True)
-        point = self._best([each for each in self._points if each.tools == tool_key and _goes_on(said, each.said)])
+        history = [_comparable(message) for message in messages]
+        tool_key = json.dumps(tools, sort_keys=True)
+        points = [point for point in self._points if point.tools == tool_key and _extends(history, point.history)]
+        point = self._longest(points)
         try:
             if point is None:
                 check_prompt(messages, "messages")
                 text = self.template.render(messages, "messages", tools)
-                prefix, given = None, self.template.encode([text])[0]
+                new_tokens = self.template.encode([text])[0]
             else:
-                new = messages[len(point.said) :]
-                check_prompt(new, "messages")
-                prefix, given = point, tokens_between(self.template, new, point.last_token, tools)
+                assert isinstance(point.history, list)
+                new_messages = messages[len(point.history) :]
+                check_prompt(new_messages, "messages")
+                new_tokens = tokens_between(self.template, new_messages, point.last_token, tools)
         except DataError as error:
             raise RefusedCallError(str(error)) from error
-        reply, point = await self._draw(prefix, given, max_new_tokens, has_tools=bool(tools))
-        self.text, self.messages = reply.text, [*messages, reply.message]
-        point.said, point.tools = [*said, _comparable(reply.message)], tool_key
-        self._points.append(point)
+        reply, end = await self._draw(point, new_tokens, max_new_tokens, has_tools=bool(tools))
+        self.text = reply.text
+        self.messages = [*messages, reply.message]
+        end.history = [*history, _comparable(reply.message)]
+        end.tools = tool_key
+        self._points.append(end)
         return reply
 
     async def complete(self, prompt: str | Sequence[int], max_new_tokens: int | None) -> PolicyReply:
-        """Goes on with a text, or with tokens. Raises RefusedCallError when it is empty or too long."""
+        """Continues a text, or tokens. Raises RefusedCallError when the prompt is empty or leaves no room."""
         if isinstance(prompt, str):
-            points = [each for each in self._points if isinstance(each.said, str) and prompt.startswith(each.said)]
-            point = self._best(points)
-            rest = prompt if point is None else prompt[len(point.said) :]
-            given = self.template.encode([rest], is_beginning=point is None)[0] if rest else []
+            points = [
+                point for point in self._points if isinstance(point.history, str) and prompt.startswith(point.history)
+            ]
+            point = self._longest(points)
+            rest = prompt if point is None else prompt[len(cast(str, point.history)) :]
+            new_tokens = self.template.encode([rest], is_beginning=point is None)[0] if rest else []
         else:
             ids = list(prompt)
-            points = [each for each in self._points if ids[: each.length] == each.sequence.token_ids[: each.length]]
-            point = self._best(points)
-            given = ids if point is None else ids[point.length :]
-        if point is None and not given:
+            points = [
+                point for point in self._points if ids[: point.length] == point.sequence.token_ids[: point.length]
+            ]
+            point = self._longest(points)
+            new_tokens = ids if point is None else ids[point.length :]
+        if point is None and not new_tokens:
             raise RefusedCallError("the prompt is empty")
-        reply, new = await self._draw(point, given, max_new_tokens, has_tools=False)
-        self.text, self.messages = reply.text, None
-        new.said = prompt + reply.text if isinstance(prompt, str) else None
-        self._points.append(new)
+        reply, end = await self._draw(point, new_tokens, max_new_tokens, has_tools=False)
+        self.text = reply.text
+        self.messages = None
+        end.history = prompt + reply.text if isinstance(prompt, str) else None
+        self._points.append(end)
         return reply
 
     def end(self) -> None:
@@ -158,53 +174,78 @@ class Session:
         for task in self.tasks:
             task.cancel()
 
-    def _best(self, points: list[_Point]) -> _Point | None:
-        """The longest, of equal ones one whose sequence can grow."""
-        return max(points, key=lambda each: (each.length, each.length == len(each.sequence)), default=None)
+    def _longest(self, points: list[_Point]) -> _Point | None:
+        """The point with most tokens; of equally long ones the one at the end of its sequence, which can grow there."""
+        return max(points, key=lambda point: (point.length, point.length == len(point.sequence)), default=None)
 
     async def _draw(
-        self, point: _Point | None, given: list[int], max_new_tokens: int | None, has_tools: bool
+        self, point: _Point | None, new_tokens: list[int], max_new_tokens: int | None, has_tools: bool
     ) -> tuple[PolicyReply, _Point]:
-        """Draws an answer to what was said at a point, or to a prompt."""
+        """Draws an answer.
+
+        Args:
+            point: whose tokens the answer goes on from; None begins a sequence.
+            new_tokens: of the caller, after those of the point.
+            max_new_tokens: as in ``chat``.
+            has_tools: whether calls of tools are read from the answer.
+
+        Returns:
+            The reply, and where it ends, whose ``history`` and ``tools`` the caller fills in.
+
+        Raises:
+            RefusedCallError: when there is no room for a token.
+        """
         before = [] if point is None else point.sequence.token_ids[: point.length]
-        whole = [*before, *given]
+        prompt = [*before, *new_tokens]
+        # a sequence only grows at its end: a second call that goes on from an earlier point branches off
         grows = point is not None and point.length == len(point.sequence)
-        prompt_tokens = point.sequence.num_prompt_tokens if grows and point is not None else len(whole)
-        room = self.limits.room(prompt_tokens, len(whole))
+        prompt_tokens = point.sequence.num_prompt_tokens if grows and point is not None else len(prompt)
+        room = self.limits.room(prompt_tokens, len(prompt))
         if room == 0:
             self.is_truncated = True
             raise RefusedCallError(
-                f"the prompt has {len(whole)} tokens, and there is no room for more: rollout.max_new_tokens is "
+                f"the prompt has {len(prompt)} tokens, and there is no room for more: rollout.max_new_tokens is "
                 f"{self.limits.max_new_tokens}, and a sequence may have {self.limits.max_sequence_tokens}",
                 code="context_length_exceeded",
             )
         if grows and point is not None:
             sequence = point.sequence
-            sequence.append_given(given)
-        else:  # what was drawn before is a decision of the sequence in which it was drawn
-            sequence = GrowingSequence.after_prompt(whole)
+            sequence.append_given(new_tokens)
+        else:  # tokens drawn earlier are decisions of their own sequence only; here they are part of the prompt
+            sequence = GrowingSequence.after_prompt(prompt)
             self._sequences.append(sequence)
-        most = room if max_new_tokens is None else min(max_new_tokens, room)
-        drawn = await sequence.draw(self.engine, self._seed(whole), most, self.sampling)
+        limit = room if max_new_tokens is None else min(max_new_tokens, room)
+        drawn_tokens = await sequence.draw(self.engine, self._seed(prompt), limit, self.sampling)
+        assert sequence.finish_reason is not None
         self.is_truncated = sequence.finish_reason == "length"
-        text = self.template.decode(drawn, self.sampling.stop_token_ids)
-        log_probs = sequence.log_probs[-len(drawn) :] if drawn else []
-        whole = self.template.decode(drawn, self.sampling.stop_token_ids, is_cut=False)
-        message = _message(text, hermes_calls(whole) if has_tools else [], whole)
-        reply = PolicyReply(text, message, sequence.finish_reason, drawn, log_probs, len(whole))
-        last = None if self.is_truncated else end_token(drawn, self.sampling)
-        return reply, _Point(None, "", sequence, len(sequence), last)
+        text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids)
+        log_probs = sequence.log_probs[-len(drawn_tokens) :] if drawn_tokens else []
+        whole_text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids, is_cut=False)
+        message = _message(text, hermes_calls(whole_text) if has_tools else [], whole_text)
+        reply = PolicyReply(text, message, sequence.finish_reason, drawn_tokens, log_probs, len(whole_text))
+        last_token = None if self.is_truncated else end_token(drawn_tokens, self.sampling)
+        return reply, _Point(None, "", sequence, len(sequence), last_token)
 
     def _seed(self, token_ids: list[int]) -> int:
-        """Key of the noise: of what stands before, and how often it did, so that the order of calls does not matter."""
+        """Key of an answer's noise: made of the tokens before it and of how many answers to these were drawn already.
+
+        So calls that an agent makes at the same time have the same noise in whatever order they arrive.
+        """
         digest = hashlib.blake2b(np.array(token_ids, np.int64).tobytes(), digest_size=8).digest()
         self._repeats[digest] += 1
         return self.keys.request_seed((int.from_bytes(digest, "big") >> 1) + self._repeats[digest])
 
 
 def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
-    """What the policy said, as a message. A text with a call that cannot be read is no call; ``whole`` has the text
-    that ended it, too, which may be that of a call."""
+    """The policy's answer as a message of role assistant.
+
+    Where any of its calls cannot be read, the whole answer remains a text.
+
+    Args:
+        text: the answer without the stop string that ended it.
+        calls: that were read from ``whole``.
+        whole: the answer with the stop string, which may be the end of a call.
+    """
     if not calls or any(call.problem for call in calls):
         return {"role": "assistant", "content": text}
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
@@ -215,7 +256,7 @@ def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
 
 
 def _plain(message: Message) -> Message:
-    """A message of the protocol as chat templates take it: content a text, arguments of calls as mappings."""
+    """A message of the protocol as chat templates take it: content is a text, arguments of calls are mappings."""
     message = without_nulls(message)
     content = message.get("content", "")
     if isinstance(content, list):
@@ -238,14 +279,14 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _comparable(message: Message) -> Any:
-    """What makes two messages the same, whatever fields a client adds."""
-    calls = [each.get("function") or {} for each in _plain(message).get("tool_calls") or []]
-    called = [(call.get("name"), json.dumps(call.get("arguments"), sort_keys=True)) for call in calls]
+def _comparable(message: Message) -> _ComparableMessage:
+    """Role, content and calls of a message, by which two are the same whatever other fields a client adds."""
+    functions = [call.get("function") or {} for call in _plain(message).get("tool_calls") or []]
+    calls = [(function.get("name"), json.dumps(function.get("arguments"), sort_keys=True)) for function in functions]
     content = message.get("content") or ""
-    return message.get("role"), content.strip() if isinstance(content, str) else content, called
+    return message.get("role"), content.strip() if isinstance(content, str) else content, calls
 
 
-def _goes_on(said: list[Any], before: Any) -> bool:
-    """Whether messages begin with others, and say more."""
-    return isinstance(before, list) and len(said) > len(before) and said[: len(before)] == before
+def _extends(history: list[_ComparableMessage], earlier: list[_ComparableMessage] | str | None) -> bool:
+    """Whether a conversation begins with all messages of an earlier one, and has more."""
+    return isinstance(earlier, list) and len(history) > len(earlier) and history[: len(earlier)] == earlier

@@ -1,4 +1,4 @@
-"""Calls of tools in what a model has said, in the syntax that it was taught."""
+"""Calls of tools in the text of an answer, in the two syntaxes that models are taught."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -18,7 +21,7 @@ class ToolCall:
     name: str
     arguments: Any
     problem: str = ""
-    """Why it is none, to be told to the model; empty where it is one."""
+    """Why it cannot be read, in words for the model; empty where it can."""
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
@@ -27,11 +30,12 @@ def hermes_calls(text: str) -> list[ToolCall]:
 
 
 def without_hermes_calls(text: str) -> str:
-    """What a text says besides its calls."""
+    """A text without its calls."""
     return _CALL.sub("", text).strip()
 
 
 def _hermes_call(content: str) -> ToolCall:
+    """A call from the JSON between its tags; one with ``problem`` where that is malformed."""
     try:
         call = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -48,33 +52,35 @@ def _hermes_call(content: str) -> ToolCall:
 
 
 LONGEST_NAME = 100
-"""Letters before the parenthesis of an inline call that may belong to the tool's name."""
+"""Characters before the parenthesis of an inline call that may belong to the tool's name."""
 
 INLINE_END = "="
-"""With what an inline call ends."""
+"""The text that ends an inline call."""
 
 
 def inline_call(text: str) -> tuple[str, str] | None:
     """Name and argument of the call ``name(argument)=`` at the end of a text; None where it ends otherwise.
 
-    The argument begins at the parenthesis that the last one closes.
+    The argument begins at the parenthesis that the last one closes, so it may hold parentheses itself.
     """
     if not text.endswith(")="):
         return None
     depth = 0
-    for place in range(len(text) - 2, -1, -1):
-        depth += {")": 1, "(": -1}.get(text[place], 0)
+    for index in range(len(text) - 2, -1, -1):
+        depth += {")": 1, "(": -1}.get(text[index], 0)
         if depth == 0:
-            # from the end: a search from the front would try each letter of a long word
-            word = re.match(r"\w*", text[max(place - LONGEST_NAME, 0) : place][::-1]).group()[::-1]
+            # matched backwards from the parenthesis: a search from the front would start at each letter of a long word
+            backwards = re.match(r"\w*", text[max(index - LONGEST_NAME, 0) : index][::-1])
+            assert backwards is not None  # the pattern matches the empty text, too
+            word = backwards.group()[::-1]
             name = re.search(r"[A-Za-z_]\w*", word)
-            return (name.group(), text[place + 1 : -2]) if name else None
+            return (name.group(), text[index + 1 : -2]) if name else None
     return None
 
 
 @cache
-def tokens_that_end_in(tokenizer: Any, ending: str) -> frozenset[int]:
-    """All tokens whose text ends so."""
+def tokens_that_end_in(tokenizer: PreTrainedTokenizerFast, ending: str) -> frozenset[int]:
+    """Ids of all tokens of the vocabulary whose text ends with ``ending``."""
     numbers = range(len(tokenizer))
     texts = tokenizer.batch_decode([[number] for number in numbers], clean_up_tokenization_spaces=False)
     return frozenset(number for number, text in zip(numbers, texts, strict=True) if text.endswith(ending))

@@ -1,4 +1,4 @@
-"""Tools that a policy may call: calculator, Python in the sandbox, and functions of one's own."""
+"""Tools that a policy may call: a calculator, Python in the sandbox, and functions of the user."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call of a tool gave."""
+    """The result of a call, as the model sees it."""
 
     text: str
-    """For the model; of a call that failed, why."""
+    """The result; why it failed, of a call that did."""
     is_error: bool = False
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool by its name."""
+    """A tool that calls name."""
 
     name: str
     schema: dict[str, Any]
     """JSON schema, as chat templates show it."""
     work: Callable[..., Awaitable[Any]]
-    """Is given the arguments."""
+    """Is called with the arguments by name."""
 
     @property
     def parameters(self) -> list[str]:
         """Names of its arguments."""
         return list(self.schema["function"]["parameters"]["properties"])
 
-    async def call(self, arguments: Any, max_output_chars: int) -> ToolResult:
-        """Calls it. What goes wrong is told to the model, but for what a person has to mend.
+    async def call(self, arguments: object, max_output_chars: int) -> ToolResult:
+        """Calls the tool. An error becomes the result, so that the model can react to it, unless a person must act.
 
         Args:
-            arguments: by name, as the model gave them.
-            max_output_chars: letters of the result that the model sees; how many were cut off is said.
+            arguments: by name, as the model gave them, which may be anything that JSON can hold.
+            max_output_chars: characters of the result that the model sees; the text says how many were cut off.
 
         Raises:
-            UserError: what the tool raised as such.
+            UserError: when the tool raises one.
         """
         if not isinstance(arguments, dict):
             return ToolResult(f"Error: the arguments of {self.name} must be a JSON object", True)
@@ -68,13 +68,15 @@ class Tool:
         return ToolResult(cut(_as_text(result), max_output_chars))
 
 
-def cut(text: str, most: int) -> str:
-    """The beginning of a text, and how much of it is missing."""
-    return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} of {len(text)} characters cut off]"
+def cut(text: str, max_chars: int) -> str:
+    """The first ``max_chars`` characters of a text, with a note of how many are missing."""
+    if len(text) <= max_chars:
+        return text
+    return f"{text[:max_chars]}… [{len(text) - max_chars} of {len(text)} characters cut off]"
 
 
-def _as_text(result: Any) -> str:
-    """A result as the model reads it."""
+def _as_text(result: object) -> str:
+    """The result of a tool as the model reads it: a text as it is, other values as JSON where they can be."""
     if isinstance(result, str):
         return result
     try:
@@ -95,32 +97,33 @@ def build_tool(name: str, timeout_s: float) -> Tool:
         UserError: when programs cannot be contained here.
     """
     if name == "calculator":
-        return _calculator()
+        return _build_calculator()
     if name == "python":
-        return _python(timeout_s)
+        return _build_python(timeout_s)
     if ":" not in name:
         raise ConfigError(
             f"rollout.kind.use: unknown tool {name!r}; known are calculator and python, and functions of your own by "
             "import path, my_module:my_function"
         )
     try:
-        return _of_function(import_function(name), name, timeout_s)
+        return _build_function_tool(import_function(name), name, timeout_s)
     except ConfigError as error:
         raise ConfigError(f"rollout.kind.use: {error}") from error
 
 
-def _calculator() -> Tool:
-    async def work(expression: Any) -> str:
+def _build_calculator() -> Tool:
+    async def work(expression: object) -> str:
         return calculate(str(expression))
 
     return Tool("calculator", _schema("calculator", "Works out an arithmetic expression.", "expression"), work)
 
 
+# as many programs at a time as there are processors: more would only make each other run into their time limits
 _PROCESSORS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
 
 
-def _python(timeout_s: float) -> Tool:
-    sandbox = _sandbox(timeout_s)
+def _build_python(timeout_s: float) -> Tool:
+    sandbox = _checked_sandbox(timeout_s)
 
     def run(code: str) -> str:
         with _PROCESSORS:
@@ -131,29 +134,30 @@ def _python(timeout_s: float) -> Tool:
         errors = finished.stderr.decode("utf-8", "replace").strip()
         return "\n".join(part for part in (printed.rstrip("\n"), errors or f"Error: {finished.describe()}") if part)
 
-    async def work(code: Any) -> str:
-        return await call_own(run, str(code), timeout_s=None)  # the sandbox ends it
+    async def work(code: object) -> str:
+        return await call_own(run, str(code), timeout_s=None)  # the sandbox has the time limit
 
     description = "Runs a program of Python and returns what it prints."
     return Tool("python", _schema("python", description, "code"), work)
 
 
 @cache
-def _sandbox(timeout_s: float) -> Sandbox:
-    """A sandbox that was looked at. Raises SandboxError where programs cannot be contained."""
+def _checked_sandbox(timeout_s: float) -> Sandbox:
+    """A sandbox that is known to work. Raises SandboxError where programs cannot be contained."""
     sandbox = Sandbox(ProgramLimits(wall_s=timeout_s))
     sandbox.check()
     return sandbox
 
 
-def _of_function(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
-    from transformers.utils import get_json_schema
+def _build_function_tool(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
+    """A tool that calls a function of the user, described to the model by its annotations and docstring."""
+    from transformers.utils import get_json_schema  # pyright: ignore[reportPrivateImportUsage]  # it is documented
 
     if inspect.isclass(function):
         raise ConfigError(f"{path} is a class: a tool is a function")
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # of what is missing in annotations or docstring, several kinds are raised
+    except Exception as error:  # transformers raises several classes for what annotations or docstring lack
         raise ConfigError(
             f"{path} cannot be described to the model: {describe(error)}; give each argument a type, and the function "
             "a docstring with a line for each below 'Args:'"
@@ -169,5 +173,6 @@ def _of_function(function: Callable[..., Any], path: str, timeout_s: float) -> T
 
 
 def _schema(name: str, description: str, parameter: str) -> dict[str, Any]:
+    """The JSON schema of a tool whose only argument is a text."""
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

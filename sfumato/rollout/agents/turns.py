@@ -1,4 +1,4 @@
-"""A sample of a language model: what keys its noise, how long it may become, and what came of its prompt."""
+"""A sample of a language model: the key of its noise, the limits of its length, and what was drawn for its prompt."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: 
 
     Args:
         seed: of the run.
-        purpose: what the sample is for, such as ``rollout`` or ``evaluation``.
-        iteration: that the sample is drawn in.
-        sample_id: number that no other sample of the iteration has.
-        turn: number of the completion within the sample, from 0.
+        purpose: ``rollout`` for training, ``evaluation``, or another name that keeps noises apart.
+        iteration: the iteration in which the sample is drawn.
+        sample_id: unique within the iteration.
+        turn: index of the completion within the sample, from 0.
     """
     text = "/".join(["completion", str(int(seed)), purpose, *(str(int(key)) for key in (iteration, sample_id, turn))])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -32,19 +32,19 @@ def request_seed(seed: int, purpose: str, iteration: int, sample_id: int, turn: 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """What the noise of a sample is keyed by."""
+    """The key of a sample's noise."""
 
     seed: int
     """Of the run."""
     iteration: int
-    """That the sample is drawn in."""
+    """The iteration in which the sample is drawn."""
     sample_id: int
-    """Number that no other sample of the iteration has."""
+    """Unique within the iteration."""
     purpose: str = "rollout"
     """``rollout`` for training; ``evaluation``."""
 
     def request_seed(self, turn: int = 0) -> int:
-        """Key of the noise of the sample's completion number ``turn``."""
+        """Key of the noise of the sample's completion of index ``turn``."""
         return request_seed(self.seed, self.purpose, self.iteration, self.sample_id, turn)
 
 
@@ -53,27 +53,27 @@ class LengthLimits:
     """How long a sample may become."""
 
     max_new_tokens: int
-    """Most tokens after the prompt, of all turns together, given ones included."""
+    """Most tokens after the prompt, over all turns, those that the policy did not draw included."""
     max_sequence_tokens: int
     """Most tokens of a sequence, prompt included."""
 
     def room(self, prompt_tokens: int, sequence_tokens: int) -> int:
-        """Tokens that may still follow, 0 where there is no room.
+        """How many tokens may still follow; 0 where there is no room.
 
         Args:
-            prompt_tokens: of the sequence.
-            sequence_tokens: of the sequence now, prompt included.
+            prompt_tokens: length of the sequence's prompt.
+            sequence_tokens: length of the sequence now, prompt included.
         """
-        new = self.max_new_tokens - (sequence_tokens - prompt_tokens)
-        return max(min(new, self.max_sequence_tokens - sequence_tokens), 0)
+        remaining_new = self.max_new_tokens - (sequence_tokens - prompt_tokens)
+        return max(min(remaining_new, self.max_sequence_tokens - sequence_tokens), 0)
 
 
 @dataclass(frozen=True)
 class DrawnText:
-    """What came of a prompt."""
+    """What was drawn for a prompt."""
 
     sequences: list[TokenSequence]
-    """Mostly one; none where the sample was damaged before its first token."""
+    """Mostly one; several where an agent began conversations anew; none where nothing was drawn before it failed."""
     text: str
     """The answer, as rewards see it."""
     messages: Messages | None = None
@@ -81,7 +81,7 @@ class DrawnText:
     is_truncated: bool = False
     """Whether it ended at a limit of its length."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What the rollout found out for rewards, beside the metadata of the prompt."""
+    """What the rollout adds for rewards to the metadata of the prompt."""
     damage: str = ""
     """Why it is not to be scored, such as an environment that raised an error."""
 
@@ -91,16 +91,19 @@ class DrawnText:
         return sum(sequence.num_drawn for sequence in self.sequences)
 
     def checked(self, without_text: frozenset[int]) -> DrawnText:
-        """The same, damaged where a drawn token is one of these, which the tokenizer has not: it decodes to nothing, so
-        that what is scored would not be what was drawn."""
+        """The same, marked as damaged where a drawn token is in ``without_text``, ids that the tokenizer does not have.
+
+        Such ids exist where a model's vocabulary is padded beyond that of its tokenizer. They decode to nothing, so
+        rewards would score another text than the one that was drawn.
+        """
         tokens = {int(token) for sequence in self.sequences for token in sequence.token_ids[sequence.drawn]}
-        strange = sorted(tokens & without_text)
-        if not strange or self.damage:
+        unknown_tokens = sorted(tokens & without_text)
+        if not unknown_tokens or self.damage:
             return self
-        return replace(self, damage=f"it drew the token {strange[0]}, which the tokenizer has not")
+        return replace(self, damage=f"it drew the token {unknown_tokens[0]}, which the tokenizer has not")
 
     def sample(self, prompt: TextPrompt, group_id: int) -> Sample:
-        """The sample as rewards see it."""
+        """The sample as rewards see it, one of the group ``group_id`` of its prompt."""
         return Sample(
             prompt=prompt.text,
             metadata={**prompt.metadata, **self.metadata},
@@ -115,7 +118,10 @@ class DrawnText:
 
 
 def _odd_log_prob(sequences: Sequence[TokenSequence]) -> str:
-    """What is wrong with the log-probabilities that an engine gave; empty where nothing is."""
+    """What is wrong with the log-probabilities that an engine gave; empty where nothing is.
+
+    They may exceed 0 by rounding only.
+    """
     for sequence in sequences:
         values = sequence.log_probs[sequence.drawn]
         if not np.isfinite(values).all() or (values > 1e-3).any():

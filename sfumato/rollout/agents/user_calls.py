@@ -1,4 +1,4 @@
-"""Code of other people's that a rollout calls: tools, environments, agents. It may be async or not, and may hang."""
+"""Calls of a user's functions: tools, environments, agents. They may be async or not, and may hang."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import Any
 
 
 class OwnCallError(Exception):
-    """Such code raised what is no ``Exception``, such as SystemExit; it ends the call and not the run."""
+    """A user's function raised StopIteration, or what is no ``Exception``, such as SystemExit: the call has failed.
+
+    It stands in the place of these, which would end the event loop, or the run.
+    """
 
 
 async def call_own(function: Callable[..., Any], *args: Any, timeout_s: float | None, **named: Any) -> Any:
-    """What a function returns, whether it is async or not.
+    """Awaits the result of a function, whether it is async or not.
 
-    One that is not async runs in a thread of its own, so that others go on meanwhile; a timeout leaves the thread
-    behind.
+    One that is not async runs in a thread, so that the event loop goes on meanwhile. A thread cannot be ended: after a
+    timeout it goes on until the function returns, and its result is dropped.
 
     Args:
         function: to be called.
         args, named: its arguments.
-        timeout_s: seconds that it may take; None waits for as long as it takes.
+        timeout_s: seconds that it may take; None sets no limit.
 
     Raises:
         TimeoutError: when it takes longer.
-        Exception: whatever it raises.
+        Exception: whatever the function raises.
     """
     async with asyncio.timeout(timeout_s):
         if inspect.iscoroutinefunction(function):
@@ -36,7 +39,7 @@ async def call_own(function: Callable[..., Any], *args: Any, timeout_s: float | 
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Runs a call in a thread that does not keep the process alive, unlike those of asyncio's own executor."""
+    """Runs a call in a daemon thread: one that hangs does not keep the process alive, as asyncio's executor would."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
@@ -45,16 +48,17 @@ def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
             future.set_result(result) if error is None else future.set_exception(error)
 
     def work() -> None:
-        result, error = None, None
+        result = None
+        error: Exception | None = None
         try:
             result = call()
-        except StopIteration as raised:  # which no future takes
+        except StopIteration as raised:  # a future refuses it, since it would end a coroutine
             error = OwnCallError(f"StopIteration: {raised}")
         except Exception as raised:
             error = raised
         except BaseException as raised:
             error = OwnCallError(f"{type(raised).__name__}: {raised}")
-        if not loop.is_closed():
+        if not loop.is_closed():  # the run may have ended while the function hung
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -67,6 +71,6 @@ def describe(error: BaseException, timeout_s: float | None = None) -> str:
         return f"took longer than {timeout_s:g} s"
     try:
         text = " ".join(str(error).split())
-    except Exception:  # of an error whose text cannot be had, the kind must do
+    except Exception:  # its own __str__ raises: the class must do
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,1 +1,1 @@
-"""Rollouts in files, learning from them again, and tokens in colour."""
+"""Rollouts in files, training on them again, and tokens in colour."""

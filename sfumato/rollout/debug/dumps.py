@@ -1,16 +1,17 @@
-"""Every rollout of a language model in files, as the update learned from it: for a look at it, and to be replayed.
+"""Every rollout of a language model in files, as the update learned from it: to be looked at, and to be replayed.
 
 One safetensors file for each iteration and data-parallel rank, ``rollouts/step_000010.rank0.safetensors``. B samples, S
 sequences, T tokens, R decisions, each sample by sample:
 
-- ``sample_ids``, ``group_ids``, ``prompt_ids``, int64 ``[B]``, ``is_first``, bool ``[B]``: what was asked for;
+- ``sample_ids``, ``group_ids``, ``prompt_ids``, int64 ``[B]``, ``is_first``, bool ``[B]``: the requests;
 - ``sample_versions``, int64 ``[B]``: of the policy that drew the sample;
 - ``advantages``, float32 ``[B]``, ``failed``, ``no_spread``, ``left_out``, bool ``[B]``: as ``Advantages``;
-- ``rewards``, ``rewards.NAME``, float64 ``[B]``: what is optimised, and each reward as it was given, NaN if missing;
+- ``rewards``, ``rewards.NAME``, float64 ``[B]``: the total that is optimised, each reward by itself, NaN if missing;
 - ``num_sequences``, int64 ``[B]``, ``lengths``, int64 ``[S]``: sequences of a sample, tokens of a sequence;
 - ``finish_reasons``, uint8 ``[S]``: places in ``FINISH_REASONS``;
 - ``token_ids``, int32, ``drawn``, bool, ``log_probs``, float32, ``versions``, int32, all ``[T]``: as ``TokenSequence``;
-- ``known.NAME``, ``[R]``: what the update knew of each decision, such as ``known.advantages``, its advantage.
+- ``known.NAME``, ``[R]``: a value that the update had for each decision, such as ``known.advantages``, its advantage;
+- ``images.*``: the media of prompts, where there are some: files one after the other, with their sizes and kinds.
 
 The file's metadata say the format, the step, the rank and the temperature of the rollout.
 """
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from sfumato.data.media.kinds import AudioFile, VideoFile
 from sfumato.data.media.vision import Images
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
 from sfumato.tracking.trackers import Sparing
@@ -47,9 +49,11 @@ FOLDER = "rollouts"
 FORMAT = "sfumato rollout 1"
 FINISH_REASONS = get_args(FinishReason)
 NAME = re.compile(r"step_(\d+)\.rank(\d+)\.safetensors")
-_KNOWN, _REWARDS = "known.", "rewards."
-_FILES = bytes, VideoFile, AudioFile
-"""What contents of files are read as, by number."""
+_TOKEN_VALUES = "known."
+_REWARDS = "rewards."
+"""Beginnings of the names of tensors."""
+_FILE_CLASSES = bytes, VideoFile, AudioFile
+"""What the content of a medium's file is read as; ``images.kinds`` holds indices of this tuple. Images are bytes."""
 _BY_TOKEN = ("token_ids", "drawn", "log_probs", "versions")
 
 
@@ -66,17 +70,18 @@ class RolloutDump:
     temperature: float | None = None
     """That the tokens were drawn with, if the file says so."""
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the update knew of the R tokens that the policy drew, ``[R]`` by name."""
+    """What the update computed for the R tokens that the policy drew: ``[R]`` by name."""
 
     @property
     def rank_batch(self) -> RankBatch:
-        """What an update takes, with ``advantages``, where these samples are all of an iteration."""
+        """What an update takes, with ``advantages``; for a dump that holds all samples of an iteration."""
         ids = {sample_id: row for row, sample_id in enumerate(self.rollout.sample_ids)}
-        return RankBatch([self.rollout], [[None] * len(ids)], ids)  # type: ignore[list-item]  # what rewards saw is not kept
+        samples = cast(list[Sample], [None] * len(ids))  # what rewards saw is not in a dump
+        return RankBatch([self.rollout], [samples], ids)
 
 
 def dump_path(output_dir: Path, step: int, data_rank: int = 0) -> Path:
-    """Where a run folder keeps what a data-parallel rank learned from in an iteration, which are numbered from 1."""
+    """The file of a run folder for what a data-parallel rank learned from in iteration ``step``, from 1."""
     return Path(output_dir) / FOLDER / f"step_{step:06d}.rank{data_rank}.safetensors"
 
 
@@ -92,10 +97,10 @@ def write_dump(
     """Writes one rank's samples of an iteration; the file is complete or absent.
 
     Args:
-        path: where to; its folder is made.
+        path: of the file; its folder is created.
         rollout: B samples.
         advantages: of these samples.
-        token_values: what the update knew of the R tokens that the policy drew, ``[R]`` by name.
+        token_values: what the update computed for the R tokens that the policy drew: ``[R]`` by name.
         step: the iteration, from 1.
         data_rank: of the rank.
         temperature: that the tokens were drawn with.
@@ -103,31 +108,32 @@ def write_dump(
     Raises:
         OSError: when the disk is full or fails.
     """
-    requests, sequences = rollout.requests, [each for own in rollout.sequences for each in own]
+    requests = rollout.requests
+    sequences = [sequence for sample in rollout.sequences for sequence in sample]
     tensors = {
-        "sample_ids": torch.tensor([each.sample_id for each in requests], dtype=torch.int64),
-        "group_ids": torch.tensor([each.group_id for each in requests], dtype=torch.int64),
-        "prompt_ids": torch.tensor([each.prompt_id for each in requests], dtype=torch.int64),
-        "is_first": torch.tensor([each.is_first for each in requests], dtype=torch.bool),
+        "sample_ids": torch.tensor([request.sample_id for request in requests], dtype=torch.int64),
+        "group_ids": torch.tensor([request.group_id for request in requests], dtype=torch.int64),
+        "prompt_ids": torch.tensor([request.prompt_id for request in requests], dtype=torch.int64),
+        "is_first": torch.tensor([request.is_first for request in requests], dtype=torch.bool),
         "sample_versions": torch.tensor(rollout.versions, dtype=torch.int64),
         "advantages": advantages.values,
         "failed": advantages.failed,
         "no_spread": advantages.no_spread,
         "left_out": advantages.left_out,
-        "num_sequences": torch.tensor([len(own) for own in rollout.sequences], dtype=torch.int64),
-        "lengths": torch.tensor([len(each.token_ids) for each in sequences], dtype=torch.int64),
+        "num_sequences": torch.tensor([len(sample) for sample in rollout.sequences], dtype=torch.int64),
+        "lengths": torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64),
         "finish_reasons": torch.tensor(
-            [FINISH_REASONS.index(each.finish_reason) for each in sequences], dtype=torch.uint8
+            [FINISH_REASONS.index(sequence.finish_reason) for sequence in sequences], dtype=torch.uint8
         ),
     }
     for name in _BY_TOKEN:
-        parts = [torch.from_numpy(np.asarray(getattr(each, name))) for each in sequences]
+        parts = [torch.from_numpy(np.asarray(getattr(sequence, name))) for sequence in sequences]
         tensors[name] = torch.cat(parts) if parts else torch.zeros(0)
-    tensors |= _packed_images([each.images for each in sequences])
+    tensors |= _pack_images([sequence.images for sequence in sequences])
     if advantages.rewards is not None:
         tensors |= {"rewards": advantages.rewards.double()}
     tensors |= {f"{_REWARDS}{name}": values.double() for name, values in advantages.components.items()}
-    tensors |= {f"{_KNOWN}{name}": values for name, values in token_values.items()}
+    tensors |= {f"{_TOKEN_VALUES}{name}": values for name, values in token_values.items()}
     tensors = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
     metadata = {"format": FORMAT, "step": str(step), "data_rank": str(data_rank)}
     metadata |= {} if temperature is None else {"temperature": repr(float(temperature))}
@@ -136,7 +142,7 @@ def write_dump(
 
 
 def read_dump(path: Path) -> RolloutDump:
-    """Reads what ``write_dump`` wrote: the same to the bit.
+    """Reads what ``write_dump`` wrote, equal to the bit.
 
     Raises:
         DataError: when the file is missing, damaged or no rollout; names it.
@@ -153,15 +159,18 @@ def read_dump(path: Path) -> RolloutDump:
     if metadata.get("format") != FORMAT:
         raise DataError(f"{path} is no rollout: its format is {metadata.get('format')!r}, not {FORMAT!r}")
     try:
-        temperature = metadata.get("temperature")
-        drawn_at = None if temperature is None else float(temperature)
+        written = metadata.get("temperature")  # files of earlier versions lack it
+        temperature = None if written is None else float(written)
         token_values = {
-            name.removeprefix(_KNOWN): values for name, values in tensors.items() if name.startswith(_KNOWN)
+            name.removeprefix(_TOKEN_VALUES): values
+            for name, values in tensors.items()
+            if name.startswith(_TOKEN_VALUES)
         }
-        rollout, advantages = _rollout_of(tensors), _advantages_of(tensors)
+        rollout = _rollout_of(tensors)
+        advantages = _advantages_of(tensors)
         if any(len(values) != sum(rollout.num_rows) for values in token_values.values()):
             raise ValueError(f"values of tokens that are not {sum(rollout.num_rows)}")
-        return RolloutDump(rollout, advantages, int(metadata["step"]), drawn_at, token_values)
+        return RolloutDump(rollout, advantages, int(metadata["step"]), temperature, token_values)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} does not hold together: {type(error).__name__} {error}") from error
 
@@ -170,55 +179,66 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
     names = ("sample_ids", "group_ids", "prompt_ids", "is_first")
     by_request = zip(*(tensors[name].tolist() for name in names), strict=True)
     requests = [SampleRequest(sample, group, prompt, is_first=first) for sample, group, prompt, first in by_request]
-    lengths, counts = tensors["lengths"].tolist(), tensors["num_sequences"].tolist()
+    lengths = tensors["lengths"].tolist()
+    counts = tensors["num_sequences"].tolist()
     split = [[part.numpy() for part in tensors[name].split(lengths)] if lengths else [] for name in _BY_TOKEN]
-    reasons = [FINISH_REASONS[place] for place in tensors["finish_reasons"].tolist()]
-    images = _unpacked_images(tensors, len(lengths))
+    reasons = [FINISH_REASONS[index] for index in tensors["finish_reasons"].tolist()]
+    images = _unpack_images(tensors, len(lengths))
     sequences = [TokenSequence(*values) for values in zip(*split, reasons, images, strict=True)]
     if sum(counts) != len(sequences) or len(counts) != len(requests):
         raise ValueError(f"{len(sequences)} sequences of {len(counts)} samples, {len(requests)} requests")
-    left = iter(sequences)
-    own = [[next(left) for _ in range(count)] for count in counts]
-    return TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=own)
+    remaining = iter(sequences)
+    by_sample = [[next(remaining) for _ in range(count)] for count in counts]
+    return TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=by_sample)
 
 
-def _packed_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
-    """The files of the images and other media of sequences, whole, once for those that share them; nothing where there
-    are none."""
-    own = {id(each): each for each in images if each is not None}
-    if not own:
+def _pack_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
+    """Tensors with the files of the images and other media of sequences; none where no sequence has some.
+
+    The answers of a group share one ``Images`` object, whose files are written once; so objects are compared by
+    identity.
+    """
+    distinct = {id(entry): entry for entry in images if entry is not None}
+    if not distinct:
         return {}
-    media = [list(each.find()) for each in own.values()]
-    kinds = [_FILES.index(type(each)) if type(each) in _FILES else 0 for some in media for each in some]
-    files = [each.file if kind else each for kind, each in zip(kinds, chain(*media), strict=True)]
+    media_lists = [list(entry.find()) for entry in distinct.values()]
+    all_media = list(chain(*media_lists))
+    kinds = [
+        _FILE_CLASSES.index(type(medium)) if type(medium) in _FILE_CLASSES else 0 for medium in all_media
+    ]  # an image is bytes or the path of its file, and both are read again as bytes
+    files = [
+        cast(VideoFile | AudioFile, medium).file if kind else cast(bytes | Path, medium)
+        for kind, medium in zip(kinds, all_media, strict=True)
+    ]
     contents = [file.read_bytes() if isinstance(file, Path) else file for file in files]
-    place = {each: number for number, each in enumerate(own)}
+    index_of = {identity: index for index, identity in enumerate(distinct)}
     return {
-        "images.of_sequences": torch.tensor([place.get(id(each), -1) for each in images], dtype=torch.int64),
-        "images.counts": torch.tensor([len(some) for some in media], dtype=torch.int64),
-        "images.shapes": torch.from_numpy(np.concatenate([each.shapes for each in own.values()])),
+        "images.of_sequences": torch.tensor([index_of.get(id(entry), -1) for entry in images], dtype=torch.int64),
+        "images.counts": torch.tensor([len(media) for media in media_lists], dtype=torch.int64),
+        "images.shapes": torch.from_numpy(np.concatenate([entry.shapes for entry in distinct.values()])),
         "images.kinds": torch.tensor(kinds, dtype=torch.int64),
         "images.sizes": torch.tensor([len(content) for content in contents], dtype=torch.int64),
         "images.files": torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8),
     }
 
 
-def _unpacked_images(tensors: dict[str, Tensor], count: int) -> list[Images | None]:
-    """The images of so many sequences."""
+def _unpack_images(tensors: dict[str, Tensor], count: int) -> list[Images | None]:
+    """The images of each of ``count`` sequences; None of one without images."""
     if "images.files" not in tensors:
         return [None] * count
     parts = tensors["images.files"].split(tensors["images.sizes"].tolist())
     counts = tensors["images.counts"].tolist()
     kinds = tensors["images.kinds"].tolist() if "images.kinds" in tensors else [0] * len(parts)  # of older files
-    first, found = 0, []
-    for number, shapes in zip(counts, tensors["images.shapes"].split(counts), strict=True):
+    first = 0
+    distinct = []
+    for num_files, shapes in zip(counts, tensors["images.shapes"].split(counts), strict=True):
         contents = [
-            _FILES[kind](part.numpy().tobytes())
-            for kind, part in zip(kinds[first : first + number], parts[first : first + number], strict=True)
+            _FILE_CLASSES[kind](part.numpy().tobytes())
+            for kind, part in zip(kinds[first : first + num_files], parts[first : first + num_files], strict=True)
         ]
-        found.append(images_of(contents, shapes.numpy(), "an image of a rollout"))
-        first += number
-    return [found[number] if number >= 0 else None for number in tensors["images.of_sequences"].tolist()]
+        distinct.append(images_of(contents, shapes.numpy(), "an image of a rollout"))
+        first += num_files
+    return [distinct[index] if index >= 0 else None for index in tensors["images.of_sequences"].tolist()]
 
 
 def _advantages_of(tensors: dict[str, Tensor]) -> Advantages:
@@ -226,8 +246,10 @@ def _advantages_of(tensors: dict[str, Tensor]) -> Advantages:
     if len(values) != len(tensors["sample_ids"]):
         raise ValueError(f"{len(values)} advantages of {len(tensors['sample_ids'])} samples")
     flags = tensors["failed"], tensors["no_spread"], tensors["left_out"]
-    given = {name.removeprefix(_REWARDS): each for name, each in tensors.items() if name.startswith(_REWARDS)}
-    return Advantages(values, *flags, metrics={}, rewards=tensors.get("rewards"), components=given)
+    components = {
+        name.removeprefix(_REWARDS): rewards for name, rewards in tensors.items() if name.startswith(_REWARDS)
+    }
+    return Advantages(values, *flags, metrics={}, rewards=tensors.get("rewards"), components=components)
 
 
 class RolloutDumps:
@@ -235,13 +257,15 @@ class RolloutDumps:
 
     def __init__(self, config: TextRLConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
         """``say`` is told, once, that dumps cannot be written."""
-        self.rollout, self.mesh = config.rollout, mesh
+        self.rollout = config.rollout
+        self.mesh = mesh
         self.output_dir = Path(config.train.output_dir)
-        self._sparing, self._has_begun = Sparing(say), False
+        self._sparing = Sparing(say)
+        self._has_begun = False
 
     @property
     def needs_token_values(self) -> bool:
-        """Whether the run asks for dumps with what an update knows of tokens."""
+        """Whether the run asks for dumps with the values that an update computes for tokens."""
         return self.rollout.dump and not self.rollout.rollout_only
 
     def write(
@@ -249,7 +273,8 @@ class RolloutDumps:
     ) -> None:
         """Writes what this rank learns from, where the run asks for it. All ranks must call it.
 
-        A full disk is said, and the run goes on. What a run that resumed left of steps that it makes again is removed.
+        Where the disk is full the run says so and goes on. A resumed run first removes the files of the steps that it
+        makes again.
 
         Args:
             rollout: this rank's samples.
@@ -259,7 +284,8 @@ class RolloutDumps:
         """
         if not (self.rollout.dump or self.rollout.rollout_only):
             return
-        problem, rank = None, self.mesh.data_rank
+        problem = None
+        rank = self.mesh.data_rank
         if self.mesh.rank_in("copies") == 0:
             try:
                 if not self._has_begun and self.mesh.is_first:
@@ -268,13 +294,17 @@ class RolloutDumps:
                 write_dump(path, rollout, advantages, token_values, step, rank, self.rollout.temperature)
             except OSError as error:
                 problem = error
-        problems = [each for each in self.mesh.gather(problem) if each is not None]
+        # gathered, so that all ranks report the same problem
+        problems = [error for error in self.mesh.gather(problem) if error is not None]
         self._has_begun = True
         self._sparing.report(self.output_dir / FOLDER, problems[0] if problems else None)
 
     def _remove_from(self, step: int) -> None:
-        """Removes dumps of this step, by ranks that this run does not have, and of later ones."""
+        """Removes the dumps of later steps, and those of this step by ranks that this run does not have.
+
+        Its own ranks write theirs anew, perhaps just now.
+        """
         for path in (self.output_dir / FOLDER).glob("step_*.safetensors"):
-            found = NAME.fullmatch(path.name)
-            if found and (int(found[1]) > step or (int(found[1]) == step and int(found[2]) >= self.mesh.data_size)):
+            match = NAME.fullmatch(path.name)
+            if match and (int(match[1]) > step or (int(match[1]) == step and int(match[2]) >= self.mesh.data_size)):
                 path.unlink()

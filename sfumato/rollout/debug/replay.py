@@ -1,8 +1,8 @@
-"""Rollouts from the dumps of another run in the place of drawing: a run that trains only.
+"""Rollouts that are read from the dumps of another run in the place of drawing: a run that trains only.
 
-A step learns from what its number names in that run, however many ranks wrote it: the tokens, their log-probabilities
-and versions, and the rewards, which are not asked for again. Advantages and what follows are computed anew, so another
-algorithm can be tried on the same samples; with the same one each update has the same bits.
+A step learns from that run's samples of the same step, however many ranks wrote them: the tokens, their
+log-probabilities and versions, and the rewards, which are not computed again. Advantages and what follows are computed
+anew, so another algorithm can be tried on the same samples; with the same one each update has the same bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 
 
 class DumpedRollouts:
-    """What a run folder keeps of its rollouts, step by step."""
+    """The rollouts of a run folder, of which one step at a time is in memory."""
 
-    def __init__(self, run_folder: Path, template: PromptTemplate, temperature: float) -> None:
+    def __init__(self, run_folder: Path | str, template: PromptTemplate, temperature: float) -> None:
         """
         Args:
             run_folder: that holds ``rollouts/``.
@@ -34,7 +34,9 @@ class DumpedRollouts:
         Raises:
             ConfigError: when it has no rollouts.
         """
-        self._folder, self._template, self._temperature = Path(run_folder), template, temperature
+        self._folder = Path(run_folder)
+        self._template = template
+        self._temperature = temperature
         if not (self._folder / FOLDER).is_dir():
             raise ConfigError(
                 f"rollout.load_dump: {self._folder} has no folder {FOLDER}, which a run with rollout.dump or "
@@ -44,7 +46,7 @@ class DumpedRollouts:
         self._rollout: TextRollout | None = None
         self._scores: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
-        """Of the iteration that was given last, over all ranks' samples."""
+        """Of the iteration that was read last, over all ranks' samples."""
 
     def draw(self, requests: Sequence[SampleRequest], iteration: int) -> tuple[TextRollout, list[Sample]]:
         """The samples of an iteration that are asked for, by their ids; as ``TextEngine.draw_requests``.
@@ -66,12 +68,13 @@ class DumpedRollouts:
         rows = [row_of[request.sample_id] for request in requests]
         chosen = self._rollout.rows(torch.tensor(rows, dtype=torch.int64))
         samples = [
-            self._sample(request, own, self._scores[row])
-            for request, own, row in zip(chosen.requests, chosen.sequences, rows, strict=True)
+            self._sample(request, sequences, self._scores[row])
+            for request, sequences, row in zip(chosen.requests, chosen.sequences, rows, strict=True)
         ]
         return chosen, samples
 
     def _read(self, iteration: int) -> None:
+        """Reads the files of all ranks of an iteration's step; raises as ``draw``."""
         first = dump_path(self._folder, iteration + 1)
         paths = sorted(first.parent.glob(first.name.replace("rank0", "rank*"))) or [first]
         dumps = [read_dump(path) for path in paths]
@@ -89,25 +92,26 @@ class DumpedRollouts:
             for dump in dumps
             for row in range(len(dump.rollout))
         ]
-        sequences = [one for own in self._rollout.sequences for one in own]
-        largest = max((int(one.token_ids.max(initial=0)) for one in sequences), default=0)
+        sequences = [sequence for sample in self._rollout.sequences for sequence in sample]
+        largest = max((int(sequence.token_ids.max(initial=0)) for sequence in sequences), default=0)
         if largest >= len(self._template.tokenizer):
             raise DataError(f"{paths[0]} holds the token {largest}, which the tokenizer of model.model_path has not")
-        versions = np.concatenate([one.versions[one.drawn] for one in sequences] or [np.zeros(0)])
+        # tokens of one sample may be of several versions, in a run with partial rollouts
+        versions = np.concatenate([sequence.versions[sequence.drawn] for sequence in sequences] or [np.zeros(0)])
         ages = iteration - versions if len(versions) else np.zeros(1)
         self.metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
         self._step = iteration
 
-    def _sample(self, request: SampleRequest, own: Sequence[TokenSequence], scores: dict[str, float]) -> Sample:
-        """As reports show it; its rewards are known."""
-        tokens = [one.token_ids[one.drawn].tolist() for one in own]
-        given = own[0].token_ids[: int(own[0].drawn.argmax())].tolist() if own else []
+    def _sample(self, request: SampleRequest, sequences: Sequence[TokenSequence], scores: dict[str, float]) -> Sample:
+        """A sample as reports show it, with the rewards that it had; dumps hold no texts, so they are decoded."""
+        tokens = [sequence.token_ids[sequence.drawn].tolist() for sequence in sequences]
+        prompt = sequences[0].token_ids[: int(sequences[0].drawn.argmax())].tolist() if sequences else []
         return Sample(
-            prompt=self._template.decode(given),
+            prompt=self._template.decode(prompt),
             group_id=request.group_id,
             text="".join(map(self._template.decode, tokens)),
             num_tokens=sum(map(len, tokens)),
-            is_truncated=bool(own) and own[-1].finish_reason == "length",
+            is_truncated=bool(sequences) and sequences[-1].finish_reason == "length",
             scores=scores,
-            images=own[0].images if own else None,
+            images=sequences[0].images if sequences else None,
         )

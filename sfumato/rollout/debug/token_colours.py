@@ -1,4 +1,4 @@
-"""A page that shows tokens of a rollout in colours: what each was rewarded with, and how its probability has moved."""
+"""A page that shows tokens of a rollout in colours: by their advantages, and by how their probabilities have moved."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from sfumato.tracking.report import POLICY
 
 MAX_TOKENS = 2_000
 """Most tokens of a sequence that a page shows; the first ones."""
-ADVANTAGE, PROXIMAL = "advantage", "proximal_log_probs"
-"""The second: log-probs at the start of the update, from which those of the rollout are taken away."""
+ADVANTAGE = "advantage"
+PROXIMAL = "proximal_log_probs"
+"""Log-probs at the start of the update, from which those of the rollout are subtracted."""
 
 _CSS = """
 body{margin:24px auto;max-width:1100px;padding:0 16px;font:14px/1.7 ui-monospace,Menlo,Consolas,monospace;color:#111;
@@ -26,7 +27,9 @@ background:#fff}h1{font-size:20px}h2{font-size:14px;margin:28px 0 6px}p{margin:6
 overflow-wrap:anywhere;unicode-bidi:isolate}.given{color:#767676}small{color:#767676}
 b{font-weight:400;background:rgba(var(--hue),var(--much))}
 """
-_UP, _DOWN = "22,140,70", "205,45,45"
+_UP = "22,140,70"
+_DOWN = "205,45,45"
+"""Green and red, as CSS has them."""
 
 
 def write_token_page(
@@ -36,13 +39,13 @@ def write_token_page(
 
     Each sequence stands there coloured by the advantages of its tokens and, where the update computed them, by the
     difference of log-probs at its start from those of the rollout: green above 0, red below. The strongest colour is
-    the largest absolute value on the page, which the page names; what is not finite is solid red. Numbers show under
-    the pointer.
+    the largest absolute value on the page, which the page names; values that are not finite are solid red. The value of
+    a token is shown under the pointer.
 
     Args:
         path: where to.
-        dump: what was read.
-        decode: from a token id to its text.
+        dump: the rollout, with the values of its tokens.
+        decode: turns a token id into its text.
         samples: sample ids; by default the four with the highest and the four with the lowest advantages.
 
     Raises:
@@ -60,11 +63,11 @@ def write_token_page(
     values = {ADVANTAGE: token_values["advantages"]}
     if PROXIMAL in token_values:
         values["log-prob difference"] = token_values[PROXIMAL] - token_values["rollout_log_probs"]
-    split = {name: each.split(rollout.num_rows) for name, each in values.items()}
-    is_known = [True] * len(order)
+    split = {name: by_token.split(rollout.num_rows) for name, by_token in values.items()}
+    is_trained = [True] * len(order)
     if PROXIMAL in token_values:  # which is 0 throughout in samples that are not learned from
-        is_known = [bool(each.any()) for each in token_values[PROXIMAL].split(rollout.num_rows)]
-    shown_rows = {name: [row for row in chosen if is_known[row] or name == ADVANTAGE] for name in split}
+        is_trained = [bool(log_probs.any()) for log_probs in token_values[PROXIMAL].split(rollout.num_rows)]
+    shown_rows = {name: [row for row in chosen if is_trained[row] or name == ADVANTAGE] for name in split}
     largest = {
         name: max((_largest(parts[row]) for row in shown_rows[name]), default=0.0) for name, parts in split.items()
     }
@@ -73,18 +76,20 @@ def write_token_page(
     for row in chosen:
         total = float(dump.advantages.values[row])
         body.append(f"<h2>sample {rollout.sample_ids[row]} · advantage {total:+.4g}</h2>")
-        place = 0
+        first_decision = 0
         for sequence in rollout.sequences[row]:
-            tokens, drawn = sequence.token_ids.tolist(), sequence.drawn.tolist()
+            tokens = sequence.token_ids.tolist()
+            is_drawn = sequence.drawn.tolist()
             for name, parts in split.items():
                 if row not in shown_rows[name]:
                     body.append(f"<p><small>{name}: this sample is not learned from</small></p>")
                     continue
-                own = parts[row][place : place + sequence.num_drawn]
-                shown = _coloured([decode(token) for token in tokens[:MAX_TOKENS]], drawn, own, largest[name])
+                of_sequence = parts[row][first_decision : first_decision + sequence.num_drawn]
+                pieces = [decode(token) for token in tokens[:MAX_TOKENS]]
+                shown = _colour_tokens(pieces, is_drawn, of_sequence, largest[name])
                 hidden = f" … {len(tokens) - MAX_TOKENS:,} more tokens" if len(tokens) > MAX_TOKENS else ""
                 body.append(f"<p><small>{name}{hidden}</small>\n{shown}</p>")
-            place += sequence.num_drawn
+            first_decision += sequence.num_drawn
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>sfumato rollout</title>'
@@ -95,20 +100,31 @@ def write_token_page(
 
 
 def _largest(values: Tensor) -> float:
+    """The largest absolute value of those that are finite; 0 where none is."""
     finite = values[torch.isfinite(values)]
     return float(finite.abs().max()) if len(finite) else 0.0
 
 
-def _coloured(pieces: Sequence[str], drawn: Sequence[bool], values: Tensor, largest: float) -> str:
-    left, found = iter(values.tolist()), []
-    for piece, is_drawn in zip(pieces, drawn, strict=False):
+def _colour_tokens(pieces: Sequence[str], drawn: Sequence[bool], values: Tensor, largest: float) -> str:
+    """HTML of the first tokens of a sequence.
+
+    Args:
+        pieces: texts of the tokens that are shown.
+        drawn: whether the policy drew each of the sequence's tokens.
+        values: of its drawn tokens, in their order.
+        largest: the absolute value that has the strongest colour.
+    """
+    remaining = iter(values.tolist())
+    spans = []
+    for piece, is_drawn in zip(pieces, drawn, strict=False):  # a long sequence has more tokens than are shown
         text = escape(printable(piece))
         if not is_drawn:
-            found.append(f'<span class="given">{text}</span>')
+            spans.append(f'<span class="given">{text}</span>')
             continue
-        value = next(left)
-        hue, much = _UP if 0 < value < math.inf else _DOWN, 1.0
+        value = next(remaining)
+        hue = _UP if 0 < value < math.inf else _DOWN
+        opacity = 1.0
         if math.isfinite(value):
-            much = abs(value) / largest * 0.7 if largest > 0 else 0.0
-        found.append(f'<b style="--hue:{hue};--much:{much:.2f}" title="{value:+.4g}">{text}</b>')
-    return "".join(found)
+            opacity = abs(value) / largest * 0.7 if largest > 0 else 0.0
+        spans.append(f'<b style="--hue:{hue};--much:{opacity:.2f}" title="{value:+.4g}">{text}</b>')
+    return "".join(spans)

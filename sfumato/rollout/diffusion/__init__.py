@@ -1,1 +1,1 @@
-"""Sampling from a diffusion model: trajectories and final images, evaluation, the self-check."""
+"""Sampling from a diffusion model: trajectories and final samples, evaluation, the self-check."""

@@ -1,8 +1,9 @@
-"""Pictures that show a model: of held-out prompts, or of a grid's, always from the same latents."""
+"""Images that show what a model draws: for held-out prompts, or those of a grid, always from the same latents."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from sfumato.config.dit import SampleConfig, TrainDitConfig
 from sfumato.data.images.prompts import Prompt
 from sfumato.errors import NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.encoded import Dataset
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Drawn
 from sfumato.rollout.diffusion.monitors import VelocityNorms
@@ -22,6 +22,10 @@ from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
 from sfumato.rollout.diffusion.trajectory_sampler import decode_samples, sample_of
 from sfumato.tracking.samples import SampleRecord
+
+if TYPE_CHECKING:
+    from sfumato.data.images.image_text import ImageTextDataset, PairDataset
+    from sfumato.data.synthetic.glyphs import GlyphDataset
 
 
 def sample_images(
@@ -38,11 +42,16 @@ def sample_images(
     cache: StepCache | None = None,
     damage: list[str] | None = None,
 ) -> list[np.ndarray]:
-    """Images without noise after the first latent, for evaluation: uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
+    """Draws images deterministically from their first latents, for evaluation.
 
-    Args are those of ``sample_trajectories``; ``micro_batch_size`` samples are denoised together. With a ``cache``
-    denoising steps are left out, and the first image is also made without it, to compare. To ``damage`` is appended
-    what is wrong with each image, empty where nothing is.
+    Args:
+        model, conditioning, sample_ids, size, num_steps, guidance_scale, seed, observe: as ``sample_trajectories``.
+        micro_batch_size: how many samples are denoised together.
+        cache: leaves out denoising steps; the first image is also drawn without it, to compare.
+        damage: a list to which a text is appended for each image: what is wrong with it, or nothing.
+
+    Returns:
+        uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
 
     Raises:
         NonFiniteError: when an image is not finite before it is rounded, and ``damage`` is not given.
@@ -67,41 +76,45 @@ def sample_images(
 
     parts = [slice(start, start + micro_batch_size) for start in range(0, len(sample_ids), micro_batch_size)]
     if cache is None:
-        drawn = [picture for part in parts for picture in draw(part)]
+        marked_images = [marked for part in parts for marked in draw(part)]
     else:
+        # not observed: it is drawn once more below, and would be counted twice
         exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0][0])
         with cache.active():
-            drawn = [picture for part in parts for picture in draw(part)]
-        cache.compare(exact, drawn[0][0])
-    wrong = [what for _, what in drawn]
-    if damage is None and any(wrong):
-        raise NonFiniteError(f"{sum(map(bool, wrong))} of {len(wrong)} samples: {next(filter(None, wrong))}")
+            marked_images = [marked for part in parts for marked in draw(part)]
+        cache.compare(exact, marked_images[0][0])
+    problems = [problem for _, problem in marked_images]
+    if damage is None and any(problems):
+        raise NonFiniteError(f"{sum(map(bool, problems))} of {len(problems)} samples: {next(filter(None, problems))}")
     if damage is not None:
-        damage.extend(wrong)
-    return [image for image, _ in drawn]
+        damage.extend(problems)
+    return [image for image, _ in marked_images]
 
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
 ) -> tuple[list[Sample], Drawn]:
-    """One image, or video, per prompt, without noise after the first latent.
+    """Draws one image, or video, per prompt, deterministically from its first latent.
 
     Args:
         model: the policy.
         prompts: B prompts.
-        ids: B numbers, which key the latents, and are the samples' group ids.
-        config: steps, guidance and seed of the evaluation, size of the rollout.
+        ids: B numbers that key the latents; they become the samples' group ids.
+        config: has steps, guidance and seed of the evaluation, and the size of the rollout.
 
     Returns:
-        B samples, and the norm of each one's velocities, and what leaving out steps saved and cost.
+        B samples; and as metrics the norm of each sample's velocities, and with a step cache the share of steps that it
+        left out and the error of the images.
 
     Raises:
         ConfigError: when ``eval.step_cache`` does not fit the model.
     """
-    rollout, evaluation = config.rollout, config.eval
+    rollout = config.rollout
+    evaluation = config.eval
     guidance = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     conditioning, sources = encode_prompts(model, prompts, rollout.size, guidance != 1.0)
-    norms, cache = VelocityNorms(evaluation.num_inference_steps), None
+    norms = VelocityNorms(evaluation.num_inference_steps)
+    cache = None
     if evaluation.step_cache > 0:
         cache = StepCache(model, evaluation.step_cache, evaluation.num_inference_steps)
     damage: list[str] = []
@@ -118,13 +131,19 @@ def sample_evaluation(
         cache=cache,
         damage=damage,
     )
-    drawn = zip(prompts, images, ids, sources or [None] * len(images), damage, strict=True)
-    measured = Drawn({"eval/velocity/rms": norms.per_sample()}, {} if cache is None else cache.metrics())
-    return [sample_of(*sample) for sample in drawn], measured
+    samples = [
+        sample_of(prompt, image, group_id, source, problem)
+        for prompt, image, group_id, source, problem in zip(
+            prompts, images, ids, sources or [None] * len(images), damage, strict=True
+        )
+    ]
+    return samples, Drawn({"eval/velocity/rms": norms.per_sample()}, {} if cache is None else cache.metrics())
 
 
-def choose_grid(config: SampleConfig, dataset: Dataset, takes_image: bool) -> tuple[list[str], list[np.ndarray] | None]:
-    """Prompts of the grid, and their source images if the model takes them."""
+def choose_grid(
+    config: SampleConfig, dataset: ImageTextDataset | GlyphDataset | PairDataset, takes_image: bool
+) -> tuple[list[str], list[np.ndarray] | None]:
+    """The prompts of the grid, from the configuration or the data, and their source images if the model takes some."""
     if not takes_image:
         return config.prompts or dataset.example_captions(config.num_prompts), None
     edits = dataset.example_edits(len(config.prompts) or config.num_prompts)
@@ -134,7 +153,7 @@ def choose_grid(config: SampleConfig, dataset: Dataset, takes_image: bool) -> tu
 def draw_grid(
     model: DiffusionModel, prompts: list[str], sources: list[np.ndarray] | None, config: TrainDitConfig, step: int
 ) -> list[SampleRecord]:
-    """One sample per prompt, always from the same latents."""
+    """Records of one sample per prompt of the grid, always from the same latents."""
     damage: list[str] = []
     images = sample_images(
         model,
@@ -149,8 +168,8 @@ def draw_grid(
     )
     common = {"kind": "eval", "seed": config.train.seed, "policy_version": step}
     return [
-        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, damage=wrong, **common)
-        for index, (image, prompt, source, wrong) in enumerate(
+        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, damage=problem, **common)
+        for index, (image, prompt, source, problem) in enumerate(
             zip(images, prompts, sources or [None] * len(images), damage, strict=True)
         )
     ]

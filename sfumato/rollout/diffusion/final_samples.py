@@ -1,4 +1,4 @@
-"""Final samples for objectives that noise them anew: drawing them, and what the policies predict at noise levels.
+"""Final samples for objectives that noise them anew: draws them, and predicts velocities at their noise levels.
 
 Shapes: B samples, L noise levels of each, ... latent dimensions, T denoising steps.
 """
@@ -19,19 +19,19 @@ from sfumato.algorithms.solvers import Solver
 from sfumato.algorithms.timesteps import Timesteps
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.policies import Policies
-from sfumato.rollout.diffusion.trajectory_sampler import Kept, start_latents
+from sfumato.rollout.diffusion.trajectory_sampler import ReplayData, start_latents
 
 
 @dataclass(frozen=True)
-class FinalSamples(Kept):
+class FinalSamples(ReplayData):
     """What an update needs of B samples."""
 
     latents: torch.Tensor = by_row()
     """float32 ``[B, ...]``: x0."""
     sigmas: torch.Tensor = by_row()
-    """float32 ``[B, L]``: the noise levels at which each is trained."""
+    """float32 ``[B, L]``: the noise levels at which each sample is trained."""
     noise_ids: torch.Tensor = by_row()
-    """int64 ``[B]``: keys of the noise; samples that share one share their noise and levels."""
+    """int64 ``[B]``: keys of the noise; samples with the same key have the same noise and levels."""
     group_ids: torch.Tensor = by_row()
     """int64 ``[B]``: the group of each sample."""
 
@@ -41,12 +41,12 @@ class FinalSamples(Kept):
         return self.sigmas.shape[1]
 
     def to(self, device: torch.device | str) -> FinalSamples:
-        """The same on another device, but for the ids, of which the host makes noise."""
+        """The same on another device, without the ids: the host needs them, where noise is keyed."""
         return replace(super().to(device), noise_ids=self.noise_ids, group_ids=self.group_ids)
 
-    def blanked(self, is_whole: torch.Tensor) -> FinalSamples:
-        """Zeros in the place of the latents, while the noise levels stay: none may be 0."""
-        return replace(super().blanked(is_whole), sigmas=self.sigmas)
+    def zero_damaged(self, is_whole: torch.Tensor) -> FinalSamples:
+        """Zeros in the place of the latents. Noise levels stay as they are, since none may be 0."""
+        return replace(super().zero_damaged(is_whole), sigmas=self.sigmas)
 
 
 @torch.no_grad()
@@ -73,15 +73,18 @@ def sample_final(
         sample_ids: B integers that key the first latents.
         group_ids: B integers.
         solver: the deterministic step.
-        timesteps: where the noise levels come from.
-        shared_noise: samples of a group have the same noise and noise levels in training.
+        timesteps: draws the noise levels.
+        shared_noise: whether samples of a group have the same noise and noise levels in training.
         size: height and width in pixels, and of videos the number of frames.
         num_steps: denoising steps T.
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.
 
+    Returns:
+        The samples with the noise levels at which they will be trained.
+
     Raises:
-        ValueError: when no noise level is left of the schedule.
+        ValueError: when the schedule has no noise level to train at.
     """
     latents, sigmas = start_latents(model, size, num_steps, seed, iteration, sample_ids)
     noise_ids = group_ids if shared_noise else sample_ids
@@ -108,41 +111,46 @@ def predict_noised(
     seed: int,
     iteration: int,
 ) -> NoisedSamples:
-    """What the policies predict on samples at all their noise levels, in one forward pass of each.
+    """The velocities that the policies predict for samples at all of their noise levels, in one forward pass of each.
 
-    The prompt's branch alone predicts, as flow matching trains it; a model that embeds guidance is given that of the
-    rollout. A policy with the very weights of the trained one is not computed again.
+    Only the conditional branch predicts, as in flow matching; a model that embeds guidance gets the rollout's scale. A
+    policy whose weights equal those of the trained one is not computed again.
 
     Args:
         policies: the trained policy, through which gradients flow, and the others.
         samples: B samples.
         conditioning: B rows.
-        compared: names of the other policies that predict, too.
-        guidance_scale: the rollout's, for a model that embeds it.
-        reference_guidance_scale: guidance of the reference, where it has one of its own.
+        compared: names of the other policies whose predictions are needed.
+        guidance_scale: of the rollout, for a model that embeds it.
+        reference_guidance_scale: of the reference, where that differs.
         seed, iteration: the key of the noise besides the samples' ids.
 
     Returns:
         B x L rows, sample by sample.
     """
-    model, num_levels = policies.model, samples.rows_per_sample
-    shape, ids = samples.latents.shape[1:], on_host(samples.noise_ids).tolist()
+    model = policies.model
+    num_levels = samples.rows_per_sample
+    shape = samples.latents.shape[1:]
+    ids = on_host(samples.noise_ids).tolist()
     noise = [keyed_normal(shape, seed, f"noise {k}", iteration, ids, model.device) for k in range(num_levels)]
-    noise, sigma = torch.stack(noise, dim=1).flatten(0, 1), samples.sigmas.flatten()
+    # [B x L, ...], sample by sample; the name is bound anew so that the parts are freed before the forward passes
+    noise = torch.stack(noise, dim=1).flatten(0, 1)
+    sigma = samples.sigmas.flatten()
     x0 = samples.latents.repeat_interleave(num_levels, dim=0)
     conditioning = conditioning.repeat_interleave(num_levels)
     noisy = add_noise(x0, noise, sigma)
 
-    own = guidance_scale if model.embeds_guidance else 1.0
-    scales = dict.fromkeys(sorted(compared), own)
+    trained_scale = guidance_scale if model.embeds_guidance else 1.0
+    scales = dict.fromkeys(sorted(compared), trained_scale)
     if "reference" in scales and reference_guidance_scale is not None:
         scales["reference"] = reference_guidance_scale
-    same = {name for name, scale in scales.items() if scale == own and policies.equals_trained(name)}
-    velocities = {}
-    for name in (name for name in scales if name not in same):  # in one order: ranks compute together
+    same = {name for name, scale in scales.items() if scale == trained_scale and policies.equals_trained(name)}
+    velocities: dict[str, torch.Tensor] = {}
+    for name in (name for name in scales if name not in same):  # sorted: ranks that share a model compute together
         with torch.no_grad(), policies.active(name) as other:
             velocities[f"{name}_velocity"] = other.predict_velocity(noisy, sigma, conditioning, scales[name])
-    velocity = model.predict_velocity(noisy, sigma, conditioning, own)  # last: the others have used its weights
+    # last, since the weights of other policies are put into the same model for their passes
+    velocity = model.predict_velocity(noisy, sigma, conditioning, trained_scale)
     velocities |= {f"{name}_velocity": velocity.detach() for name in same}
     return NoisedSamples(
         x0=x0,

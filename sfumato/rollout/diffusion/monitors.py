@@ -1,4 +1,4 @@
-"""Signs of over-optimisation that need no reward: how different a group's samples are, how large velocities are.
+"""Metrics that show over-optimisation without a reward: differences within groups, and norms of velocities.
 
 Shapes: n samples of a group, R rows, ... latent dimensions.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,19 +19,21 @@ from sfumato.algorithms.reading import Numbers
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 
-LONGEST_SIDE, MOST_FRAMES = 32, 8
-"""To which images and videos are reduced before their pixels are compared."""
+LONGEST_SIDE = 32
+MOST_FRAMES = 8
+"""Pixels of a side, and frames, to which images and videos are reduced before their pixels are compared."""
 
 
 def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
     """Means over the groups of all ranks of ``pixel_distance`` and ``latent_distance``; all ranks call it.
 
-    Damaged samples do not count, nor groups of which less than two others are left.
+    Damaged samples do not count, nor do groups with fewer than two other samples.
 
     Args:
         batch: this rank's samples, whole groups.
         mesh: the ranks.
     """
+    assert batch.samples is not None
     groups: dict[int, list[int]] = {}
     for row, (request, sample) in enumerate(zip(batch.requests, batch.samples, strict=True)):
         if not sample.damage:
@@ -39,7 +42,7 @@ def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
     sums = {"groups": float(len(groups)), "diversity/pixels": 0.0, "diversity/latents": 0.0}
     distances = Numbers()
     for rows in groups.values():
-        sums["diversity/pixels"] += pixel_distance([batch.samples[row].image for row in rows])
+        sums["diversity/pixels"] += pixel_distance([cast(np.ndarray, batch.samples[row].image) for row in rows])
         distances.add(latent_distance(batch.latents[to_device(torch.tensor(rows), batch.latents.device)]))
     sums["diversity/latents"] = sum(distances, 0.0)
     sums = mesh.sum_dict(sums)
@@ -48,7 +51,7 @@ def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
 
 
 def pixel_distance(images: Sequence[np.ndarray]) -> float:
-    """Mean absolute difference of two samples' pixels, from 0 (all the same) to 1 (black against white).
+    """Mean absolute difference between the pixels of two samples, from 0 (all equal) to 1 (black against white).
 
     Args:
         images: n >= 2 images, uint8 ``[H, W, 3]``, or videos, ``[F, H, W, 3]``. They are averaged down to 32 pixels a
@@ -57,37 +60,41 @@ def pixel_distance(images: Sequence[np.ndarray]) -> float:
     Returns:
         The mean over all pairs, pixels and colours.
     """
-    ordered = torch.stack([_reduced(image) for image in images]).sort(dim=0).values
+    ordered = torch.stack([_downscale(image) for image in images]).sort(dim=0).values
     count = len(ordered)
-    ranks = 2 * torch.arange(count, dtype=torch.float64) - (count - 1)  # sum over pairs |a - b| = sum of rank x value
+    # of sorted values, the sum over pairs |a - b| is the sum of rank x value with these ranks: no loop over pairs
+    ranks = 2 * torch.arange(count, dtype=torch.float64) - (count - 1)
     return float((ranks @ ordered).mean() / (count * (count - 1) / 2)) / 255
 
 
-def _reduced(image: np.ndarray) -> torch.Tensor:
-    """A sample's colours, averaged down: float64, flat."""
+def _downscale(image: np.ndarray) -> torch.Tensor:
+    """The pixels of a sample, averaged down: float64, flat."""
     frames = image.reshape(-1, *image.shape[-3:])
-    chosen = torch.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().long()
+    chosen_frames = torch.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().long()
     height, width = image.shape[-3:-1]
     size = (min(height, LONGEST_SIDE), min(width, LONGEST_SIDE))
-    shown = torch.from_numpy(frames[chosen.numpy()])
-    return adaptive_avg_pool2d(shown.movedim(-1, 1).to(torch.float64), size).flatten()
+    pixels = torch.from_numpy(frames[chosen_frames.numpy()])
+    return adaptive_avg_pool2d(pixels.movedim(-1, 1).to(torch.float64), size).flatten()
 
 
 def latent_distance(latents: torch.Tensor) -> torch.Tensor:
-    """Mean over all pairs of 1 - cosine of two latents, a scalar: 0 where all point one way, 1 where unrelated.
+    """Mean over all pairs of 1 - cosine of two latents, a scalar: 0 where all have one direction, 1 where unrelated.
 
     Args:
         latents: ``[n, ...]``, n >= 2.
     """
     directions = torch.nn.functional.normalize(latents.flatten(1).to(torch.float32), dim=1)
-    count, cosines = len(directions), directions @ directions.T
+    count = len(directions)
+    cosines = directions @ directions.T
+    # the trace is that of each latent with itself, which is no pair
     return 1 - ((cosines.sum() - cosines.trace()) / (count * (count - 1))).double()
 
 
 def velocity_norms(velocity: torch.Tensor, reference: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Sums over rows of the velocity's root mean square, and of its ratio to the reference's.
 
-    Norms that grow beyond the reference's go with images that a reward likes and people do not (arXiv 2606.27771).
+    Norms that grow beyond the reference's go along with images that a reward prefers and people do not
+    (arXiv 2606.27771).
 
     Args:
         velocity: the policy's prediction ``[R, ...]``.
@@ -106,9 +113,9 @@ def root_mean_square(velocity: torch.Tensor) -> torch.Tensor:
 
 
 class VelocityNorms:
-    """Watches sampling of ``num_steps`` steps: the root mean square of each sample's velocities over all of them.
+    """The root mean square of each sample's velocities over the ``num_steps`` steps of its sampling.
 
-    From the same latents and prompts, its growth since before training is the policy's, and no reference is needed.
+    Where latents and prompts are always the same, it changes with the policy alone, so no reference is needed.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -120,7 +127,7 @@ class VelocityNorms:
         self._squares.append(mean_over_sample(velocity.square()))
 
     def per_sample(self) -> list[float]:
-        """One number for each sample, in the order of sampling."""
+        """One number for each sample, in the order in which they were sampled."""
         starts = range(0, len(self._squares), self._num_steps)
-        together = [torch.stack(self._squares[start : start + self._num_steps]).mean(dim=0) for start in starts]
-        return torch.cat(together).sqrt().tolist()
+        mean_squares = [torch.stack(self._squares[start : start + self._num_steps]).mean(dim=0) for start in starts]
+        return torch.cat(mean_squares).sqrt().tolist()

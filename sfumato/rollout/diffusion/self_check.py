@@ -1,9 +1,9 @@
-"""The self-check: replay and rollout are one function of the same weights, as far as the kernels here allow.
+"""The self-check: rollout and replay compute the same function of the same weights, as far as the kernels here allow.
 
-When a run starts it is measured whether a row of what the model computes depends on the batch that it is in. Kernels of
-matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout and replay
-put the same rows into batches of different shape or order: where rows do not depend on that, the log-ratio before the
-first update is exactly 0, and that is checked there.
+When a run starts, ``probe_rows`` measures whether a row of the model's output depends on the batch that it is in.
+Kernels of matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout
+and replay put the same rows into batches of different shape or order. Where rows do not depend on that, the log-ratio
+before the first update must be exactly 0, and ``Replay.check`` requires it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,20 +25,33 @@ from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.parallel.mesh import Mesh, range_of_rank
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    class _Samples(Protocol):
+        """The part of an actor (``runtime/states.py``, on a floor above this one) that is needed here."""
+
+        mesh: Mesh
+
+        def policy(self) -> AbstractContextManager[DiffusionModel]: ...
+
+
 ROUNDINGS = 256
-"""What the self-check allows where rows depend on their batch, in units of the dtype's precision: 3e-5 in float32."""
+"""The log-ratio that the self-check allows where rows depend on their batch, in units of the dtype's epsilon: 3e-5 in
+float32."""
 
 
 @dataclass(frozen=True)
 class RowProbe:
-    """What was measured."""
+    """Whether rows of the model's output depend on the batch that they are in, as measured."""
 
     differences: Mapping[int, float] = field(default_factory=dict)
-    """Largest absolute difference of the velocity's rows by the size of the batch, in rows; empty: not measured."""
+    """Largest absolute difference between rows of the velocity in a batch of a size, in rows, and the same rows in the
+    largest batch; by that size. Empty where nothing was measured."""
     sampled: tuple[int, ...] = ()
-    """The sizes in which this run samples; the others are those of replays."""
+    """Sizes of the batches in which this run samples; other sizes are those of replays."""
     layer: str = ""
-    """In the output of which layer a difference was seen first."""
+    """The first layer whose output differed."""
     reason: str = ""
     """Why nothing was measured."""
 
@@ -51,12 +64,13 @@ class RowProbe:
         """The largest log-ratio that the self-check lets pass.
 
         Args:
-            rows: of the replayed micro-batch.
-            tolerance: a tenth of the objective's clip range, which is never exceeded.
+            rows: how many the replayed micro-batch has.
+            tolerance: a tenth of the objective's clip range; the bound is never above it.
             dtype: in which the model computes.
         """
         if self.is_exact is None:
             return tolerance
+        # a size that was not measured counts as one whose rows differ
         if not any(self.differences.get(size, 1.0) for size in (*self.sampled, rows)):
             return 0.0
         return min(tolerance, ROUNDINGS * torch.finfo(dtype).eps)
@@ -69,32 +83,33 @@ class RowProbe:
         config: TrajectoryRLConfig,
         step: int,
     ) -> Replay:
-        """What ``check_replay`` looks at before the first optimiser step of an update, and does when it is asked.
+        """The errors of a replay, which are compared with the bound when ``Replay.check`` is called.
 
         Args:
             log_ratio: float32 ``[R]`` of the policy to the one that sampled.
-            rollout: the replayed micro-batch; only samples of this very policy must agree.
+            rollout: the replayed micro-batch. The bound holds only where all of it was sampled by this very policy.
             model: the policy.
             config: of the task.
             step: finished iterations.
         """
-        bound, dtype = None, model.compute_dtype
+        bound = None
+        dtype = model.compute_dtype
         if config.algorithm.self_check and set(rollout.versions) == {step}:
             bound = self.bound(len(log_ratio), config.algorithm.objective.replay_tolerance, dtype)
         return Replay(replay_errors(log_ratio, rollout.kept.steps), rollout.kept.steps, dtype, bound)
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What belongs into ``environment.json``."""
-        found: dict[str, Any] = {"rows_independent_of_batch": self.is_exact}
+        """The entry of ``environment.json``."""
+        entry: dict[str, Any] = {"rows_independent_of_batch": self.is_exact}
         if self.differences:
-            found["differences"] = {f"{rows} rows": value for rows, value in self.differences.items()}
-        found |= {name: text for name in ("layer", "reason") if (text := getattr(self, name))}
-        return {"row_probe": found}
+            entry["differences"] = {f"{rows} rows": value for rows, value in self.differences.items()}
+        entry |= {name: text for name in ("layer", "reason") if (text := getattr(self, name))}
+        return {"row_probe": entry}
 
     @property
     def message(self) -> str:
-        """What a person should know; empty where rows are independent, or nothing was measured."""
+        """A line for the user; empty where rows do not depend on the batch, or nothing was measured."""
         if self.is_exact is not False:
             return ""
         rows, worst = max(self.differences.items(), key=lambda item: item[1])
@@ -105,8 +120,8 @@ class RowProbe:
         )
 
 
-def probe_rows(actor: Any, config: TrajectoryRLConfig) -> RowProbe:
-    """``compare_rows`` of the policy that samples, in the processes of an actor."""
+def probe_rows(actor: _Samples, config: TrajectoryRLConfig) -> RowProbe:
+    """``compare_rows`` for the policy that samples, in the processes of an actor."""
     with actor.policy() as model:
         return compare_rows(model, config, actor.mesh)
 
@@ -117,11 +132,11 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     It takes a forward pass for each size. All ranks call it.
 
     Args:
-        model: what samples and is trained.
-        config: the run's.
-        mesh: the actor's processes.
+        model: the policy, which samples and is trained.
+        config: of the run.
+        mesh: of the actor's processes.
     """
-    reason = _unmeasured(model, config)
+    reason = _why_not_measured(model, config)
     if reason:
         return RowProbe(reason=reason)
     sampled, replayed = batch_sizes(config, mesh.data_size)
@@ -131,68 +146,71 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     count = max(sizes)
     latents = keyed_normal(model.latent_shape(*config.rollout.size), 0, "row probe", 0, range(2 * count), model.device)
     sigma = torch.linspace(0.1, 0.9, 2 * count, device=model.device)
-    given = Conditioning(model.example_embeddings(config.rollout.height, config.rollout.width)).to(model.device)
+    example = Conditioning(model.example_embeddings(config.rollout.height, config.rollout.width)).to(model.device)
 
     def velocity(rows: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # with guidance the model computes both branches in one batch, so it has twice as many rows
         rows = rows + [count + row for row in rows] if guided else rows
-        conditioning = given.rows([0] * len(rows))
+        conditioning = example.rows([0] * len(rows))
         with torch.no_grad(), model.evaluating(), _row_sums(model.denoiser.named_modules(), len(rows)) as sums:
             return model.predict_velocity(latents[rows], sigma[rows], conditioning), sums
 
     order = list(range(count))
     whole, whole_sums = velocity(order)
-    differences, layer = {}, ""
+    differences: dict[int, float] = {}
+    layer = ""
     for size in sizes:
-        rows = order[::-1][:size]
-        part, sums = velocity(rows)
-        place = rows + [count + row for row in rows] if guided else rows
-        largest = float((part - whole[place]).abs().max())
+        rows = order[::-1][:size]  # another order than in the large batch
+        part, part_sums = velocity(rows)
+        whole_rows = rows + [count + row for row in rows] if guided else rows
+        largest = float((part - whole[whole_rows]).abs().max())
         differences[size] = mesh.max(largest, over="world")
         if largest and not layer:
-            layer = _first_that_differs(model, whole_sums, sums, place)
+            layer = _find_differing_layer(model, whole_sums, part_sums, whole_rows)
     return RowProbe(differences, tuple(sampled), layer)
 
 
 def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
-    """Rows of the batches of the rollout, and of whole and of the smallest batches of the replay.
+    """Sizes in rows of the batches of the rollout, and of the largest and the smallest batch of the replay.
 
-    They are rows of one guidance branch, for any of the data-parallel ranks.
+    They are rows of one guidance branch, of batches that any of the data-parallel ranks has.
     """
-    rollout, train = config.rollout, config.train
-    sizes = {
+    rollout = config.rollout
+    train = config.train
+    samples_of_ranks = {
         len(range_of_rank(rollout.num_prompts, rank, num_data_ranks)) * rollout.n for rank in range(num_data_ranks)
     }
     steps = len(config.algorithm.window.steps(rollout.num_inference_steps, train.seed, 0))
-    whole = {min(size, rollout.micro_batch_size) for size in sizes}
-    rest = {size % rollout.micro_batch_size for size in sizes}
+    whole = {min(count, rollout.micro_batch_size) for count in samples_of_ranks}
+    rest = {count % rollout.micro_batch_size for count in samples_of_ranks}
     return sorted((whole | rest) - {0}), sorted({steps * samples for samples in (1, train.micro_batch_size)})
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Replay against rollout before an update. ``errors`` are read when they are checked."""
+    """Differences between replay and rollout before an update. They stay on the device until ``check`` reads them."""
 
     errors: Numbers = field(default_factory=Numbers)
-    """The largest absolute log-ratio of each of the W trained steps; none where nothing was compared."""
+    """The largest absolute log-ratio of each of the W trained steps; empty where nothing was compared."""
     steps: Sequence[int] = ()
-    """These steps."""
+    """The W trained steps."""
     dtype: torch.dtype = torch.float32
-    """The model's."""
+    """In which the model computes, for the message."""
     bound: float | None = None
-    """The largest log-ratio that passes; None passes all."""
+    """The largest log-ratio that is allowed; None allows all."""
 
     def check(self) -> float:
-        """The largest of them, 0 without any. Ask before the optimiser's step.
+        """The largest error, 0 where nothing was compared. To be called before the optimiser's step.
 
         Raises:
-            SelfCheckError: where it is above the bound; names the denoising step and the dtype.
+            SelfCheckError: where it is above the bound or NaN; names the denoising step and the dtype.
         """
         values = list(self.errors)
         if not values:
             return 0.0
         worst = max(range(len(values)), key=lambda index: (math.isnan(values[index]), values[index]))
         largest = values[worst]
-        if self.bound is not None and not largest <= self.bound:
+        if self.bound is not None and not largest <= self.bound:  # so NaN is refused, too
             raise SelfCheckError(
                 f"before the first update, replay and rollout differ at denoising step {self.steps[worst]} by a "
                 f"log-ratio of {largest:.2e} (allowed: {self.bound:.2e}; model in {self.dtype}). Use one batch shape "
@@ -213,8 +231,8 @@ def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dty
     Args:
         log_ratio: ``[B x W]`` of the replay, sample by sample.
         steps: the W trained steps.
-        dtype: the model's, for the message.
-        bound: largest log-ratio that passes; None passes all.
+        dtype: in which the model computes, for the message.
+        bound: largest log-ratio that is allowed; None allows all.
 
     Returns:
         The largest absolute log-ratio.
@@ -225,8 +243,8 @@ def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dty
     return Replay(replay_errors(log_ratio, steps), steps, dtype, bound).check()
 
 
-def _unmeasured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
-    """Why rows say nothing of rollout and replay; empty when they do."""
+def _why_not_measured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
+    """Why comparing rows would say nothing about rollout and replay; empty where it does."""
     if config.train.compiles(model.device.type):
         return "compiled blocks are compiled anew for each shape and for gradients"
     if not config.rollout.hybrid_engine:
@@ -238,18 +256,23 @@ def _unmeasured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
 
 @contextmanager
 def _row_sums(modules: Iterable[tuple[str, torch.nn.Module]], rows: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, collects sums of the bits of each row of what layers give, by name in the order of computation."""
+    """Inside the block, collects a checksum of each row of every layer's output, by the layer's name.
+
+    A checksum is the sum of a row's bits as integers: outputs need not be kept to be
+    compared. The order is that of computation, so that the first layer that differs can be named.
+    """
     sums: dict[str, torch.Tensor] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(_module: Any, _args: Any, output: Any) -> None:
+    def sum_rows_of(name: str) -> Callable[..., None]:
+        def hook(_module: object, _args: object, output: object) -> None:
+            # only outputs with one row per sample, and of a layer that runs twice the first
             if isinstance(output, torch.Tensor) and output.ndim > 1 and len(output) == rows and name not in sums:
                 sums[name] = output.float().contiguous().view(torch.int32).flatten(1).sum(1)
 
         return hook
 
     leaves = [(name, module) for name, module in modules if not list(module.children())]
-    hooks = [module.register_forward_hook(note(name)) for name, module in leaves]
+    hooks = [module.register_forward_hook(sum_rows_of(name)) for name, module in leaves]
     try:
         yield sums
     finally:
@@ -257,11 +280,21 @@ def _row_sums(modules: Iterable[tuple[str, torch.nn.Module]], rows: int) -> Iter
             hook.remove()
 
 
-def _first_that_differs(
-    model: DiffusionModel, whole: dict[str, torch.Tensor], part: dict[str, torch.Tensor], place: list[int]
+def _find_differing_layer(
+    model: DiffusionModel,
+    whole_sums: dict[str, torch.Tensor],
+    part_sums: dict[str, torch.Tensor],
+    whole_rows: list[int],
 ) -> str:
-    for name, sums in part.items():
-        if name in whole and not torch.equal(sums, whole[name][place]):
+    """Name and class of the first layer whose rows differ from the same rows in the large batch; empty if none does.
+
+    Args:
+        model: the policy.
+        whole_sums, part_sums: of ``_row_sums`` in the large batch, and in a smaller one.
+        whole_rows: the rows of the large batch that the smaller one has, in its order.
+    """
+    for name, sums in part_sums.items():
+        if name in whole_sums and not torch.equal(sums, whole_sums[name][whole_rows]):
             kind = type(model.denoiser.get_submodule(name)).__name__
             return f"{name} ({kind})"
     return ""

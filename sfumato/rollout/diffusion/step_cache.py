@@ -1,9 +1,9 @@
 """Evaluation with fewer computed steps: MagCache (arXiv 2506.09045), as diffusers has it.
 
-Between denoising steps the blocks of a transformer together add nearly the same to the image tokens, times a factor
-that hardly depends on the prompt. Where the factors since the last computed step are near 1, that step's sum is added
-again and the blocks are not run. The factors are measured on one sample of each rank, all steps computed, and averaged
-over ranks, so all ranks leave out the same steps.
+What the blocks of a transformer together add to the image tokens changes little from one denoising step to the next,
+but for a factor that hardly depends on the prompt. Where the factors since the last computed step are near 1, the sum
+of that step is added again and the blocks are not run. The factors are measured on one sample of each rank with all
+steps computed, and averaged over ranks, so that all ranks leave out the same steps.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import nn
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
+
+if TYPE_CHECKING:
+    from diffusers.hooks.mag_cache import MagCacheConfig
 
 
 class StepCache:
@@ -33,7 +36,9 @@ class StepCache:
         Raises:
             ConfigError: when diffusers' hooks do not fit the model or its parallelism.
         """
-        self.model, self.threshold, self.num_steps = model, threshold, num_steps
+        self.model = model
+        self.threshold = threshold
+        self.num_steps = num_steps
         self._ratios: list[float] | None = None
         self._left_out: list[bool] = []
         self._errors: list[float] = []
@@ -50,7 +55,7 @@ class StepCache:
             )
 
     def measured(self, draw: Callable[[], np.ndarray]) -> np.ndarray:
-        """Runs ``draw``, all steps computed, and keeps the factors. Every rank calls it.
+        """Runs ``draw`` with all steps computed, and remembers the factors. Every rank calls it.
 
         Args:
             draw: makes one image, in ``num_steps`` steps.
@@ -58,40 +63,44 @@ class StepCache:
         Returns:
             The image.
         """
-        from diffusers import MagCacheConfig
+        from diffusers import MagCacheConfig  # pyright: ignore[reportPrivateImportUsage]
 
-        # one step more than there are: after the last one diffusers would print the factors and forget them
+        # one step more than there are: after the last step diffusers would print the factors and forget them
         config = MagCacheConfig(num_inference_steps=self.num_steps + 1, calibrate=True)
         with self._hooked(config) as state:
             image = draw()
-            own = state().calibration_ratios
+            rank_ratios = state().calibration_ratios
         mesh = self.model.mesh
-        everyone = [own] if mesh is None else mesh.gather(own, over="world")
+        everyone = [rank_ratios] if mesh is None else mesh.gather(rank_ratios, over="world")
         self._ratios = [sum(ratios) / len(ratios) for ratios in zip(*everyone, strict=True)]
         return image
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, and after ``measured``, samples are denoised with steps left out; whole trajectories only."""
-        from diffusers import MagCacheConfig
+        """Inside the block, samples are denoised with steps left out. ``measured`` must have been called.
+
+        Only whole trajectories may be denoised inside: diffusers counts their steps.
+        """
+        from diffusers import MagCacheConfig  # pyright: ignore[reportPrivateImportUsage]
 
         assert self._ratios is not None, "measure first"
         config = MagCacheConfig(self.threshold, num_inference_steps=self.num_steps, mag_ratios=self._ratios)
         with self._hooked(config) as state:
-            note = self.model.denoiser.register_forward_hook(
+            hook = self.model.denoiser.register_forward_hook(
                 lambda *_: self._left_out.append(not state().should_compute)
             )
             try:
                 yield
             finally:
-                note.remove()
+                hook.remove()
 
     def compare(self, exact: np.ndarray, cached: np.ndarray) -> None:
-        """Notes the error of an image, uint8, made with steps left out."""
+        """Records the mean absolute error of an image, uint8, that was drawn with steps left out."""
         self._errors.append(float(np.abs(exact.astype(np.float64) - cached).mean()) / 255)
 
     def metrics(self) -> dict[str, float]:
-        """Share of steps left out; mean error of pixels, of 1, over the compared image of each rank."""
+        """The share of steps that were left out, and the mean error of pixels, from 0 to 1, over the images that the
+        ranks compared."""
         errors = [self._errors] if self.model.mesh is None else self.model.mesh.gather(self._errors, over="world")
         errors = [error for of_rank in errors for error in of_rank]
         return {
@@ -100,22 +109,26 @@ class StepCache:
         }
 
     def _blocks(self) -> list[nn.Module]:
-        """Those that diffusers puts hooks on."""
+        """The blocks that diffusers puts hooks on."""
         stacks = [child for child in self.model.denoiser.children() if isinstance(child, nn.ModuleList)]
         return [block for stack in stacks for block in stack]
 
     @contextmanager
-    def _hooked(self, config: Any) -> Iterator[Callable[[], Any]]:
-        """Inside, the hooks are on the blocks; yields what looks at their memory. Afterwards no trace is left."""
-        from diffusers.hooks import apply_mag_cache
+    def _hooked(self, config: MagCacheConfig) -> Iterator[Callable[[], Any]]:
+        """Puts diffusers' hooks on the blocks inside the block; yields a function that gives their state.
+
+        Afterwards all modules have the ``forward`` and the attributes that they had before.
+        """
+        from diffusers.hooks import apply_mag_cache  # pyright: ignore[reportPrivateImportUsage]
 
         for cls in {type(block) for block in self._blocks()}:
             _register(cls)
+        # diffusers replaces ``forward`` on the instances: those that had one there already get it back
         modules = list(self.model.denoiser.modules())
         forwards = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
         try:
             apply_mag_cache(self.model.denoiser, config)
-            (head, *_) = self._blocks()[0]._diffusers_hook.hooks.values()
+            (head, *_) = cast(Any, self._blocks()[0])._diffusers_hook.hooks.values()
             yield head.state_manager.get_state
         finally:
             for module in modules:
@@ -125,7 +138,7 @@ class StepCache:
 
 
 def _registered(cls: type[nn.Module]) -> Any:
-    """What diffusers knows of a class of blocks, or of one that it was made from by wrapping; None is nothing."""
+    """diffusers' ``TransformerBlockMetadata`` of a class of blocks or of a base of it; None where it has none."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
     for base in cls.__mro__:
@@ -137,8 +150,8 @@ def _registered(cls: type[nn.Module]) -> Any:
 
 
 def _register(cls: type[nn.Module]) -> None:
-    """Tells diffusers that a wrapped class of blocks (fsdp2's) takes and returns what the class below it does."""
+    """Registers a class of blocks that fsdp2 has derived, with the metadata of the class that it derives from."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
-    if (found := _registered(cls))._cls is not cls:
-        TransformerBlockRegistry.register(cls, replace(found))
+    if (metadata := _registered(cls))._cls is not cls:
+        TransformerBlockRegistry.register(cls, replace(metadata))

@@ -1,7 +1,9 @@
-"""Denoising trajectories: sampling them with what an update needs, and replaying them with gradients.
+"""Denoising trajectories: samples them with the data that an update needs, and replays them with gradients.
 
-Shapes: B samples, W trained steps, ... latent dimensions, T denoising steps. The same step function serves both
-sides; latents, sigmas and noise are float32 in it, and the latent that is scored is the latent that is kept.
+Rollout and replay use the same step function, so that they agree to the bit where the model's outputs do. Latents,
+sigmas and noise are float32 in it, and the very latent whose log-probability is computed is the one that is stored.
+
+Shapes: B samples, W trained steps, ... latent dimensions, T denoising steps.
 """
 
 from __future__ import annotations
@@ -20,27 +22,28 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import Passes
-from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, Kept, start_latents
+from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, ReplayData, start_latents
 
 
 @dataclass(frozen=True)
-class Trajectories(Kept):
-    """What an update needs of B sampled trajectories: the trained steps only."""
+class Trajectories(ReplayData):
+    """The trained steps of B sampled trajectories, which an update needs."""
 
     steps: list[int]
     """The W trained denoising steps."""
     sigmas: torch.Tensor
-    """float32 ``[T + 1]``, the whole schedule."""
+    """float32 ``[T + 1]``: the noise levels of the whole schedule."""
     latents: torch.Tensor = by_row()
     """float32 ``[B, W, ...]``: the latent before each trained step."""
     next_latents: torch.Tensor = by_row()
-    """float32 ``[B, W, ...]``: the latent that was drawn."""
+    """float32 ``[B, W, ...]``: the latent that was drawn in the step."""
     means: torch.Tensor = by_row()
-    """float32 ``[B, W, ...]``: the mean it was drawn around."""
+    """float32 ``[B, W, ...]``: the mean of the distribution that it was drawn from."""
     log_probs: torch.Tensor = by_row()
-    """float32 ``[B, W]``: the log-probability of what was drawn."""
+    """float32 ``[B, W]``: the log-probability of the latent that was drawn."""
     proximal_means: torch.Tensor | None = by_row(None)
-    """float32 ``[B, W, ...]``: the means of the policy at the start of an update, where it is another."""
+    """float32 ``[B, W, ...]``: the means of the policy at the start of an update, where that is not the one that
+    sampled."""
 
     @property
     def rows_per_sample(self) -> int:
@@ -55,7 +58,7 @@ class Trajectories(Kept):
     def sampled_steps(self) -> SampledSteps:
         """The B x W rows, sample by sample, as an objective takes them."""
         steps = torch.tensor(self.steps)
-        first, last = (to_device(each, self.sigmas.device) for each in (steps, steps + 1))
+        first, last = (to_device(index, self.sigmas.device) for index in (steps, steps + 1))
         return SampledSteps(
             next_latents=self.next_latents.flatten(0, 1),
             log_probs=self.log_probs.flatten(),
@@ -87,20 +90,22 @@ def sample_trajectories(
         conditioning: B rows.
         sample_ids: B integers that key the noise.
         dynamics: the stochastic step.
-        trained_steps: the steps that are stochastic and kept, ascending; may be empty.
+        trained_steps: indices of the steps that are stochastic and stored, ascending; may be empty.
         size: height and width in pixels, and of videos the number of frames.
         num_steps: denoising steps T.
         guidance_scale: classifier-free guidance; 1 is none.
         seed, iteration: the rest of the noise's key.
         latent_ids: keys of the initial latents where they differ from ``sample_ids`` (groups that share one).
-        observe: is given the velocity ``[B, ...]`` of each step.
+        observe: called with the velocity ``[B, ...]`` of each step.
 
     Returns:
-        The final latents ``[B, ...]`` and the trajectories (None without trained steps).
+        The final latents ``[B, ...]``, and the trajectories; None without trained steps.
     """
     latents, sigmas = start_latents(model, size, num_steps, seed, iteration, latent_ids or sample_ids)
+    # the first level below that of pure noise, where the noise of some dynamics would be infinite
     sigma_max = float(on_host(sigmas)[1])
-    ode, kept = EulerODE(), []
+    ode = EulerODE()
+    trained = []
     for index in range(num_steps):
         sigma, sigma_next = (sigmas[i].expand(len(latents)) for i in (index, index + 1))
         velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
@@ -111,12 +116,12 @@ def sample_trajectories(
             continue
         step = dynamics.step(velocity, latents, sigma, sigma_next, sigma_max)
         noise = keyed_normal(latents.shape[1:], seed, f"step noise {index}", iteration, sample_ids, model.device)
-        drawn = step.draw(noise)
-        kept.append((latents, drawn, step.mean, step.log_prob(drawn)))
-        latents = drawn
-    if not kept:
+        next_latents = step.draw(noise)
+        trained.append((latents, next_latents, step.mean, step.log_prob(next_latents)))
+        latents = next_latents
+    if not trained:
         return latents, None
-    before, after, means, log_probs = (torch.stack(steps, dim=1) for steps in zip(*kept, strict=True))
+    before, after, means, log_probs = (torch.stack(steps, dim=1) for steps in zip(*trained, strict=True))
     return latents, Trajectories(list(trained_steps), sigmas, before, after, means, log_probs)
 
 
@@ -127,7 +132,7 @@ def replay_trajectories(
     dynamics: Dynamics,
     guidance_scale: float,
 ) -> GaussianStep:
-    """The policy's present distribution of every trained step, all steps and guidance branches in one forward pass.
+    """The distribution of every trained step by the policy of now: all steps and guidance branches in one forward pass.
 
     Args:
         model: the policy; gradients flow into it.
@@ -136,12 +141,12 @@ def replay_trajectories(
         dynamics, guidance_scale: as in the rollout.
 
     Returns:
-        A step of B x W rows, sample by sample.
+        The distribution of B x W rows, sample by sample.
     """
     num_steps = len(trajectories.steps)
     rows = trajectories.latents.flatten(0, 1)
     steps = torch.tensor(trajectories.steps).repeat(len(trajectories.latents))
-    sigma, sigma_next = (trajectories.sigmas[to_device(each, rows.device)] for each in (steps, steps + 1))
+    sigma, sigma_next = (trajectories.sigmas[to_device(index, rows.device)] for index in (steps, steps + 1))
     velocity = model.predict_velocity(rows, sigma, conditioning.repeat_interleave(num_steps), guidance_scale)
     return dynamics.step(velocity, rows, sigma, sigma_next, float(on_host(trajectories.sigmas)[1]))
 
@@ -154,27 +159,30 @@ def with_proximal_means(
     mesh: Mesh,
     step: int,
 ) -> DiffusionRollout:
-    """The batch with ``proximal_means``, where the correction of older samples needs them and some are older.
+    """The batch with ``proximal_means``, where the off-policy correction needs them and some samples are older.
 
-    Of samples of this very policy, compiled blocks round otherwise with gradients than without, by more than a narrow
-    clip range: their means are computed again, by the graph of the update.
+    Compiled blocks are another case. They round differently with gradients than without, by more than a narrow clip
+    range. So even the means of samples of this very policy are computed again, with the graph of the update.
 
     Args:
         model: the policy, before any optimiser step of the update.
-        batch: of iteration ``step``.
-        passes: of ``optimizer_passes``: this rank's micro-batches by optimiser step.
+        batch: this rank's samples of iteration ``step``.
+        passes: this rank's micro-batches by optimiser step, of ``optimizer_passes``.
         config, mesh: of the run.
         step: finished iterations.
     """
     is_same = config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
     if config.train.compiles(model.device.type) and is_same:
-        every = [rows for each in passes for rows in each.parts]
-        dynamics, guidance_scale = config.algorithm.dynamics, config.rollout.guidance_scale
-        means = proximal_means(model, batch, every, dynamics, guidance_scale, with_gradients=True)
+        micro_batches = [rows for optimizer_step in passes for rows in optimizer_step.parts]
+        dynamics = config.algorithm.dynamics
+        guidance_scale = config.rollout.guidance_scale
+        means = proximal_means(model, batch, micro_batches, dynamics, guidance_scale, with_gradients=True)
         return replace(batch, kept=replace(batch.kept, means=means))
     if not config.algorithm.off_policy.uses_proximal or is_same:
-        return batch  # a sampler of its own may be cut otherwise, or compute otherwise
-    later = [rows for each in passes[1:] for rows in each.parts]  # in the first step the policy is the proximal one
+        # a separate sampler is never the same: it may be sharded otherwise, or compute otherwise
+        return batch
+    # in the first optimiser step the trained policy is the proximal one
+    later = [rows for optimizer_step in passes[1:] for rows in optimizer_step.parts]
     means = proximal_means(model, batch, later, config.algorithm.dynamics, config.rollout.guidance_scale)
     return replace(batch, kept=replace(batch.kept, proximal_means=means))
 
@@ -187,20 +195,21 @@ def proximal_means(
     guidance_scale: float,
     with_gradients: bool = False,
 ) -> torch.Tensor:
-    """Means of the policy as it is now, for the samples that later optimiser steps of an update will look at.
+    """Means of the policy as it is now, for the samples that later optimiser steps of an update learn from.
 
-    Those of the first optimiser step need no pass of their own: there the trained policy still is the proximal one.
-    Take the very micro-batches of the update, so that both have one batch shape and hence the same bits.
+    The first optimiser step needs no such pass: there the trained policy still is the proximal one. The micro-batches
+    must be those of the update, so that both passes have the same batch shape and hence the same bits.
 
     Args:
         model: the policy, before any optimiser step of the update.
         batch: B samples with trajectories.
-        micro_batches: int64 rows of each pass; all ranks must give equally many, of which some may be empty.
+        micro_batches: int64 rows of each pass, perhaps none; all ranks must give the same number of passes.
         dynamics, guidance_scale: as in the rollout.
-        with_gradients: run what an update runs, though nothing is learned from it.
+        with_gradients: whether the graph of an update is run, though nothing is learned from it.
 
     Returns:
-        float32 ``[B, W, ...]``, without gradients; of samples in no micro-batch those of the policy that made them.
+        float32 ``[B, W, ...]``, without gradients. Samples that are in no micro-batch have the means of the policy that
+        sampled them.
     """
     means = batch.kept.means.clone()
     for rows in micro_batches:

@@ -1,4 +1,4 @@
-"""What drawing samples of a diffusion policy and learning from them share, whatever is kept of the samples.
+"""Samples of a diffusion policy, as they are drawn and learned from, whether an update needs trajectories or not.
 
 Shapes: B samples, G groups whose samples they are, ... latent dimensions, T denoising steps.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -30,26 +30,26 @@ PICTURE_NOT_FINITE = (
 
 
 @dataclass(frozen=True)
-class Kept(TensorRows):
-    """What an update needs of B samples besides their conditioning."""
+class ReplayData(TensorRows):
+    """The data of B samples that an update needs besides their conditioning. Subclasses hold it."""
 
     @property
     def rows_per_sample(self) -> int:
-        """Trained steps or noise levels of each sample."""
+        """How many trained steps or noise levels each sample has."""
         raise NotImplementedError
 
     def is_finite(self) -> torch.Tensor:
-        """Which samples are: bool ``[B]``."""
-        return finite_rows(*self._drawn().values())
+        """Which samples have finite values only: bool ``[B]``."""
+        return finite_rows(*self._float_fields().values())
 
-    def blanked(self, is_whole: torch.Tensor) -> Self:
-        """Zeros in the place of what was drawn of the samples that are not whole, bool ``[B]``."""
-        return replace(self, **{name: blanked(tensor, is_whole) for name, tensor in self._drawn().items()})
+    def zero_damaged(self, is_whole: torch.Tensor) -> Self:
+        """The same with zeros in the place of the samples for which ``is_whole``, bool ``[B]``, is False."""
+        return replace(self, **{name: zero_rows(tensor, is_whole) for name, tensor in self._float_fields().items()})
 
-    def _drawn(self) -> dict[str, torch.Tensor]:
-        """Tensors ``[B, ...]`` that hold no ids."""
-        own = {name: getattr(self, name) for name in self.row_fields()}
-        return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_floating_point()}
+    def _float_fields(self) -> dict[str, torch.Tensor]:
+        """Tensors ``[B, ...]`` of floating point, which ids are not, by the names of their fields."""
+        fields = {name: getattr(self, name) for name in self.row_fields()}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None and tensor.is_floating_point()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,60 +57,62 @@ class DiffusionRollout(Rollout):
     """B samples of a diffusion policy."""
 
     kept: Any = by_row()
-    """What the update needs of them: the ``Kept`` of the task."""
+    """The ``ReplayData`` of the task: ``Trajectories`` or ``FinalSamples``."""
     latents: torch.Tensor = by_row()
-    """float32 ``[B, ...]``, from which the pictures were decoded."""
+    """float32 ``[B, ...]``: the final latents, from which images were decoded."""
     conditioning: Conditioning | None = by_group()
-    """One row per prompt, kept once for its whole group; None of a micro-batch in which no group begins."""
+    """One row per prompt, in the micro-batch where its group begins; None in one where no group begins."""
     conditioning_groups: list[int] = by_group()
     """The group of each row of ``conditioning``."""
 
     @property
     def num_rows(self) -> list[int]:
-        """Trained steps or noise levels of each sample."""
+        """How many trained steps or noise levels each sample has."""
         return [self.kept.rows_per_sample] * len(self)
 
     @property
     def row_conditioning(self) -> Conditioning:
-        """One row per sample."""
+        """The conditioning with one row per sample; the groups of all samples must begin in this rollout."""
         row_of = {group: row for row, group in enumerate(self.conditioning_groups)}
+        assert self.conditioning is not None
         return self.conditioning.rows([row_of[request.group_id] for request in self.requests])
 
     @classmethod
     def made(
         cls,
         requests: list[SampleRequest],
-        kept: Kept,
+        replay_data: ReplayData,
         conditioning: Conditioning,
         groups: list[int],
         latents: torch.Tensor,
         version: int,
         damage: Sequence[str],
     ) -> DiffusionRollout:
-        """A micro-batch of one version, with the embeddings of the groups that begin in it.
+        """A micro-batch of one version of the policy, with the embeddings of the groups that begin in it.
 
-        What is damaged becomes zeros: it is never learned from, but what is computed of it in a pass that other ranks
-        need is multiplied by 0, which NaN survives.
+        Damaged samples become zeros. They are never learned from, but a pass that this rank makes only because other
+        ranks need it may compute with them: its result is multiplied by 0, which leaves NaN as NaN.
 
         Args:
-            requests, kept, latents: of B samples.
+            requests, replay_data, latents: of B samples.
             conditioning: one row for each of ``groups``.
-            groups: those that the samples belong to.
+            groups: ids of the groups that the samples belong to.
             version: of the policy.
-            damage: what is wrong with each sample, empty where nothing is.
+            damage: what is wrong with each sample, an empty text where nothing is.
         """
         if any(damage):
-            is_whole = to_device(torch.tensor([not what for what in damage]), latents.device)
-            kept, latents = kept.blanked(is_whole), blanked(latents, is_whole)
+            is_whole = to_device(torch.tensor([not problem for problem in damage]), latents.device)
+            replay_data = replay_data.zero_damaged(is_whole)
+            latents = zero_rows(latents, is_whole)
             conditioning = conditioning.blanked()
-        begun = [request.group_id for request in requests if request.is_first]
+        first_groups = [request.group_id for request in requests if request.is_first]
         return cls(
             requests=requests,
             versions=[version] * len(requests),
-            kept=kept,
+            kept=replay_data,
             latents=latents,
-            conditioning=conditioning.rows([groups.index(group) for group in begun]) if begun else None,
-            conditioning_groups=begun,
+            conditioning=conditioning.rows([groups.index(group) for group in first_groups]) if first_groups else None,
+            conditioning_groups=first_groups,
         )
 
 
@@ -126,16 +128,18 @@ class EncodedRequests:
     ) -> None:
         """
         Args:
-            model: embeds the prompts, and decodes the pictures later.
-            requests: B samples.
-            prompts: all of the run.
-            config: size and guidance of the rollout, and whether the reference is guided.
+            model: embeds the prompts, and later decodes the samples.
+            requests: of B samples.
+            prompts: all prompts of the run.
+            config: has size and guidance of the rollout, and whether the reference is guided.
 
         Raises:
             DataError: when a source image is missing or broken; names file and row.
         """
-        rollout, algorithm = config.rollout, config.algorithm
-        self.model, self.requests = model, requests
+        rollout = config.rollout
+        algorithm = config.algorithm
+        self.model = model
+        self.requests = requests
         self._prompts = {request.group_id: prompts[request.prompt_id] for request in requests}
         guided = {rollout.guidance_scale, algorithm.reference_guidance_scale or 1.0} != {1.0}
         self._by_group, self._sources = encode_prompts(model, list(self._prompts.values()), rollout.size, guided)
@@ -145,26 +149,31 @@ class EncodedRequests:
         self.sample_ids = [request.sample_id for request in requests]
         self.group_ids = [request.group_id for request in requests]
 
-    def rollout(self, latents: torch.Tensor, kept: Kept | None, version: int) -> tuple[DiffusionRollout, list[Sample]]:
-        """What was drawn as the update needs it, and as rewards see it.
+    def rollout(
+        self, latents: torch.Tensor, replay_data: ReplayData | None, version: int
+    ) -> tuple[DiffusionRollout, list[Sample]]:
+        """The B samples as an update needs them, and as rewards see them.
 
         Args:
             latents: float32 ``[B, ...]``, to be decoded.
-            kept: what else the update needs of the B samples.
-            version: of the policy that drew them.
+            replay_data: what else the update needs.
+            version: of the policy that drew the samples.
         """
-        pictures = decode_samples(self.model, latents, kept)
+        pictures = decode_samples(self.model, latents, replay_data)
         samples = [
-            sample_of(self._prompts[group], image, group, self._sources and self._sources[row], damage)
+            sample_of(self._prompts[group], image, group, None if self._sources is None else self._sources[row], damage)
             for group, (image, damage), row in zip(self.group_ids, pictures, self._rows, strict=True)
         ]
-        damage, groups = [sample.damage for sample in samples], list(self._prompts)
-        drawn = DiffusionRollout.made(self.requests, kept, self._by_group, groups, latents, version, damage)
-        return drawn, samples
+        damage = [sample.damage for sample in samples]
+        groups = list(self._prompts)
+        rollout = DiffusionRollout.made(
+            self.requests, cast(ReplayData, replay_data), self._by_group, groups, latents, version, damage
+        )
+        return rollout, samples
 
 
 def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
-    """A picture as rewards see it: uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``."""
+    """A sample as rewards see it; ``image`` is uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``."""
     about = {"prompt": prompt.text, "metadata": prompt.metadata, "group_id": group_id, "source": source}
     return Sample(image=image, damage=damage, **about)
 
@@ -172,7 +181,7 @@ def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarr
 def start_latents(
     model: DiffusionModel, size: tuple[int, ...], num_steps: int, seed: int, iteration: int, ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the noise levels ``[T + 1]``."""
+    """The first latents ``[B, ...]``, keyed by (seed, iteration, id), and the schedule of noise levels ``[T + 1]``."""
     shape = model.latent_shape(*size)
     sigmas = to_device(model.sigmas(num_steps, shape), model.device, remember=True)
     noise = keyed_normal(shape, seed, "latent", iteration, ids, model.device)
@@ -180,27 +189,31 @@ def start_latents(
 
 
 def decode_samples(
-    model: DiffusionModel, latents: torch.Tensor, kept: Kept | None = None
+    model: DiffusionModel, latents: torch.Tensor, replay_data: ReplayData | None = None
 ) -> list[tuple[np.ndarray, str]]:
-    """The pictures of samples, and what is wrong with each; empty where nothing is.
+    """Decodes samples, and finds those whose values are not finite.
 
     Args:
-        model: with the autoencoder.
+        model: has the autoencoder.
         latents: ``[B, ...]``.
-        kept: what else an update needs of them.
+        replay_data: what else an update needs of the samples, which must be finite, too.
+
+    Returns:
+        For each sample its image, uint8, and what is wrong with it, an empty text where nothing is.
     """
     pixels, has_picture = model.decode_marked(latents)
     has_latents = finite_rows(latents)
-    if kept is not None:
-        has_latents &= kept.is_finite()
-    wrong = [
+    if replay_data is not None:
+        has_latents &= replay_data.is_finite()
+    problems = [
         "" if sampled and decoded else PICTURE_NOT_FINITE if sampled else LATENTS_NOT_FINITE
         for sampled, decoded in torch.stack([has_latents, has_picture], dim=1).tolist()
     ]
     images = pixels.movedim(-3, -1).contiguous().cpu().numpy()  # [B, H, W, 3], or [B, F, H, W, 3]
-    return list(zip(images, wrong, strict=True))
+    return list(zip(images, problems, strict=True))
 
 
-def blanked(tensor: torch.Tensor, is_whole: torch.Tensor) -> torch.Tensor:
-    """``[B, ...]`` with zeros in the rows that are not whole, bool ``[B]``."""
+def zero_rows(tensor: torch.Tensor, is_whole: torch.Tensor) -> torch.Tensor:
+    """``[B, ...]`` with zeros in the rows for which ``is_whole``, bool ``[B]``, is False."""
+    # not a product with the mask: NaN times 0 is NaN
     return torch.where(is_whole.view(-1, *[1] * (tensor.ndim - 1)), tensor, 0)

@@ -1,9 +1,9 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, equation 11): groups that teach nothing are drawn anew, of other prompts.
 
-Each of an iteration's groups has a place. A group without spread is followed, in its place, by one of the next prompt
-that is kept for that place, until one has spread or no more may be drawn. So what a place holds in the end follows from
-its own groups alone: not from the order in which rewards arrive, nor from how ranks share the work, each of which asks
-for its own places under torchrun.
+Each of an iteration's groups has a place. A group whose rewards have no spread is followed, in its place, by a group of
+the next prompt that is reserved for that place, until one has spread or no more may be drawn. So the group that a place
+has in the end follows from the groups of that place alone: not from the order in which rewards arrive, nor from how
+ranks share the work (under torchrun each rank asks for groups of its own places).
 """
 
 from __future__ import annotations
@@ -31,28 +31,34 @@ class DynamicSampling:
     """
 
     loader: TextPromptLoader
-    """The prompts of each iteration, and those that may replace them."""
+    """Gives the prompts of each iteration, and those that may replace them."""
     max_extra_groups: int
-    """Most groups of an iteration that are drawn besides the P that it begins with. The place p is given those of its
-    groups p + P, p + 2P … that are below P + ``max_extra_groups``, as evenly as that can be."""
+    """Most groups of an iteration that are drawn besides the P that it begins with. Place p may have those of its
+    groups p + P, p + 2P … that are below P + ``max_extra_groups``, so the places share them as evenly as they can."""
 
     def __call__(self, iteration: int, scored: ScoredGroups, num_requested: int) -> list[list[SampleRequest]]:
-        """The group that follows the one that was scored last, if that one has no spread.
+        """The requests of the group that follows the one that was scored last; none if that one has spread.
 
-        When all that a place may have are drawn, or no other prompts are left, it remains without a group to learn
-        from: the update leaves it out, and takes the mean over what remains.
+        When all groups that a place may have are drawn, or no other prompts remain, it has no group to learn from: the
+        update leaves it out, and takes the mean over the other places.
         """
         del num_requested
         requests, scores = scored[-1]
         if has_spread(scores.level):
             return []
-        last, group = requests[0].group_id, requests[0].group_id + self.loader.num_prompts
+        last_group = requests[0].group_id
+        next_group = last_group + self.loader.num_prompts
         prompts = self.loader.replacements(iteration, self.max_extra_groups)
-        if last >= len(prompts):
+        if last_group >= len(prompts):  # group P + k has the k-th of these prompts, and k is ``last_group``
             return []
-        first = group * self.loader.group_size
+        first_sample = next_group * self.loader.group_size
         members = range(self.loader.group_size)
-        return [[SampleRequest(first + member, group, prompts[last], is_first=member == 0) for member in members]]
+        return [
+            [
+                SampleRequest(first_sample + member, next_group, prompts[last_group], is_first=member == 0)
+                for member in members
+            ]
+        ]
 
 
 def dynamic_sampling(config: RLConfig, loader: TextPromptLoader, max_extra_groups: int) -> DynamicSampling | None:
@@ -79,10 +85,10 @@ def has_spread(values: np.ndarray) -> bool:
 
 
 def sampling_metrics(group_ids: Sequence[int], num_prompts: int) -> dict[str, float]:
-    """How many groups an iteration drew in the place of others.
+    """Metric: how many groups an iteration drew in the place of others.
 
     Args:
         group_ids: of all samples, as the stream's batch has them.
-        num_prompts: groups that it began with.
+        num_prompts: how many groups the iteration began with.
     """
     return {"rollout/extra_groups": float(len(set(group_ids)) - num_prompts)}

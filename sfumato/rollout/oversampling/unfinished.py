@@ -1,4 +1,4 @@
-"""Answers that are under way between two iterations, on their way from process to process and in checkpoints."""
+"""Answers that are unfinished when an iteration ends: as they go from process to process, and in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Group:
     """The answers to a prompt, some of which may have ended."""
 
     number: int
-    """Groups that were begun before it in the run."""
+    """How many groups of the run were begun before it."""
     prompt_id: int
     answers: list[GrowingSequence]
-    """Without their prompt."""
+    """The tokens of each without the prompt."""
 
     @property
     def has_ended(self) -> bool:
@@ -32,37 +32,40 @@ class Group:
 
     @property
     def versions(self) -> list[int]:
-        """Of all tokens."""
+        """The policy's version for each token of all answers."""
         return [version for answer in self.answers for version in answer.versions]
 
 
 @dataclass
 class UnfinishedGroups:
-    """The groups that are under way between two iterations, of all ranks."""
+    """The unfinished groups of all ranks between two iterations."""
 
     iteration: int = 0
-    """That goes on from it."""
+    """The iteration that goes on from them."""
     begun: int = 0
-    """Groups that the run has begun."""
+    """How many groups the run has begun, which is the number of the next one."""
     groups: list[Group] = field(default_factory=list)
-    """Those that go on, oldest first."""
+    """Groups that go on, oldest first."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the iteration that left them."""
 
 
 class UnfinishedRollouts:
-    """The unfinished groups of a run's finished iterations. A checkpoint keeps it, whatever the number of ranks."""
+    """The groups that the last finished iteration has left, as a part of checkpoints (``Resumable``).
+
+    All ranks have all groups, so a run can be resumed with another number of ranks.
+    """
 
     def __init__(self) -> None:
         self.groups = UnfinishedGroups()
 
     def state(self) -> dict[str, Any]:
-        """See ``Resumable``: 16 letters a token."""
+        """See ``Resumable``. A token takes 16 characters: its id, log-prob and version in base64, of 12 bytes."""
         groups = [
             {
                 "number": group.number,
                 "prompt_id": group.prompt_id,
-                "answers": [_encode_answer(one) for one in group.answers],
+                "answers": [_encode_answer(answer) for answer in group.answers],
             }
             for group in self.groups.groups
         ]
@@ -76,24 +79,29 @@ class UnfinishedRollouts:
                 "were under way: leave it out, or start a new run from the exported weights (model.model_path)"
             )
         try:
-            found = state["under_way"]
+            under_way = state["under_way"]
             groups = [
-                Group(int(each["number"]), int(each["prompt_id"]), [_decode_answer(one) for one in each["answers"]])
-                for each in found["groups"]
+                Group(
+                    int(group["number"]),
+                    int(group["prompt_id"]),
+                    [_decode_answer(answer) for answer in group["answers"]],
+                )
+                for group in under_way["groups"]
             ]
-            self.groups = UnfinishedGroups(int(found["iteration"]), int(found["begun"]), groups)
+            self.groups = UnfinishedGroups(int(under_way["iteration"]), int(under_way["begun"]), groups)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the partial rollouts of the checkpoint do not hold together: {error}") from error
 
 
 def _encode_answer(answer: GrowingSequence) -> dict[str, Any]:
-    found: dict[str, Any] = {"finish_reason": answer.finish_reason}
+    state: dict[str, Any] = {"finish_reason": answer.finish_reason}
     for name, dtype in _ARRAYS.items():
-        found[name] = base64.b64encode(np.array(getattr(answer, name), dtype).tobytes()).decode("ascii")
-    return found
+        state[name] = base64.b64encode(np.array(getattr(answer, name), dtype).tobytes()).decode("ascii")
+    return state
 
 
 def _decode_answer(state: dict[str, Any]) -> GrowingSequence:
+    """The answer of ``_encode_answer``; all of its tokens were drawn, so which ones were is not kept."""
     values = {name: np.frombuffer(base64.b64decode(state[name]), dtype).tolist() for name, dtype in _ARRAYS.items()}
     answer = GrowingSequence(finish_reason=state["finish_reason"])
     answer.append_drawn(Completion(**values, finish_reason=answer.finish_reason or "abort"))

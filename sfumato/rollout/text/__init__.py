@@ -1,1 +1,1 @@
-"""Sampling from a language model: sequences of tokens, their packing, greedy answers, images drawn by tokens."""
+"""Sampling from a language model: token sequences, their packing, greedy answers, images drawn token by token."""

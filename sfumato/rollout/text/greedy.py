@@ -1,4 +1,4 @@
-"""Answers of a language model, by the training engine itself: whatever the mesh, the same weights and kernels."""
+"""Greedy answers of a language model by its training engine: with its weights and kernels, on any mesh."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def answer_greedily(
     images: Sequence[Images | None] | None = None,
     stop_texts: Sequence[str] = (),
 ) -> list[list[int]]:
-    """The likeliest next token, again and again. All ranks must call it with the same prompts.
+    """Appends the likeliest next token to each prompt until its answer ends. All ranks must pass the same prompts.
 
-    Nothing is cached: each token costs a pass over all prompts. It is for a look at a few samples on any mesh; rollout
-    engines are for many.
+    Keys and values are not cached: each token costs a pass over all prompts. It is for a look at a few samples on any
+    mesh; rollout engines are for many.
 
     Args:
         model: put on its mesh.
         prompts: token ids, at least one in each.
-        max_new_tokens: longest answer.
-        stop: tokens that end an answer; they are part of it. So do those that stand for an image, of which there is
-            none, or for no text.
-        images: that stand in each prompt.
-        stop_texts: that end an answer; the token that completes one is its last.
+        max_new_tokens: tokens of the longest answer.
+        stop: tokens that end an answer; they are part of it. Tokens that stand for an image, which an answer cannot
+            show, and ids without text end it, too.
+        images: of each prompt.
+        stop_texts: texts that end an answer; the token that completes one is its last.
 
     Returns:
         The answers' token ids.
@@ -51,24 +51,30 @@ def answer_greedily(
 
     answers: list[list[int]] = [[] for _ in prompts]
     for _ in range(max_new_tokens):
-        open_ones = [index for index, answer in enumerate(answers) if not has_ended(answer)]
-        if not open_ones:
+        unended = [index for index, answer in enumerate(answers) if not has_ended(answer)]
+        if not unended:
             break
-        texts = [[*prompts[index], *answers[index]] for index in open_ones]
-        batch = _packed(texts, None if images is None else [images[index] for index in open_ones], model)
+        texts = [[*prompts[index], *answers[index]] for index in unended]
+        batch = _pack_texts(texts, None if images is None else [images[index] for index in unended], model)
         predicted = model.predictions([batch])[0][0]
-        end = -1
-        for index, length in zip(open_ones, batch.document_lengths, strict=True):
-            end += length
-            answers[index].append(int(predicted[end]))
+        last_column = -1  # of the packed row: the last token of each text predicts its next one
+        for index, length in zip(unended, batch.document_lengths, strict=True):
+            last_column += length
+            answers[index].append(int(predicted[last_column]))
     return answers
 
 
-def _packed(texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel) -> TokenBatch:
+def _pack_texts(
+    texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel
+) -> TokenBatch:
+    """One packed row of texts without labels."""
     documents = [
-        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=images and images[index])
+        Document(
+            np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=None if images is None else images[index]
+        )
         for index, tokens in enumerate(texts)
     ]
-    samples, ids = [TextSample((document,)) for document in documents], list(range(len(texts)))
-    pad, least = model.tokenizer.pad_token_id, placeholder_tokens(model.mesh)
-    return make_batch(samples, ids, [0] * len(texts), True, pad, least, model.vision)
+    samples = [TextSample((document,)) for document in documents]
+    ids = list(range(len(texts)))
+    pad = model.tokenizer.pad_token_id
+    return make_batch(samples, ids, [0] * len(texts), True, pad, placeholder_tokens(model.mesh), model.vision)

@@ -1,4 +1,4 @@
-"""A token sequence of a language model that grows at its end: tokens that are given, and tokens that are drawn."""
+"""A token sequence of a language model that grows at its end, by tokens of the policy and tokens of others."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _ARRAYS = {"token_ids": np.int32, "drawn": np.bool_, "log_probs": np.float32, "v
 
 @dataclass
 class GrowingSequence:
-    """A prompt with what follows it, or without a prompt an answer that is not whole yet.
+    """A prompt and the tokens after it; or, without a prompt, an answer that may still be unfinished.
 
-    What stands in it is never tokenised again. Its pickle takes 13 bytes a token.
+    Its tokens are never made from text again. Its pickle takes 13 bytes a token.
     """
 
     token_ids: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     """Whether the policy drew the token."""
     log_probs: list[float] = field(default_factory=list)
-    """That tokens were drawn with, in nats; 0 of those that were given."""
+    """Log-probabilities in nats that tokens were drawn with; 0 for tokens that the policy did not draw."""
     versions: list[int] = field(default_factory=list)
-    """Of the policy that drew the token; -1 of those that were given."""
+    """Version of the policy that drew the token; -1 for tokens that it did not draw."""
     finish_reason: FinishReason | None = None
     """None while it is unfinished."""
     images: Images | None = None
@@ -38,7 +38,7 @@ class GrowingSequence:
 
     @classmethod
     def after_prompt(cls, token_ids: Sequence[int], images: Images | None = None) -> GrowingSequence:
-        """Begins with a prompt, in which images may stand."""
+        """A sequence that consists of a prompt, with the images that the prompt holds."""
         sequence = cls(images=images, num_prompt_tokens=len(token_ids))
         sequence.append_given(token_ids)
         return sequence
@@ -54,7 +54,7 @@ class GrowingSequence:
         self.versions += [-1] * len(token_ids)
 
     def append_drawn(self, completion: Completion | GrowingSequence) -> None:
-        """Appends what the policy drew."""
+        """Appends tokens that the policy drew."""
         lengths = {len(completion.token_ids), len(completion.log_probs), len(completion.versions)}
         assert len(lengths) == 1, f"tokens, log-probs and versions must be equally many, not {lengths}"
         self.token_ids += completion.token_ids
@@ -63,7 +63,7 @@ class GrowingSequence:
         self.versions += completion.versions
 
     def truncate(self, length: int) -> None:
-        """Forgets what stands beyond so many tokens, and that it ended there."""
+        """Removes the tokens after the first ``length``; a sequence that loses some is unfinished again."""
         if len(self.token_ids) > length:
             del self.token_ids[length:], self.drawn[length:], self.log_probs[length:], self.versions[length:]
             self.finish_reason = None
@@ -84,15 +84,15 @@ class GrowingSequence:
     ) -> list[int]:
         """Has the engine draw a completion and appends it.
 
-        One that was aborted so that weights could change goes on with its noise and its tokens, by the new weights; the
-        engine lets it wait for ``resume``.
+        A completion that the engine aborts, so that weights can change, is requested again: it goes on after its
+        tokens, with the same noise and the new weights, once the engine resumes.
 
         Args:
-            engine: that draws.
-            seed: of ``request_seed``.
+            engine: draws the completion.
+            seed: key of the noise, by ``request_seed``.
             max_new_tokens: at least 1.
-            sampling: how.
-            first_position: tokens of the same completion that stand at the end already.
+            sampling: how tokens are drawn.
+            first_position: how many tokens of the same completion the sequence ends with already.
 
         Returns:
             The drawn tokens.
@@ -117,6 +117,7 @@ class GrowingSequence:
             await asyncio.sleep(0)
 
     def __getstate__(self) -> dict[str, Any]:
+        """The lists as arrays, which take 13 bytes a token."""
         return self.__dict__ | {name: np.array(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

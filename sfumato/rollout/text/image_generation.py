@@ -1,9 +1,10 @@
-"""Images of a model that draws, by the training engine itself: whatever the mesh, the same weights and kernels."""
+"""Images of a model that draws, by its training engine: with its weights and kernels, on any mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ from sfumato.rewards.base import Failure, Sample
 from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.tracking.samples import SampleRecord
 
+if TYPE_CHECKING:
+    from sfumato.data.media.vision import Images
+    from sfumato.models.omni.flow_head import LatentTokenizer
+    from sfumato.models.omni.image_tokenizer import ImageTokenizer
+
 
 @torch.no_grad()
 def draw_images(
@@ -30,40 +36,42 @@ def draw_images(
     """An image for each of B prompts, code by code. All ranks must call it with the same prompts.
 
     Logits are ``unconditional + guidance_scale (conditional - unconditional)``, where the unconditional ones are of the
-    prompt with padding in the place of its text, as training has seen it (arXiv 2207.12598). Nothing is cached: each
-    code costs a pass over all prompts.
+    prompt with padding in the place of its text, as prompt dropout trains it (arXiv 2207.12598). Keys and values are
+    not cached: each code costs a pass over all prompts.
 
     Args:
         model: put on its mesh.
-        prompts: with images that they hold.
+        prompts: with their images.
         guidance_scale: 1 is none.
         temperature: divides the logits; 0 takes the likeliest code.
-        seed: of the noise, which belongs to the place among the prompts.
+        seed: of the noise, which is keyed by the index of the prompt.
 
     Returns:
         uint8 ``[B, H, W, 3]``.
     """
-    pad, columns = model.tokenizer.pad_token_id, model.image_tokenizer.text.columns
+    assert model.vision is not None
+    pad = model.tokenizer.pad_token_id
+    columns = model.image_tokenizer.text.columns
     opening = model.tokenizer(model.image_tokenizer.text.opening, add_special_tokens=False)["input_ids"]
     kinds = [model.vision.reader.kinds(np.array(prompt.input_ids)) for prompt in prompts]
-    stays = [
+    remains = [  # in the unconditional prompt: tokens of media, and the one that begins a text where a model keeps it
         (kind != 0) | (np.array(prompt.input_ids) == model.kept_token)
         for kind, prompt in zip(kinds, prompts, strict=True)
     ]
-    hidden = [np.where(kept, prompt.input_ids, pad) for kept, prompt in zip(stays, prompts, strict=True)]
+    unprompted = [np.where(mask, prompt.input_ids, pad) for mask, prompt in zip(remains, prompts, strict=True)]
     rows = [(list(prompt.input_ids), prompt.images) for prompt in prompts]
-    if guidance_scale != 1:
-        rows += [(row.tolist(), prompt.images) for row, prompt in zip(hidden, prompts, strict=True)]
+    if guidance_scale != 1:  # the unconditional rows follow in the same passes
+        rows += [(row.tolist(), prompt.images) for row, prompt in zip(unprompted, prompts, strict=True)]
     if model.has_head:
-        return _denoised(
+        return _denoise_images(
             model, [([*ids, *opening], images) for ids, images in rows], len(prompts), guidance_scale, seed
         )
     generators = [keyed_generator(seed, "drawn codes", index) for index in range(len(prompts))]
-    drawn: list[list[int]] = [[] for _ in prompts]
-    for place in range(model.image_tokenizer.num_codes):
-        if place and model.line_end is not None and place % columns == 0:
-            drawn = [[*row, model.line_end] for row in drawn]
-        texts = [[*ids, *opening, *drawn[index % len(prompts)]] for index, (ids, _) in enumerate(rows)]
+    image_tokens: list[list[int]] = [[] for _ in prompts]
+    for position in range(model.image_tokenizer.num_codes):
+        if position and model.line_end is not None and position % columns == 0:
+            image_tokens = [[*row, model.line_end] for row in image_tokens]
+        texts = [[*ids, *opening, *image_tokens[index % len(prompts)]] for index, (ids, _) in enumerate(rows)]
         logits = _next_logits(model, texts, [images for _, images in rows])[:, model.codes.start : model.codes.stop]
         if guidance_scale != 1:
             conditional, unconditional = logits.chunk(2)
@@ -73,46 +81,61 @@ def draw_images(
                 code = int(logits[index].argmax())
             else:
                 code = int(torch.multinomial((logits[index] / temperature).softmax(-1), 1, generator=generator))
-            drawn[index].append(model.codes.start + code)
-    codes = [[token - model.codes.start for token in row if token in model.codes] for row in drawn]
-    return model.image_tokenizer.decode(codes)
+            image_tokens[index].append(model.codes.start + code)
+    codes = [[token - model.codes.start for token in row if token in model.codes] for row in image_tokens]
+    return cast("ImageTokenizer", model.image_tokenizer).decode(codes)
 
 
-def _denoised(
-    model: OmniModel, rows: Sequence[tuple[Sequence[int], object]], count: int, scale: float, seed: int
+def _denoise_images(
+    model: OmniModel, rows: Sequence[tuple[Sequence[int], Images | None]], count: int, scale: float, seed: int
 ) -> np.ndarray:
-    """Images by the flow head, told the hidden states of texts that end where each image begins; the texts without a
-    prompt follow the ``count`` others, where ``scale`` guides."""
-    codes, shape = list(model.codes)[:-1], model.image_tokenizer.latent_shape
-    batch = _batch_of(model, [[*ids, *codes] for ids, _ in rows], [images for _, images in rows])
-    labels, ends = torch.full_like(batch.labels, IGNORED), np.cumsum(batch.document_lengths)
+    """Images of the flow head, which is conditioned on the language model's hidden states.
+
+    Args:
+        model: with a flow head.
+        rows: texts that end where their image begins, with their images: ``count`` conditional ones, then as many
+            unconditional ones unless ``scale`` is 1.
+        count: how many images are drawn.
+        scale: of the guidance.
+        seed: of the noise, which is keyed by the index of the image.
+
+    Returns:
+        uint8 ``[count, H, W, 3]``.
+    """
+    image_tokenizer = cast("LatentTokenizer", model.image_tokenizer)
+    codes = list(model.codes)[:-1]  # each of an image's K tokens is predicted from the one before: the last is no input
+    batch = _pack_texts(model, [[*ids, *codes] for ids, _ in rows], [images for _, images in rows])
+    # labels only mark the positions whose hidden states are asked for, K of each text
+    labels = torch.full_like(batch.labels, IGNORED)
+    ends = np.cumsum(batch.document_lengths)
     for end in ends[: len(rows)]:
         labels[0, end - len(model.codes) : end] = 0
     batch = replace(batch, labels=labels)
-    ((scores, placed),) = model.score([batch])
-    hidden = scores.hidden(placed.labels == 0).unflatten(0, (len(rows), -1))
-    noise = keyed_normal(shape, seed, "drawn latents", 0, list(range(count)), hidden.device)
+    ((scores, placed_batch),) = model.score([batch])
+    hidden = scores.hidden(placed_batch.labels == 0).unflatten(0, (len(rows), -1))  # [rows, K, H]
+    noise = keyed_normal(image_tokenizer.latent_shape, seed, "drawn latents", 0, list(range(count)), hidden.device)
     with model.head() as head:
         latents = denoise(head, noise, hidden[:count], hidden[count:] if scale != 1 else None, scale)
-    return model.image_tokenizer.decode(latents.cpu())
+    return image_tokenizer.decode(latents.cpu())
 
 
-def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> torch.Tensor:
-    """Logits of the token after each text, float32 ``[N, V]`` on the CPU."""
-    batch = _batch_of(model, texts, images)
+def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> torch.Tensor:
+    """Logits of the token after each of N texts, float32 ``[N, V]`` on the CPU."""
+    batch = _pack_texts(model, texts, images)
     labels = batch.labels.clone()
-    labels[0, np.cumsum(batch.document_lengths) - 1] = 0  # the output of these tokens alone is asked for
+    labels[0, np.cumsum(batch.document_lengths) - 1] = 0  # any label: logits are computed where there is one
     batch = replace(batch, labels=labels)
     return model.label_logits(batch)
 
 
-def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[object]) -> TokenBatch:
-    """Texts with the images that they hold, one after the other in a packed row."""
+def _pack_texts(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> TokenBatch:
+    """One packed row of texts with their images, without labels."""
     documents = [
-        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=own)
-        for tokens, own in zip(texts, images, strict=True)
+        Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=text_images)
+        for tokens, text_images in zip(texts, images, strict=True)
     ]
-    samples, ids = [TextSample((each,)) for each in documents], list(range(len(documents)))
+    samples = [TextSample((document,)) for document in documents]
+    ids = list(range(len(documents)))
     settings = (model.tokenizer.pad_token_id, placeholder_tokens(model.mesh), model.vision)
     return make_batch(samples, ids, [0] * len(ids), True, *settings)
 
@@ -120,7 +143,7 @@ def _batch_of(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence
 def draw_prompts(
     model: OmniModel, prompts: Sequence[AnsweredPrompt], settings: DrawConfig, seed: int, step: int
 ) -> list[SampleRecord]:
-    """An image for each prompt, with its reward where ``settings`` names one, beside the image that the data has."""
+    """Records of an image drawn for each prompt, with its reward where ``settings`` names one, else NaN."""
     if not prompts:
         return []
     pictures = draw_images(model, prompts, settings.guidance_scale, settings.temperature, seed)
@@ -131,8 +154,8 @@ def draw_prompts(
             Sample(image=picture, prompt=text, group_id=index)
             for index, (picture, text) in enumerate(zip(pictures, texts, strict=True))
         ]
-        found = settings.reward.score(samples)
-        values = [float("nan") if isinstance(value, Failure) else float(value) for value in found]
+        scores = settings.reward.score(samples)
+        values = [float("nan") if isinstance(score, Failure) else float(score) for score in scores]
     name = "reward" if settings.reward is None else settings.reward.label
     return [
         SampleRecord(picture, "eval", text, seed, index, {name: value}, value, policy_version=step)
@@ -148,11 +171,14 @@ def read_prompts(
     seed: int,
     step: int,
 ) -> list[SampleRecord]:
-    """Greedy answers to prompts whose answers are text, with whether they are the expected ones; ``stop`` are the
-    tokens that end one."""
+    """Records of greedy answers to prompts whose answers are text, and whether each is the expected one.
+
+    ``stop`` are the tokens that end an answer.
+    """
     if not prompts:
         return []
-    inputs, images = [prompt.input_ids for prompt in prompts], [prompt.images for prompt in prompts]
+    inputs = [prompt.input_ids for prompt in prompts]
+    images = [prompt.images for prompt in prompts]
     answers = answer_greedily(model, inputs, settings.max_new_tokens, stop, images, settings.stop)
     return [
         SampleRecord(
@@ -160,7 +186,7 @@ def read_prompts(
             kind="eval",
             prompt=_last_message(model, prompt),
             seed=seed,
-            sample_id=10_000 + index,  # after those that are drawn
+            sample_id=10_000 + index,  # after those of drawn images
             rewards={"exact_match": float(answer == prompt.answer)},
             total=float(answer == prompt.answer),
             policy_version=step,
@@ -170,6 +196,6 @@ def read_prompts(
 
 
 def _last_message(model: OmniModel, prompt: AnsweredPrompt) -> str:
-    """The text of a prompt without the tokens that stand around it."""
+    """The text of the user's last message, without the tokens of the chat template around it."""
     text = model.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)
     return text.removesuffix("assistant\n").rpartition("user\n")[2].strip()

@@ -1,4 +1,4 @@
-"""What the roles of an RL run of a language model hold, and how they draw texts."""
+"""The parts that the roles of an RL run of a language model are built from, and how a role draws texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -45,12 +45,33 @@ from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, Unfinished
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.folder import run_date
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from transformers import PreTrainedTokenizerFast
+
+    class _EngineWithWeights(Engine, Protocol):
+        """An engine that weights are sent to (``runtime/weight_sync``), one of this library or of a user."""
+
+        weights: Any
+
+        def restart(self) -> None: ...
+
+    class _DrawsEvaluations(Protocol):
+        """The part that an actor and a sampler (``runtime/states.py``, on a floor above this one) have in common."""
+
+        eval_prompts: Sequence[TextPrompt]
+        engine: TextEngine
+        updates: int
+
+        def evaluated(self) -> AbstractContextManager[object]: ...
+
 
 def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
     """Loads the model that is trained, and counts its operations.
 
     Raises:
-        ConfigError: when it is missing, or knows fewer positions than a sample may have tokens.
+        ConfigError: when it is missing, or has fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     check_length(model.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
@@ -58,13 +79,15 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
 
 
 def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
-    """Finds how packed rows have to reach the policy, a frozen copy of it or a teacher, and whether samples can share
-    prompts.
+    """Finds out in which layout the policy and its teacher take packed rows, and whether samples can share prompts.
+
+    A frozen copy of the policy takes rows as the policy does.
 
     Raises:
         ConfigError: as ``probe``.
     """
-    model, teacher = policies.model, policies.other_model
+    model = policies.model
+    teacher = policies.other_model
     models = [model] if teacher is None else [model, teacher]
     for probed in models:
         probe(probed, config.model, config.train, config.max_seq_len, say, trains=probed is model)
@@ -81,11 +104,11 @@ def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say:
 LOGGER = logging.getLogger(__name__)
 
 EVALUATION = "evaluation"
-"""What samples are for that are not learned from."""
+"""The purpose of samples that are not learned from; others are drawn for ``rollout``."""
 
 
 class TextEngine:
-    """Draws texts in a role, by weights of the policy in this process or by an engine with its own."""
+    """Draws texts in a role: with the policy of this process, or with an engine that has weights of its own."""
 
     def __init__(
         self,
@@ -95,48 +118,52 @@ class TextEngine:
         flops: FlopCount | None = None,
         served: bool = False,
     ) -> None:
-        """Starts an engine that has weights of its own; makes the embedded one when it is first needed.
+        """Starts an engine that has weights of its own; one that uses the policy's is built when it is first needed.
 
         Args:
             config: of the task.
             mesh: of the role's ranks.
             model: the policy, on the mesh; None for an engine with weights of its own.
             flops: of the policy that is trained.
-            served: use the engine that ``rollout.engine`` names, which has weights of its own.
+            served: start the engine that ``rollout.engine`` names, which has weights of its own.
 
         Raises:
-            ConfigError: when that engine cannot be what the configuration says.
+            ConfigError: when the engine does not fit its configuration.
             RoleLostError: when it does not start.
         """
         if model is None:
             tokenizer, reader = build_reader(config.model, config.train, config.data.data_type)
         else:
-            tokenizer, reader = model.tokenizer, None if model.vision is None else model.vision.reader
-        facts_of(tokenizer).date = run_date(config.train)
-        self.config, self.template, self.flops = config, build_text_template(config, tokenizer, reader), flops
-        adopt_template(self.template)  # which the actor's export carries
+            tokenizer = model.tokenizer
+            reader = None if model.vision is None else model.vision.reader
+        facts_of(tokenizer).date = run_date(config.train)  # templates that show the date show that of the run's start
+        self.config = config
+        self.template = build_text_template(config, tokenizer, reader)
+        self.flops = flops
+        adopt_template(self.template)  # the actor's export has this tokenizer
         self.mesh = mesh
         self.served = build_served(config) if served else None
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
-        """What takes weights; None where the policy's model does."""
+        """Receives the weights of new versions; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
         self._is_resting = False
         self.unfinished = UnfinishedRollouts() if config.rollout.leaves_unfinished else None
-        """What finished iterations have left to the next, in the actor, which keeps it with its checkpoints."""
+        """The groups that finished iterations have left to the next, in the actor, whose checkpoints hold them."""
         self._over_sampling: OverSampling | None = None
         self._dumped = None
         if config.rollout.load_dump is not None:
             self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
 
     def _embedded(self, module: nn.Module) -> Engine:
+        """Builds the embedded engine for a module with the policy's weights."""
         assert self._policy is not None
         settings = self.config.rollout.engine
         embedded = settings if isinstance(settings, Embedded) else Embedded()
         return embedded.of_module(module, self._policy.model, self.config.max_seq_len)
 
     def rest(self) -> None:
-        """Leaves the device to another role."""
+        """Frees the device for another role."""
         if self.served is not None and not self._is_resting:
             self.served.release()
         self._is_resting = True
@@ -150,10 +177,11 @@ class TextEngine:
     def rescore(self, model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probs of fixed tokens ``[N, T]`` by a policy: float32 ``[N, T - 1]`` on the CPU."""
         documents = [Document(row, np.arange(len(row)) > 0) for row in tokens.numpy().astype(np.int32)]
-        samples, number = [TextSample((each,)) for each in documents], len(documents)
-        batch = make_batch(samples, list(range(number)), [0] * number, True, 0, placeholder_tokens(model.mesh))
-        found = model.token_log_probs([batch])[0].cpu()
-        return found[batch.tensors["labels"] != IGNORED].view(number, -1)
+        samples = [TextSample((document,)) for document in documents]
+        count = len(documents)
+        batch = make_batch(samples, list(range(count)), [0] * count, True, 0, placeholder_tokens(model.mesh))
+        log_probs = model.token_log_probs([batch])[0].cpu()
+        return log_probs[batch.tensors["labels"] != IGNORED].view(count, -1)
 
     def draw(
         self,
@@ -166,17 +194,18 @@ class TextEngine:
         """Draws one sample for each of B prompts, all at the same time.
 
         Args:
-            weights: names what the samples are for and the policy's weights of now; see ``PolicyEngine.ready``.
+            weights: the samples' purpose and a number, which together name the policy's weights of now: an engine takes
+                them anew where they are not those of the last call; see ``PolicyEngine.ready``.
             version: of the policy.
-            prompts: B prompts, equal ones for a group.
-            groups: B numbers.
-            keys: of the noise of each.
+            prompts: B prompts, equal ones for the samples of a group.
+            groups: B group ids.
+            keys: of the noise of each sample.
 
         Returns:
             B lists of token sequences, and the B samples as rewards see them.
 
         Raises:
-            RoleLostError: when an engine with weights of its own is lost, and nothing brings it back.
+            RoleLostError: when an engine with weights of its own is lost and cannot be restarted.
         """
         rollout = self.config.rollout
         engine, sampling, limits = self._ready(weights, version)
@@ -190,24 +219,29 @@ class TextEngine:
 
         while True:
             try:
-                drawn = asyncio.run(draw_all())
+                texts = asyncio.run(draw_all())
                 break
             except EngineError as error:
                 self._restart(error)
-        drawn = [each.checked(self.template.without_text) for each in drawn]
-        samples = [each.sample(prompt, group) for each, prompt, group in zip(drawn, prompts, groups, strict=True)]
-        return [each.sequences for each in drawn], samples
+        texts = [text.checked(self.template.without_text) for text in texts]
+        samples = [text.sample(prompt, group) for text, prompt, group in zip(texts, prompts, groups, strict=True)]
+        return [text.sequences for text in texts], samples
 
     def _restart(self, error: EngineError) -> None:
-        """Starts an engine that was lost anew, with the weights that it had: what was asked for is drawn again."""
+        """Restarts an engine that was lost, with the weights that it had; the caller then draws all samples again.
+
+        Raises:
+            EngineError: the given one, for the embedded engine, in whose process there is nothing to restart.
+            RoleLostError: when it does not start, or was restarted ``runtime.max_restarts`` times before.
+        """
         if self.served is None:
             raise error
-        most = self.config.runtime.max_restarts
-        if self._restarts >= most:
+        limit = self.config.runtime.max_restarts
+        if self._restarts >= limit:
             reason = f"{error}\nits engine was started anew {self._restarts} times already (runtime.max_restarts)"
             raise RoleLostError("engine", (), reason) from error
         self._restarts += 1
-        LOGGER.warning("%s\nit is started anew, %d of %d times (runtime.max_restarts)", error, self._restarts, most)
+        LOGGER.warning("%s\nit is started anew, %d of %d times (runtime.max_restarts)", error, self._restarts, limit)
         try:
             self.served.restart()
         except (ConfigError, EngineError) as problem:
@@ -220,35 +254,36 @@ class TextEngine:
         iteration: int,
         version: int,
         unfinished: UnfinishedGroups | None = None,
-    ) -> tuple[Any, ...]:
-        """Draws the samples of an iteration that are asked for, or with ``rollout.load_dump`` reads them.
+    ) -> tuple[TextRollout, list[Sample], *tuple[UnfinishedGroups | None, ...]]:
+        """Draws the requested samples of an iteration, or with ``rollout.load_dump`` reads them.
 
         Args:
             requests: of this rank.
             prompts: those of training.
-            iteration: that is drawn.
+            iteration: whose samples are drawn.
             version: of the policy.
-            unfinished: what the iteration before left, where more groups are under way than are asked for: those that
-                end first then take the places of these.
+            unfinished: with oversampling, the groups that the iteration before has left. More groups are then drawn
+                than are requested, and those that end first take the places of the requested ones.
 
         Returns:
-            The rollout, and what rewards see of it; with unfinished groups also those of the next iteration, on Ray of
-            the first rank alone, which speaks for all.
+            The rollout, and its samples as rewards see them. With ``unfinished`` also the groups that are left to the
+            next iteration: on Ray from the first rank only, since all ranks have the same, and None from the others.
 
         Raises:
-            RoleLostError: when drawing fails, and nothing brings the engine back.
+            RoleLostError: when drawing fails and the engine cannot be restarted.
         """
         if self._dumped is not None:
             return self._dumped.draw(requests, iteration)
-        version = 0 if self.config.rollout.rollout_only else version
+        version = 0 if self.config.rollout.rollout_only else version  # nothing is trained: the weights stay the same
         weights = ("rollout", version)
         if unfinished is not None:
-            before = unfinished.iteration
-            assert before == iteration, f"iteration {iteration} cannot go on from what {before} does"
+            expected = unfinished.iteration
+            assert expected == iteration, f"iteration {iteration} cannot go on from what {expected} does"
             return self._draw_from(unfinished, requests, prompts, weights, version)
         keys = [SampleKeys(self.config.train.seed, iteration, request.sample_id) for request in requests]
-        wanted, groups = [prompts[each.prompt_id] for each in requests], [each.group_id for each in requests]
-        sequences, samples = self.draw(weights, version, wanted, groups, keys)
+        requested_prompts = [prompts[request.prompt_id] for request in requests]
+        groups = [request.group_id for request in requests]
+        sequences, samples = self.draw(weights, version, requested_prompts, groups, keys)
         return TextRollout(requests=list(requests), versions=[version] * len(requests), sequences=sequences), samples
 
     def _draw_from(
@@ -259,26 +294,30 @@ class TextEngine:
         weights: tuple[str, int],
         version: int,
     ) -> tuple[TextRollout, list[Sample], UnfinishedGroups | None]:
+        """``draw_requests`` with oversampling."""
         if self._over_sampling is None:
             self._over_sampling = OverSampling(self.config, prompts, self.mesh)
         places = list(dict.fromkeys(request.group_id for request in requests))
         while True:
-            drawing = (*self._ready(weights, version), self.template, version, unfinished, places)
+            engine, sampling, limits = self._ready(weights, version)
             try:
-                rollout, samples, after = self._over_sampling.draw(*drawing)
+                rollout, samples, after = self._over_sampling.draw(
+                    engine, sampling, limits, self.template, version, unfinished, places
+                )
                 break
             except EngineError as error:
                 if self.served is None:
                     raise RoleLostError("engine", (), str(error)) from error
-                if not isinstance(error, OtherRankError):
+                if not isinstance(error, OtherRankError):  # then this rank's engine runs, and all ranks draw again
                     self._restart(error)
-        is_given_on = self.config.runtime.backend != "ray" or self.mesh.data_rank == 0
-        return rollout, samples, after if is_given_on else None
+        returns_unfinished = self.config.runtime.backend != "ray" or self.mesh.data_rank == 0
+        return rollout, samples, after if returns_unfinished else None
 
     def _ready(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
-        """What draws by these weights, and how; arguments as of ``draw``."""
-        engine: Engine = self.served if self._policy is None else self._policy.ready(weights, version)
-        rollout, evaluation = self.config.rollout, self.config.eval
+        """The engine for these weights, how it draws, and the limits of answers; arguments as of ``draw``."""
+        engine = cast(Engine, self.served if self._policy is None else self._policy.ready(weights, version))
+        rollout = self.config.rollout
+        evaluation = self.config.eval
         stop = {"stop_token_ids": stop_tokens(self.template), "stop": self.template.stop}
         longest = rollout.max_new_tokens
         if weights[0] == EVALUATION:
@@ -289,12 +328,13 @@ class TextEngine:
         return engine, sampling, LengthLimits(longest, self.config.max_seq_len)
 
     def store_unfinished(self, unfinished: UnfinishedGroups | None) -> dict[str, float]:
-        """Keeps what an iteration that was learned from has left to the next. In the actor.
+        """Keeps the groups that an iteration has left to the next, once the actor has learned from the iteration.
 
         Returns:
-            Metrics of the iteration, where there is more to say than its samples do.
+            Metrics of the iteration that do not follow from its samples: of oversampling, or of dumps that were read.
         """
         if self.unfinished is not None:
+            assert unfinished is not None
             self.unfinished.groups = unfinished
             return unfinished.metrics
         return {} if self._dumped is None else self._dumped.metrics
@@ -306,10 +346,13 @@ class TextEngine:
             engine.close()
 
 
-def answer_held_out(state: Any, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
-    """An answer to each of some held-out prompts, from the averaged weights of an actor, or from those that a sampler
-    has; how long they are."""
-    prompts, step = [state.eval_prompts[row] for row in rows], state.updates
+def answer_held_out(state: _DrawsEvaluations, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
+    """An answer to each held-out prompt of ``rows``, and the lengths of the answers.
+
+    An actor draws with its averaged weights, a sampler with the weights that it was sent.
+    """
+    prompts = [state.eval_prompts[row] for row in rows]
+    step = state.updates
     keys = [SampleKeys(config.eval.seed, 0, row, EVALUATION) for row in rows]
     with state.evaluated():
         _, samples = state.engine.draw((EVALUATION, step), step, prompts, rows, keys)
@@ -317,15 +360,21 @@ def answer_held_out(state: Any, rows: list[int], config: TextRLConfig) -> tuple[
 
 
 def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel | None:
-    """The model that stands in the place of the reference, where ``algorithm.teacher`` names one.
+    """The model that takes the place of the reference, where ``algorithm.teacher`` names one.
 
     Raises:
-        ConfigError: when it is missing, or its tokens are others than the policy's.
+        ConfigError: when it is missing, or its tokenizer has other tokens than the policy's.
     """
     if config.algorithm.teacher is None:
         return None
-    own = {"model_path": config.algorithm.teacher, "config_path": None, "tokenizer_path": None, "lora": None}
-    section, data_type = config.model.model_copy(update=own), config.data.data_type
+    teacher_fields = {
+        "model_path": config.algorithm.teacher,
+        "config_path": None,
+        "tokenizer_path": None,
+        "lora": None,
+    }
+    section = config.model.model_copy(update=teacher_fields)
+    data_type = config.data.data_type
     teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
     check_length(teacher.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
@@ -346,7 +395,7 @@ def build_critic(config: TextRLConfig, mesh: Mesh, say: Callable[..., None]) -> 
 def open_prompts(
     config: TextRLConfig, say: Callable[..., None]
 ) -> tuple[PromptTemplate, list[TextPrompt], list[TextPrompt]]:
-    """How prompts are rendered, and the prompts of training and evaluation.
+    """The template that renders prompts, and the prompts of training and of evaluation.
 
     Raises:
         ConfigError: when tokenizer, chat template and kind of rollout do not go together.
@@ -367,58 +416,70 @@ def open_prompts(
     return template, train, held_out
 
 
-def build_served(config: TextRLConfig) -> Any:
-    """The engine that has weights of its own, started or found."""
-    on_meta, data_type = config.train.model_copy(update={"init_device": "meta"}), config.data.data_type
-    described = build_language_model(config.model, on_meta, data_type=data_type)
-    if not described.can_be_served:
+def build_served(config: TextRLConfig) -> _EngineWithWeights:
+    """The engine with weights of its own that ``rollout.engine`` names, started or connected to.
+
+    Raises:
+        ConfigError: when it cannot run the model.
+        RoleLostError: when it does not start.
+    """
+    # a model without memory: the engine takes from it which weights will be sent, with their names and shapes
+    on_meta = config.train.model_copy(update={"init_device": "meta"})
+    meta_model = build_language_model(config.model, on_meta, data_type=config.data.data_type)
+    if not meta_model.can_be_served:
         raise ConfigError(
-            f"rollout.engine {config.rollout.engine.type}: {described.name} is drawn with in the run's own processes "
+            f"rollout.engine {config.rollout.engine.type}: {meta_model.name} is drawn with in the run's own processes "
             "alone: take embedded"
         )
-    seen = {"reader": described.vision.reader} if described.vision is not None else {}
+    media = {"reader": meta_model.vision.reader} if meta_model.vision is not None else {}
     try:
         return config.rollout.engine.build(
-            str(config.model.model_path), described.module, Path(config.train.output_dir), **seen
+            str(config.model.model_path), meta_model.module, Path(config.train.output_dir), **media
         )
     except EngineError as error:
         raise RoleLostError("engine", (), str(error)) from error
 
 
 def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:
-    """Tokens by whose log-probs the weights of an engine of its own are verified: int64 ``[4, 16]``."""
+    """Random tokens, int64 ``[4, 16]``. An engine with weights of its own must give them the policy's log-probs."""
     generator = keyed_generator(config.train.seed, "rescoring")
     tokens = torch.randint(len(template.tokenizer), (4, 16), generator=generator)
     media = torch.tensor(sorted(template.media_tokens), dtype=torch.int64)
+    # a token that stands for an image cannot be scored without one
     return tokens.masked_fill(torch.isin(tokens, media), template.tokenizer.pad_token_id)
 
 
 def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
-    """Tokens at which drawing stops: those that end an answer, and those after which nothing can be said, since they
-    stand for an image that is not there or for no text at all."""
+    """Tokens at which drawing stops.
+
+    They are those that end an answer, and those after which it cannot go on: tokens that stand for media, of which an
+    answer has none, and ids without text.
+    """
     return tuple(sorted({*template.answer_end.stop_token_ids} | template.media_tokens | template.without_text))
 
 
-def build_text_template(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None) -> PromptTemplate:
-    """The template of a run, with what ends the answers that it draws; raises as ``build_prompt_template``."""
-    without: frozenset[int] = frozenset()
+def build_text_template(
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None
+) -> PromptTemplate:
+    """The template of a run, with the texts and ids that end answers; raises as ``build_prompt_template``."""
+    without_text: frozenset[int] = frozenset()
     if config.modality == "text":
-        described = read_model_config(config.model, config.data.data_type.has_images)
-        size = getattr(described.get_text_config(), "vocab_size", None) or len(tokenizer)
-        without = tokens_without_text(tokenizer, size)
+        model_config = read_model_config(config.model, config.data.data_type.has_images)
+        size = getattr(model_config.get_text_config(), "vocab_size", None) or len(tokenizer)
+        without_text = tokens_without_text(tokenizer, size)
     template = build_prompt_template(config.data, tokenizer, reader)
-    return replace(template, stop=tuple(config.rollout.stop), without_text=without)
+    return replace(template, stop=tuple(config.rollout.stop), without_text=without_text)
 
 
 def adopt_template(template: PromptTemplate) -> None:
-    """Makes the chat template the tokenizer's own, which exports carry."""
+    """Makes the chat template and the end of answers the tokenizer's own, so that exports have them."""
     if template.chat is not None:
         template.chat.adopt()
     facts_of(template.tokenizer).answer_end = template.answer_end
 
 
 def summed(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that sums a small tensor over data-parallel ranks."""
+    """A function that sums a small tensor over data-parallel ranks, in the order of ranks."""
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         parts = mesh.gather(values)

@@ -1,7 +1,7 @@
 """What a language model drew: sequences of tokens with the log-probability and the policy version of each.
 
-Tokens are never made from text again: what the engine was given and what it drew is what is trained on. B samples; L
-tokens of a sequence.
+Sequences are never tokenised again: an update trains on the very tokens that the engine was given and drew. Shapes: B
+samples, L tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from sfumato.data.media.vision import Images
 from sfumato.rollout.batch import Rollout
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop token, the limit of its length, or somebody who no longer wants it."""
+"""Why a completion ended: by a stop token or text, at the limit of its length, or because it was aborted."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt with what the policy drew after it, perhaps in several turns with other tokens between them."""
+    """A prompt and the tokens after it, in one turn or several turns of the policy with other tokens between them."""
 
     token_ids: np.ndarray
     """int32 ``[L]``."""
     drawn: np.ndarray
-    """bool ``[L]``: tokens that the policy drew, each of them a decision; the others are the prompt, answers of tools
-    and whatever else it was given."""
+    """bool ``[L]``: tokens that the policy drew, each of them a decision; the others are the prompt, results of tools
+    and other tokens between turns."""
     log_probs: np.ndarray
     """float32 ``[L]``: natural logarithms of the probabilities that the drawn tokens were drawn with; 0 elsewhere."""
     versions: np.ndarray
@@ -36,7 +36,7 @@ class TokenSequence:
     finish_reason: FinishReason = "stop"
     """Of the last turn."""
     images: Images | None = None
-    """Those that stand in the prompt."""
+    """The images of the prompt."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.drawn), len(self.log_probs), len(self.versions)}
@@ -44,7 +44,7 @@ class TokenSequence:
 
     @property
     def num_drawn(self) -> int:
-        """Decisions in it."""
+        """How many decisions it has."""
         return int(self.drawn.sum())
 
 
@@ -53,8 +53,8 @@ class TextRollout(Rollout):
     """B samples of a language model."""
 
     sequences: list[list[TokenSequence]] = by_row()
-    """B lists: the sequences of a sample, mostly one; several where an agent began anew or had others work for it. All
-    of them share the sample's reward."""
+    """B lists: the sequences of a sample, mostly one; several where an agent has more than one conversation. All of
+    them share the sample's reward."""
 
     @property
     def num_rows(self) -> list[int]:
@@ -75,11 +75,11 @@ def single_turn(
     finish_reason: FinishReason,
 ) -> TokenSequence:
     """A prompt with one completion."""
-    given = len(prompt_ids)
+    num_prompt_tokens = len(prompt_ids)
     return TokenSequence(
         np.array([*prompt_ids, *token_ids], np.int32),
-        np.arange(given + len(token_ids)) >= given,
-        np.array([0.0] * given + list(log_probs), np.float32),
-        np.array([-1] * given + list(versions), np.int32),
+        np.arange(num_prompt_tokens + len(token_ids)) >= num_prompt_tokens,
+        np.array([0.0] * num_prompt_tokens + list(log_probs), np.float32),
+        np.array([-1] * num_prompt_tokens + list(versions), np.int32),
         finish_reason,
     )

@@ -1,33 +1,37 @@
-"""The tokens between two turns of the policy: the end of its turn, what others say, the beginning of its next one.
+"""The tokens between two turns of the policy: the end of its turn, messages of others, the beginning of its next one.
 
-Only they are tokenised. What stands before them, drawn or given, stays as it is.
+Only these are tokenised. The tokens before them, drawn or not, stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.text.chat import Message
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.errors import ConfigError, DataError
 from sfumato.rollout.engines.base import Sampling
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 _ANSWER = "sfumatoanswer"
+"""The text of an answer that is then searched for in a rendered conversation."""
 
 
 def tokens_between(
     template: PromptTemplate, messages: list[Message], last_token: int | None, tools: Tools | None = None
 ) -> list[int]:
-    """The tokens that follow an answer of the policy.
+    """The tokens that follow an answer of the policy, up to where its next turn begins.
 
-    They are found by rendering the messages after an answer that is known.
+    To find them, a conversation whose answer is ``_ANSWER`` is rendered with the messages after it; the tokens are made
+    from the text behind that answer.
 
     Args:
         template: with a chat template.
-        messages: what others say; special tokens in them are broken up, so that nobody can end a turn that is not
-            theirs.
-        last_token: of the answer, where it is the stop token that ends a turn; None where it has none.
+        messages: of others; the texts of special tokens in them are broken up, so that a message cannot end its turn.
+        last_token: the stop token that the answer ended with; None where it ended without one.
         tools: as the prompt has shown them.
 
     Raises:
@@ -44,42 +48,43 @@ def tokens_between(
     tail = text.partition(_ANSWER)[2]
     if last_token is None:
         return template.encode([tail], is_beginning=False)[0]
+    # the template ends the turn, too, but the policy has drawn that token already
     tail = tail.removeprefix(template.tokenizer.decode([last_token], skip_special_tokens=False))
     return tokens_after(template, last_token, tail)
 
 
 def end_token(drawn: Sequence[int], sampling: Sampling) -> int | None:
-    """The token that ended a drawn answer; None where a text did (``Sampling.stop``), or the limit of its length."""
+    """The stop token that ended a drawn answer; None where a text (``Sampling.stop``) or its length ended it."""
     return drawn[-1] if drawn and drawn[-1] in sampling.stop_token_ids else None
 
 
 def tokens_after(template: PromptTemplate, last_token: int, text: str) -> list[int]:
-    """The tokens of a text that goes on after a token.
+    """The tokens of a text that follows a token.
 
-    Tokenised with that token's text in front of it where this leaves the token as it is, since some tokenizers put a
-    space in front of what they take for the beginning of a text.
+    The text is tokenised behind that token's own text, because some tokenizers put a space in front of the beginning of
+    a text. Where the two texts merge into other tokens, it is tokenised alone.
     """
     if not text:
         return []
     before = template.tokenizer.decode([last_token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    first, both, alone = template.encode([before, before + text, text], is_beginning=False)
-    return both[len(first) :] if first and both[: len(first)] == first else alone
+    prefix, joined, separate = template.encode([before, before + text, text], is_beginning=False)
+    return joined[len(prefix) :] if prefix and joined[: len(prefix)] == prefix else separate
 
 
-def _defused(message: Message, tokenizer: Any) -> Message:
+def _defused(message: Message, tokenizer: PreTrainedTokenizerFast) -> Message:
     content = message.get("content")
     return {**message, "content": defused(content, tokenizer)} if isinstance(content, str) else message
 
 
-def defused(text: str, tokenizer: Any) -> str:
-    """A text in which the names of special tokens are broken up by a space after their first letter."""
+def defused(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """A text in which the texts of special tokens are broken up by a space after their first character."""
     for name in special_names(tokenizer):
         if name in text:
             text = text.replace(name, f"{name[0]} {name[1:]}")
     return text
 
 
-def special_names(tokenizer: Any) -> Sequence[str]:
-    """Texts that the tokenizer takes for special tokens, the longest first."""
+def special_names(tokenizer: PreTrainedTokenizerFast) -> Sequence[str]:
+    """Texts that the tokenizer takes for special tokens, the longest first, since one may contain another."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
