@@ -100,7 +100,9 @@ class RoleLostError(RuntimeError):
     def __init__(self, role: str, ranks: Sequence[int], reason: str) -> None:
         """Names the role, or ``ray`` without ranks, the ranks that are lost, and why, with what they last wrote."""
         super().__init__(role, tuple(ranks), reason)
-        self.role, self.ranks, self.reason = role, tuple(ranks), reason
+        self.role = role
+        self.ranks = tuple(ranks)
+        self.reason = reason
 
     def __str__(self) -> str:
         if not self.ranks:

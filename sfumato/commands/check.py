@@ -206,7 +206,8 @@ def _look_at_model_folder(found: Findings, config: Any) -> None:
     """What a language model's folder says that the run follows, leaves out, or refuses."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    model, sees = made_model(config.model), config.data.data_type.has_images
+    model = made_model(config.model)
+    sees = config.data.data_type.has_images
     described = read_model_config(model, sees)
     found.notes.extend(describe_left_out(described))
     if jitter := describe_jitter(described):
@@ -223,7 +224,8 @@ def _look_at_model_folder(found: Findings, config: Any) -> None:
 
 def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
     """The tokenizer of a language model, and where the data has images what reads these."""
-    model, data_type = made_model(config.model), config.data.data_type
+    model = made_model(config.model)
+    data_type = config.data.data_type
     if not data_type.has_images:
         return build_tokenizer(model), None
     found.notes.append("predicted as if every token were one of an image, which takes the most memory")

@@ -109,7 +109,8 @@ def check_text_data(
     Raises:
         UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
     """
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     transform = build_transform(data, tokenizer, reader)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
@@ -128,7 +129,8 @@ def check_text_data(
     if store is not None:
         with pretended_mesh(layout) as mesh:
             loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None)
-        found.num_steps, found.tokens = loader.total_steps, loader.tokens_per_epoch
+        found.num_steps = loader.total_steps
+        found.tokens = loader.tokens_per_epoch
         found.tokens_are_exact = True
         return found
     found.tokens = sum(source.tokens for source in found.training)
@@ -142,7 +144,9 @@ def check_text_data(
 
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
     """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
-    data, seed, held_out = config.data, config.train.seed, None
+    data = config.data
+    seed = config.train.seed
+    held_out = None
     notes: list[str] = []
     if isinstance(config, TrainDitDpoConfig):
         dataset: Dataset = open_image_pairs(data, seed, notes.append)
@@ -176,7 +180,9 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
 
 def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None = None) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
-    data, kind, found = config.data, config.rollout.kind, DataFindings(num_steps=config.train.max_steps)
+    data = config.data
+    kind = config.rollout.kind
+    found = DataFindings(num_steps=config.train.max_steps)
     template = build_prompt_template(data, tokenizer, reader)
     kind.prepare(template)
     if template.chat is not None:

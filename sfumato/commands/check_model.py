@@ -108,8 +108,10 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if isinstance(config, TrainTextConfig):
-        flops, length = FlopCount(module, planned.vision), config.data.max_seq_len
-        found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
+        flops = FlopCount(module, planned.vision)
+        length = config.data.max_seq_len
+        found.num_active = flops.active_weights
+        found.flops_per_token = flops.training([length]) / length
     found.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
     if limit is not None and needed(found.largest, on_gpu) > limit:
         tried = _what_helps(config, layout, on_gpu, limit, show)
@@ -149,7 +151,8 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
-    is_rl, size = isinstance(config, DiffusionRLConfig), (section.height, section.width)
+    is_rl = isinstance(config, DiffusionRLConfig)
+    size = (section.height, section.width)
     sizes = [] if is_rl else section.sizes
     set_output(model, (*size, section.num_frames), "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
@@ -161,7 +164,8 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):
-        rollout, algorithm = config.rollout, config.algorithm
+        rollout = config.rollout
+        algorithm = config.algorithm
         others = algorithm.other_policies
         is_frozen = others.get("reference") == FROZEN
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
@@ -224,7 +228,8 @@ def _what_helps(
 
 def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Settings of ``train`` that take less memory, and whether they are tried together."""
-    train, is_text = config.train, isinstance(config, (TrainTextConfig, TextRLConfig))
+    train = config.train
+    is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
     modes = ("none", "selective", "full")
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
@@ -249,7 +254,8 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
 
 def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
     """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
-    changes, model = dict(changes), config.model
+    changes = dict(changes)
+    model = config.model
     if (lora := changes.pop("model.lora", None)) is not None:
         model = model.model_copy(update={"lora": lora, "dtype": "bf16"})
     train = config.train.model_copy(update=changes)

@@ -62,11 +62,13 @@ def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
 def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
     """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
     unless a sampler of its own draws them, or the answers of an evaluation."""
-    rollout, settings = config.rollout, config.rollout.engine
+    rollout = config.rollout
+    settings = config.rollout.engine
     embedded = settings if isinstance(settings, Embedded) else Embedded()
     groups = (rollout.over_sampling_batch_size or rollout.num_prompts) if rollout.hybrid_engine else 0
     trained, evaluated = (-(-count // layout.data) for count in (groups, config.eval.num_prompts))
-    prompt, longest = config.data.max_prompt_tokens, config.eval.max_new_tokens or rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    longest = config.eval.max_new_tokens or rollout.max_new_tokens
     if rollout.hybrid_engine and rollout.load_dump is None:
         longest = max(longest, rollout.max_new_tokens)
     count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)

@@ -56,7 +56,8 @@ OBJECT_STORE_FRACTION = 0.3
 """Fraction of the memory that Ray gives its object store by default, as long as shared memory is that large."""
 
 
-SIGN, SIGN_S = ".seen-by-", 3600.0
+SIGN = ".seen-by-"
+SIGN_S = 3600.0
 """Files that machines leave in a folder, and seconds for which they count."""
 
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs")
@@ -135,7 +136,8 @@ def _packages() -> Iterator[Finding]:
 
 
 def _package(requirement: Requirement) -> Finding:
-    name, wanted = requirement.name, str(requirement.specifier)
+    name = requirement.name
+    wanted = str(requirement.specifier)
     remedy = f"pip install '{requirement}'"
     version = _version(name)
     if version is None:
@@ -293,7 +295,8 @@ def _storage() -> Iterator[Finding]:
 
 def _shared_folder(folder: Path) -> Finding:
     """On which file system a folder is, and which machines have left a sign in it within ``SIGN_S``."""
-    host, now = socket.gethostname(), time.time()
+    host = socket.gethostname()
+    now = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove(folder / f"{SIGN}{host}")
@@ -319,12 +322,14 @@ def _file_system(folder: Path) -> str:
     mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return "an unknown file system"
-    best, kind = -1, "an unknown file system"
+    best = -1
+    kind = "an unknown file system"
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         point, found = line.split()[1:3]
         point = point.encode().decode("unicode_escape")
         if folder.is_relative_to(point) and len(point) >= best:
-            best, kind = len(point), found
+            best = len(point)
+            kind = found
     return kind
 
 
@@ -368,7 +373,8 @@ def _object_store() -> Finding:
     if not shared.is_dir():
         return Finding("ray", "object store", "ok", "no /dev/shm: objects lie on disk")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted, free = OBJECT_STORE_FRACTION * memory, shutil.disk_usage(shared).free
+    wanted = OBJECT_STORE_FRACTION * memory
+    free = shutil.disk_usage(shared).free
     detail = f"{free / 2**30:.1f} GiB free in /dev/shm, {wanted / 2**30:.1f} GiB wanted by default"
     if free >= wanted:
         return Finding("ray", "object store", "ok", detail)

@@ -22,7 +22,8 @@ def attention(device: str) -> None:
 
     from sfumato.models.language.packed_attention import register_packed_attention
 
-    attend, module = ALL_ATTENTION_FUNCTIONS[register_packed_attention()], nn.Module()
+    attend = ALL_ATTENTION_FUNCTIONS[register_packed_attention()]
+    module = nn.Module()
     positions = torch.cat([torch.arange(length) for length in (7, 130, 64, 1)])[None]
     total = positions.shape[1]
     tensors = [_random(1, heads, total, 64, seed=heads) for heads in (4, 2, 2)]

@@ -51,14 +51,17 @@ def preprocess(
             f"sfumato preprocess is for tasks that train on text and what stands in it; tasks/{name}.py makes what it "
             "keeps (data.cache_dir) when it starts"
         )
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     if data.datasets_type != "mapping":
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
     tokenizer, reader = build_reader(made_model(config.model), train, data.data_type)
     facts = facts_of(tokenizer)
-    facts.date, facts.appends_end = run_date(train), not isinstance(config, TrainTextRewardConfig)
+    facts.date = run_date(train)
+    facts.appends_end = not isinstance(config, TrainTextRewardConfig)
     transform = build_transform(data, tokenizer, reader)
-    sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
+    sources = open_sources(data)
+    folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
     limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
     store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")

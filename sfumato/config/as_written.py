@@ -39,7 +39,8 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
 
 def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
     """The types of a union, without what is noted with them, but for a ``Variant``, which stands for itself."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
         variant = next((note for note in parts[1:] if isinstance(note, Variant)), None)
         yield from [variant] if variant is not None else _kinds_of(parts[0])

@@ -12,7 +12,8 @@ from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
 from sfumato.config.sections import MAX_SIDE, ModelConfig, check_size
 
-TRAJECTORIES, FORWARD_PROCESS = "sfumato.algorithms.objectives", "sfumato.algorithms.forward_process"
+TRAJECTORIES = "sfumato.algorithms.objectives"
+FORWARD_PROCESS = "sfumato.algorithms.forward_process"
 TASKS = {TRAJECTORIES: "tasks/rl_diffusion.py", FORWARD_PROCESS: "tasks/rl_diffusion_forward.py"}
 """Where objectives stand, and the task that learns by them."""
 RECIPES = {TRAJECTORIES: TRAJECTORY_RECIPES, FORWARD_PROCESS: FORWARD_RECIPES}
@@ -68,7 +69,8 @@ class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _is_of_this_task(cls, data: Any) -> Any:
-        recipe, objective = cls.recipe_in(data), data.get("objective") if isinstance(data, dict) else None
+        recipe = cls.recipe_in(data)
+        objective = data.get("objective") if isinstance(data, dict) else None
         kind = objective.get("type") if isinstance(objective, dict) else objective
         for source, task in TASKS.items():
             if source == cls.objectives:
@@ -324,7 +326,9 @@ class ForwardRLConfig(DiffusionRLConfig):
     @model_validator(mode="after")
     def _groups_fit(self) -> ForwardRLConfig:
         self._check_schedule("timesteps")
-        algorithm, name, group_size = self.algorithm, self.algorithm.objective.type, self.rollout.n
+        algorithm = self.algorithm
+        name = self.algorithm.objective.type
+        group_size = self.rollout.n
         if not algorithm.whole_groups:
             return self
         if (self.train.global_batch_size or 0) % group_size:

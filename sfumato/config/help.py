@@ -142,7 +142,8 @@ def _type_name(annotation: Any, variant: Variant | None) -> str:
 
 def _plain_name(annotation: Any) -> str:
     """A type without the conditions that are noted with it."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
         return _plain_name(parts[0])
     if origin in (typing.Union, types.UnionType):

@@ -119,7 +119,8 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
     except ConfigError:
         raise
     except yaml.YAMLError as error:
-        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
         where = name if mark is None or "\n" not in text.strip() else f"{name}:{mark.line + 1}"
         raise ConfigError(f"{where} is not valid YAML: {problem or ' '.join(str(error).split())}") from error
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
@@ -133,7 +134,9 @@ def _place(mark: Any) -> str:
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-LONGEST_SHOWN, LONGEST_MESSAGE, MOST_SHOWN = 80, 1200, 20
+LONGEST_SHOWN = 80
+LONGEST_MESSAGE = 1200
+MOST_SHOWN = 20
 """Characters of a given value that a message repeats, characters of a mistake, and mistakes."""
 
 TOO_LARGE = "a whole number must fit into 64 bits"  # torch, numpy and files have no room for it

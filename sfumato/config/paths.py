@@ -12,7 +12,8 @@ from pydantic import AfterValidator
 from sfumato.config.file_checks import file_problem, read_json_object
 from sfumato.errors import ConfigError
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 """Bytes of a name and of a whole path that Linux takes."""
 
 

@@ -52,10 +52,13 @@ class RecipeRLConfig(RLConfig):
     @classmethod
     def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
         """Parts that the file sets for its own recipe do not fit the parts of another one."""
-        given, over, parts = data.get("algorithm"), overrides.get("algorithm"), cls.parts()
+        given = data.get("algorithm")
+        over = overrides.get("algorithm")
+        parts = cls.parts()
         if not isinstance(given, dict) or not isinstance(over, dict):
             return {}
-        before, recipe = parts.recipe_in(given), over.get("recipe")
+        before = parts.recipe_in(given)
+        recipe = over.get("recipe")
         named = [part for part in given if part in parts.model_fields and part not in {"recipe", *over}]
         if recipe not in list(parts.recipes()) or recipe == before or not named:
             return {}

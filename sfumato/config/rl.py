@@ -246,7 +246,8 @@ class RLConfig(Section):
 
     @model_validator(mode="after")
     def _roles_fit(self) -> RLConfig:
-        pool, runtime = self.runtime.pools.sampler, self.runtime
+        pool = self.runtime.pools.sampler
+        runtime = self.runtime
         if self.rollout.hybrid_engine and "sampler" in runtime.pools.given:
             raise ValueError(
                 "runtime.pools.sampler: with rollout.hybrid_engine the actor's processes sample: remove it, or set "

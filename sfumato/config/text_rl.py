@@ -280,7 +280,8 @@ class TextRLConfig(RecipeRLConfig):
 
     @model_validator(mode="after")
     def _groups_fit(self) -> TextRLConfig:
-        algorithm, rollout = self.algorithm, self.rollout
+        algorithm = self.algorithm
+        rollout = self.rollout
         if rollout.n == 1 and algorithm.advantage.type != "raw":
             raise ValueError(
                 f"rollout.n 1: algorithm.advantage {algorithm.advantage.type} compares the samples of a group, and one "

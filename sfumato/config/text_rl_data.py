@@ -49,7 +49,8 @@ class TextPromptDataConfig(Section):
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
             formats = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts") | dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
-            wanted, kind = formats.get(self.synthetic.problem, "prompts"), self.data_type.type
+            wanted = formats.get(self.synthetic.problem, "prompts")
+            kind = self.data_type.type
             if kind != wanted and {kind, wanted} & {*formats.values()}:
                 needing = " and ".join(name for name, each in formats.items() if each in (kind, wanted))
                 raise ValueError(

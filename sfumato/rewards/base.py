@@ -25,7 +25,8 @@ def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[...
 
     Loaders that share a lock run one after the other.
     """
-    cached, lock = functools.cache(function), lock or threading.RLock()
+    cached = functools.cache(function)
+    lock = lock or threading.RLock()
 
     @functools.wraps(function)
     def load(*args: Any, **settings: Any) -> Result:

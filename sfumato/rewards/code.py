@@ -88,7 +88,9 @@ class CodeReward(Reward):
 
     def _run_pairs(self, code: str, tests: CodeTests) -> int:
         """How many outputs are right. They are compared here: no program ever sees one."""
-        sandbox, passed, deadline = self._sandbox(), 0, time.monotonic() + self.timeout_s
+        sandbox = self._sandbox()
+        passed = 0
+        deadline = time.monotonic() + self.timeout_s
         for given, wanted in tests.pairs:
             finished = sandbox.run_python(code, stdin=given.encode("utf-8", "surrogatepass"))
             is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), wanted)
@@ -109,7 +111,8 @@ class CodeReward(Reward):
                 calls, values, results = (_pipe(descriptors) for _ in range(3))
                 nothing = os.open(os.devnull, os.O_RDWR)
                 descriptors.callback(os.close, nothing)
-                command, quiet = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"], [nothing] * 3
+                command = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"]
+                quiet = [nothing] * 3
                 answer = sandbox.start([*command, "answer"], [*quiet, calls[0], values[1]], answer_files)
                 running.callback(answer.close)
                 check = sandbox.start([*command, "check"], [*quiet, results[1], values[0], calls[1]], check_files)

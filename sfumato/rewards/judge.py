@@ -172,7 +172,8 @@ class Judge(HttpReward):
 
         Raises DataError when a sample does not have what the template needs.
         """
-        deadline, caller = self.call_deadline(), self.caller()
+        deadline = self.call_deadline()
+        caller = self.caller()
 
         def ask(question: tuple[Sample, ...]) -> ChatReply:
             return self._ask(caller, self._question(question), deadline)

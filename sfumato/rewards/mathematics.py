@@ -88,7 +88,8 @@ class MathAnswer(AnswerReward):
         return [self._score_one(sample) for sample in samples]
 
     def _score_one(self, sample: Sample) -> float | Failure:
-        target, text = self._target(sample.prompt, sample.metadata), text_of(sample, self.label)
+        target = self._target(sample.prompt, sample.metadata)
+        text = text_of(sample, self.label)
         if self.extract != "all":
             found = extract_answer(text, self.extract, self.marker)
             if found is None:

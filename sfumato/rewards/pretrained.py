@@ -116,7 +116,8 @@ class HpsV2(_ClipReward):
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
         """Cosine of each image, scaled to fit whole and not cut as CLIP's are, with its prompt, [B]."""
-        images, prompts = [sample.image for sample in samples], [sample.prompt for sample in samples]
+        images = [sample.image for sample in samples]
+        prompts = [sample.prompt for sample in samples]
         return network.cosines(images, prompts, whole=True)
 
 
@@ -249,7 +250,8 @@ class ProcessRewardModel(TextRewardModel):
 
         from sfumato.rewards.networks.classifier import aggregate_steps
 
-        separator, answers = {"paragraph": "\n\n", "line": "\n"}[self.steps_by], []
+        separator = {"paragraph": "\n\n", "line": "\n"}[self.steps_by]
+        answers = []
         for sample in samples:
             prompt, text = self._read(sample)
             answers.append((prompt, [step for step in text.split(separator) if step.strip()]))

@@ -63,7 +63,8 @@ class ReasoningGym(Reward):
     def score(self, samples: list[Sample]) -> list[float | Failure]:
         """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
         values: list[float | Failure] = [0.0] * len(samples)
-        asked, places = [], []
+        asked = []
+        places = []
         for place, sample in enumerate(samples):
             problem = self._problem(sample.prompt, sample.metadata)
             found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
@@ -140,7 +141,8 @@ class Verifier:
         """In a process that was forked: the program is the parent's."""
         if self._program is not None:
             self._program.close()
-        self._lock, self._program = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._program = None
 
 
 verifier = Verifier()

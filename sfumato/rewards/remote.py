@@ -83,7 +83,10 @@ class RemoteReward(HttpReward):
     def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
         """Rows of each request: equally many for every server, within what a request may hold."""
         most = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
-        pieces, start, size, pixel_bytes = [], 0, 0, 0
+        pieces = []
+        start = 0
+        size = 0
+        pixel_bytes = 0
         for row, sample in enumerate(samples):
             is_full = (
                 row - start == most
@@ -92,7 +95,9 @@ class RemoteReward(HttpReward):
             )
             if is_full and row > start:
                 pieces.append(range(start, row))
-                start, size, pixel_bytes = row, 0, 0
+                start = row
+                size = 0
+                pixel_bytes = 0
             size += sizes[row]
             pixel_bytes += wire.pixel_bytes(sample)
         return [*pieces, range(start, len(samples))]

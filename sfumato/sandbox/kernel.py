@@ -10,20 +10,42 @@ import os
 import struct
 from collections.abc import Sequence
 
-CLONE_NEWNS, CLONE_NEWCGROUP = 0x20000, 0x2000000
-CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x4000000, 0x8000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+CLONE_NEWNS = 0x20000
+CLONE_NEWCGROUP = 0x2000000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
 ALL_NAMESPACES = (
     CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
-MS_REC, MS_PRIVATE = 16384, 1 << 18
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
-_PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 8, 22, 2
-_SYS_PIVOT_ROOT, _SYS_CAPSET, _SYS_MOUNT_SETATTR = 155, 126, 442
-_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_SET_KEEPCAPS = 8
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_SYS_PIVOT_ROOT = 155
+_SYS_CAPSET = 126
+_SYS_MOUNT_SETATTR = 442
+_MNT_DETACH = 2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_ATTR_RDONLY = 1
+_ATTR_NOSUID = 2
+_ATTR_NODEV = 4
+_ATTR_NOEXEC = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -87,7 +109,8 @@ def drop_privileges() -> None:
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # one beyond the last that this kernel knows
     _check(_libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0), "clearing ambient capabilities")
-    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", *([0] * 6))
+    header = struct.pack("Ii", 0x20080522, 0)
+    data = struct.pack("IIIIII", *([0] * 6))
     _check(_libc.syscall(_SYS_CAPSET, header, data), "dropping capabilities")
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "forbidding new privileges")
 
@@ -108,11 +131,23 @@ REFUSED = {
     "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240,
 }  # fmt: skip
 """System calls that a program in the sandbox is refused with EPERM, and their numbers."""
-_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _AF_UNIX = 56, 435, 41, 53, 1
-_AUDIT_ARCH_X86_64, _X32_BIT = 0xC000003E, 0x40000000
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_EPERM, _ENOSYS = 1, 38
+_CLONE = 56
+_CLONE3 = 435
+_SOCKET = 41
+_SOCKETPAIR = 53
+_AF_UNIX = 1
+_AUDIT_ARCH_X86_64 = 0xC000003E
+_X32_BIT = 0x40000000
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_JUMP_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050000
+_KILL = 0x80000000
+_EPERM = 1
+_ENOSYS = 38
 _Instruction = tuple[int, int, int, int]
 
 

@@ -159,7 +159,8 @@ def _be_first(request: dict[str, Any], descriptors: list[int], sources: dict[str
     kernel.refuse_calls()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal from within that it has no handler for
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    status, began = descriptors[0], time.monotonic()
+    status = descriptors[0]
+    began = time.monotonic()
     its_error, error = os.pipe()
     child = os.fork()
     if not child:
@@ -231,7 +232,9 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
 
 def _watch(child: int, request: dict[str, Any], status: int, began: float) -> dict[str, Any]:
     """Until the program ends, is to be ended, or has used too much of time or memory. Then nothing of it is left."""
-    asked, why, code = select.poll(), "", None
+    asked = select.poll()
+    why = ""
+    code = None
     asked.register(status, select.POLLIN)  # readable also once the other end is shut or gone
     while not why:
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_S)

@@ -214,7 +214,8 @@ class Sandbox:
     def start(self, command: Sequence[str], descriptors: Sequence[int], files: Mapping[str, bytes] | None) -> Running:
         """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
         limits = self.limits
-        memory, disk = limits.memory_mib * 2**20, limits.disk_mib * 2**20
+        memory = limits.memory_mib * 2**20
+        disk = limits.disk_mib * 2**20
         limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
         request = {
@@ -254,7 +255,9 @@ def _file_of(content: bytes) -> int:
 
 def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
     """Reads what a program writes until it has ended."""
-    most, is_too_much, report = limits.output_kib * 1024, False, None
+    most = limits.output_kib * 1024
+    is_too_much = False
+    report = None
     written: dict[int, bytearray] = {each: bytearray() for each in outputs}
     deadline = time.monotonic() + limits.wall_s + _GRACE_S
     with selectors.DefaultSelector() as selector:
@@ -347,7 +350,9 @@ class _Launcher:
         """In a process that was forked: the launcher is the parent's."""
         if self._requests is not None:
             self._requests.close()
-        self._lock, self._process, self._requests = threading.Lock(), None, None
+        self._lock = threading.Lock()
+        self._process = None
+        self._requests = None
 
 
 _launcher = _Launcher()

@@ -43,7 +43,8 @@ def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> An
 
 
 def _depth(value: Any) -> int:
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]

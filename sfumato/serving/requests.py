@@ -52,7 +52,8 @@ class ByteShare:
     """What one request holds of a budget."""
 
     def __init__(self, budget: ByteBudget) -> None:
-        self.budget, self.held = budget, 0
+        self.budget = budget
+        self.held = 0
 
     def grow_to(self, num_bytes: int) -> None:
         """Holds at least so many bytes. Raises RefusedRequestError when others hold too much."""
@@ -86,7 +87,8 @@ class RequestGuard:
     """
 
     def __init__(self, app: Any, names: Sequence[str] = (), remedy: str = "") -> None:
-        self.app, self.remedy = app, remedy
+        self.app = app
+        self.remedy = remedy
         self.names = {name.lower().rstrip(".") for name in (*names, "localhost", socket.gethostname())}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -88,7 +88,8 @@ def decode(value: Any, other: Any) -> Any:
     """The value back, of builtin types only. Raises ValueError, TypeError or KeyError for what is no such JSON."""
     if type(value) in PLAIN:
         return value
-    tag, content = value[0], value[1]
+    tag = value[0]
+    content = value[1]
     if tag in _LISTS:
         return _LISTS[tag](decode(each, other) for each in content)
     if tag == "d":
@@ -107,7 +108,8 @@ def decode(value: Any, other: Any) -> Any:
 
 def answer() -> None:
     """Runs the answer, then what the tests ask of it."""
-    calls, values = os.fdopen(3, "rb"), os.fdopen(4, "wb")
+    calls = os.fdopen(3, "rb")
+    values = os.fdopen(4, "wb")
     space: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
     with open("/tmp/answer.py", encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
@@ -170,7 +172,8 @@ class Remote:
     """Something of the answer that is no plain data: it can be called and looked into, and is equal to itself alone."""
 
     def __init__(self, target: Any, pipes: tuple[BinaryIO, BinaryIO]) -> None:
-        self.__dict__["_target"], self.__dict__["_pipes"] = target, pipes
+        self.__dict__["_target"] = target
+        self.__dict__["_pipes"] = pipes
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         return self._ask("call", positional, keywords)
@@ -258,7 +261,8 @@ class Space(dict):
 
     def __init__(self, entry_point: str, pipes: tuple[BinaryIO, BinaryIO]) -> None:
         super().__init__(__name__="tests", __builtins__=builtins)
-        self.entry_point, self.pipes = entry_point, pipes
+        self.entry_point = entry_point
+        self.pipes = pipes
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):

@@ -40,7 +40,8 @@ def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests
     Raises:
         DataError: there are no tests, or they cannot be read.
     """
-    setup, entry_point = metadata.get("setup") or "", metadata.get("entry_point") or ""
+    setup = metadata.get("setup") or ""
+    entry_point = metadata.get("entry_point") or ""
     if not isinstance(setup, str) or not isinstance(entry_point, str):
         raise DataError(f"{where}: setup and entry_point must be texts")
     if isinstance(value, str) and value.lstrip().startswith(_WRITTEN_AS_JSON):

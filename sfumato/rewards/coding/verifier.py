@@ -47,7 +47,8 @@ def score_all(requests: list[dict[str, Any]], made: dict[str, Any]) -> list[floa
     The problems of a task, which may take a while, are made once. What is asked twice is answered once: groups of a
     policy that is sure are full of it.
     """
-    scores, answered = [], {}
+    scores = []
+    answered = {}
     for asked in requests:
         which = [asked[name] for name in ("task", "size", "seed", "parameters")]
         key = json.dumps(which, sort_keys=True)

@@ -104,7 +104,8 @@ class HttpCaller:
         self._servers = [_Server(url) for url in base_urls]
         self._key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
+        self._retry_for_s = retry_for_s
+        self._request_timeout_s = request_timeout_s
         self._allow_private = allow_private
         has_tls = any(server.base.scheme == "https" for server in self._servers)
         self._tls = ssl.create_default_context() if has_tls else None

@@ -258,7 +258,8 @@ def _read(response: http.client.HTTPResponse, base: BaseUrl, max_bytes: int) -> 
     too_large = f"{base.text}: the answer is larger than {max_bytes / 2**20:g} MiB"
     if response.length is not None and response.length > max_bytes:
         raise BadAnswerError(too_large, kind="too large")
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     while piece := response.read(min(65536, max_bytes + 1 - size)):
         pieces.append(piece)
         size += len(piece)
@@ -280,7 +281,8 @@ class _TimedSocket:
     """As much of a socket as http.client uses, with one deadline over all it does, however small the pieces."""
 
     def __init__(self, opened: socket.socket, deadline: float) -> None:
-        self._opened, self._deadline = opened, deadline
+        self._opened = opened
+        self._deadline = deadline
 
     def sendall(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -298,7 +300,8 @@ class _TimedSocket:
 
 class _TimedStream(io.RawIOBase):
     def __init__(self, opened: socket.socket, deadline: float) -> None:
-        self._opened, self._deadline = opened, deadline
+        self._opened = opened
+        self._deadline = deadline
 
     def readable(self) -> bool:
         return True

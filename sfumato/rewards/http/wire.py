@@ -159,7 +159,9 @@ def read_request(data: bytes | bytearray, is_given_up: Callable[[], bool] = lamb
     Raises:
         WireError: it is no request, or one of more than a request may hold.
     """
-    reader, reward, samples = MessageReader(data), "", []
+    reader = MessageReader(data)
+    reward = ""
+    samples = []
     for name in reader.fields("", ("version", "reward", "samples")):
         if name == "version":
             _read_version(reader)
@@ -216,7 +218,8 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
     """What a server says of each sample. Raises WireError for anything but one value or failure per sample."""
-    reader, lists = MessageReader(data), {"values": [], "failures": []}
+    reader = MessageReader(data)
+    lists = {"values": [], "failures": []}
     kinds: dict[str, tuple[type | None, ...]] = {"values": (float, None), "failures": (str, None)}
     for name in reader.fields("", ("version", *lists)):
         if name == "version":
@@ -292,7 +295,8 @@ def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
         with _place(f"samples.{number}"):
             frames = sample.image if isinstance(sample.image, list) else [sample.image]
             sizes = [_size_of_png(data) for data in (*frames, sample.source) if data is not None]
-            pixel_bytes, largest = pixel_bytes + sum(sizes), max(largest, *sizes, 0)
+            pixel_bytes = pixel_bytes + sum(sizes)
+            largest = max(largest, *sizes, 0)
             if pixel_bytes > MAX_PIXEL_BYTES:
                 raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
             metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)

@@ -114,7 +114,8 @@ class StepClassifier:
         Returns:
             float32 ``[steps]`` of each answer on the CPU; ``[0]`` where there are none, or it is too long.
         """
-        rows, ends = [], []
+        rows = []
+        ends = []
         for prompt, steps in answers:
             ids, places = self._encode(prompt, [step.strip() for step in steps], separator)
             rows.append(ids)
@@ -132,7 +133,9 @@ class StepClassifier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of a conversation, int64 ``[L]``, and those that hold the last character of each step, int64
         ``[steps]``; nothing of a conversation without steps, or whose template changes one."""
-        nothing, place, places = torch.zeros(0, dtype=torch.int64), 0, []
+        nothing = torch.zeros(0, dtype=torch.int64)
+        place = 0
+        places = []
         messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
         begin, text = (
             self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt)

@@ -38,7 +38,8 @@ class Embedder:
         """Raises ConfigError when the folder holds no model of ``IMAGE_MODELS``."""
         from transformers import AutoModel
 
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.lock = threading.Lock()
         self.tokenizer: Any = None
         self.model_type = check_model_type(folder, IMAGE_MODELS)

@@ -42,7 +42,8 @@ class HpsV3Network:
         check_model_type(folder, ("qwen2_vl",))
         check_folder(folder, INSTRUCTION_FILE, WEIGHTS_FILE)
         self.lock = threading.Lock()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.instruction = _read_instruction(folder / INSTRUCTION_FILE)
         self.processor = load_image_processor(folder)
         self.tokenizer = load_tokenizer(folder)

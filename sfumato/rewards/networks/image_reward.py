@@ -24,7 +24,8 @@ from sfumato.rewards.networks.folder import (
     read_json,
 )
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072
+MEAN = 0.16717362830052426
+STD = 1.0333394966054072
 MAX_TOKENS = 35
 HEAD_WIDTH = 64  # of an attention head, in every published size of the image encoder
 
@@ -48,7 +49,8 @@ class ImageRewardNetwork:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
         check_folder(folder, "ImageReward.safetensors", "med_config.json")
         self.lock = threading.Lock()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.tokenizer = load_tokenizer(folder)
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
         vision, text, head = split_tensors(tensors)
@@ -101,7 +103,9 @@ def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict
 
     BLIP's projections, which the published file holds as well, take no part in the score.
     """
-    vision, text, head = {}, {}, {}
+    vision = {}
+    text = {}
+    head = {}
     for name, tensor in tensors.items():
         if name.startswith("blip.visual_encoder."):
             renamed = name.removeprefix("blip.")

@@ -123,7 +123,8 @@ class FunctionCombination(Combination):
             ConfigError: it raised, or returned something else.
         """
         del weights
-        function, num_samples = import_function(self.path), len(next(iter(values.values())))
+        function = import_function(self.path)
+        num_samples = len(next(iter(values.values())))
         try:
             total = np.asarray(function({name: array.copy() for name, array in values.items()}, metadata), np.float64)
         except Exception as error:

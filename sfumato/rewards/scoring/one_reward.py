@@ -35,7 +35,9 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
     """
     values = np.full(len(samples), math.nan)
     reasons = [""] * len(samples)
-    given_up, lost_in_a_row, most_lost = "", 0, 2 if reward.process else 1
+    given_up = ""
+    lost_in_a_row = 0
+    most_lost = 2 if reward.process else 1
     for indices in reward.plan_calls(samples):
         parts = [reward.seen(samples[index]) for index in indices]
         batch = [image for part in parts for image in part]
@@ -114,7 +116,8 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     rows = sorted(index for unit in new.values() for index in unit)
     new_values, new_reasons = score_with(reward, [samples[index] for index in rows])
     place = {index: row for row, index in enumerate(rows)}
-    values, reasons = np.full(len(samples), math.nan), [""] * len(samples)
+    values = np.full(len(samples), math.nan)
+    reasons = [""] * len(samples)
     for key, unit in zip(keys, units, strict=True):
         if key not in new:
             values[unit] = known[key]

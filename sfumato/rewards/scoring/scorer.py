@@ -199,7 +199,8 @@ class Scorer:
 
         Rewards that are not optimised never raise, whatever they returned.
         """
-        num_samples, num_failed = len(scores.total), int(np.isnan(scores.total).sum())
+        num_samples = len(scores.total)
+        num_failed = int(np.isnan(scores.total).sum())
         if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
             return
         prefixes = (_DAMAGED, _COMBINATION, *(_failure_prefix(reward) for reward in self.objective))

@@ -116,7 +116,8 @@ class Worker:
     def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         too_late = LostError(f"{TIMED_OUT} after {timeout_s:g} s")
-        rest, number = memoryview(request), self._num_asked
+        rest = memoryview(request)
+        number = self._num_asked
         self._num_asked += 1
         while rest:
             self._wait(self._requests, select.POLLOUT, deadline, too_late)
@@ -124,7 +125,8 @@ class Worker:
                 rest = rest[os.write(self._requests, rest) :]
             except BrokenPipeError:
                 raise LostError(self._how_it_ended()) from None
-        answer, most = bytearray(), 65536 + 8192 * num_samples
+        answer = bytearray()
+        most = 65536 + 8192 * num_samples
         while not answer.endswith(b"\n"):
             self._wait(self._replies, select.POLLIN, deadline, too_late)
             part = os.read(self._replies, 65536)
@@ -189,7 +191,8 @@ class WorkerPool:
     """The processes of one reward, which comes with its pickle."""
 
     def __init__(self, reward: Reward, pickled: bytes) -> None:
-        self.reward, self._pickled = reward, pickled
+        self.reward = reward
+        self._pickled = pickled
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._lock = threading.Lock()
@@ -207,7 +210,8 @@ class WorkerPool:
             pickled = pickle.dumps(samples)
         except Exception as error:
             return Outcome(failed(f"the samples cannot be sent to its process: {error}", len(samples)))
-        worker, keep = None, False
+        worker = None
+        keep = False
         try:
             worker = self._take()
             values, keep = worker.score(pickled, len(samples))

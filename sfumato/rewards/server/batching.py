@@ -44,7 +44,9 @@ class Batcher:
         self, reward: Reward, max_batch_size: int, max_wait_s: float, on_call: Callable[[list[str], float], None]
     ) -> None:
         self.reward = reward
-        self._max_batch_size, self._max_wait_s, self._on_call = max_batch_size, max_wait_s, on_call
+        self._max_batch_size = max_batch_size
+        self._max_wait_s = max_wait_s
+        self._on_call = on_call
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=reward.label)  # one that hangs keeps no other waiting
         self._held_over: Job | None = None
@@ -78,7 +80,8 @@ class Batcher:
     async def _next_jobs(self) -> list[Job]:
         """The next job, and those that arrive in time and still fit into a batch with it."""
         first, self._held_over = self._held_over or await self._queue.get(), None
-        jobs, num_samples = [first], len(first.samples)
+        jobs = [first]
+        num_samples = len(first.samples)
         until = time.monotonic() + self._max_wait_s
         while self._max_wait_s and num_samples < self._max_batch_size:
             try:
@@ -111,7 +114,8 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
         for sample in samples
     ]
     size = len(merged) if reward.groupwise else max_batch_size
-    values, reasons = [], []
+    values = []
+    reasons = []
     for start in range(0, len(merged), size):
         part_values, part_reasons = _score(reward, merged[start : start + size])
         if len(requests) > 1 and all(part_reasons) and not part_reasons[0].startswith(TIMED_OUT):
