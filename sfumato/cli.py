@@ -17,13 +17,13 @@ from sfumato.kernels import choose_kernels
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
     parser = build_parser()
-    given, rest = parser.parse_known_args(arguments)
-    if rest and given.run not in (_check, _preprocess):
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.run not in (_check, _preprocess):
         parser.error(f"unexpected arguments: {' '.join(rest)}")
-    given.overrides = rest
+    options.overrides = rest
     choose_kernels()
     try:
-        return given.run(given)
+        return options.run(options)
     except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
@@ -110,67 +110,67 @@ def _memory(text: str) -> float:
     return size
 
 
-def _check(given: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> int:
     from sfumato.commands.find_task import load_for_task
     from sfumato.config.load import parse_overrides
 
-    overrides = parse_overrides(given.overrides)
-    with code_of_configurations(given.trust_code):
-        load_for_task(given.config, overrides, given.task, given.ranks)  # before the slow imports
+    overrides = parse_overrides(options.overrides)
+    with code_of_configurations(options.trust_code):
+        load_for_task(options.config, overrides, options.task, options.ranks)  # before the slow imports
     from rich.console import Console
 
     from sfumato.commands.check import check_config
     from sfumato.commands.check_tables import show_findings
 
-    with code_of_configurations(given.trust_code):
-        found = check_config(
-            given.config,
+    with code_of_configurations(options.trust_code):
+        findings = check_config(
+            options.config,
             overrides,
-            given.task,
-            given.ranks,
-            given.device_memory,
-            with_data=not given.skip_data,
+            options.task,
+            options.ranks,
+            options.device_memory,
+            with_data=not options.skip_data,
             show=True,
         )
-    if given.json:
-        print(found.to_json())
+    if options.json:
+        print(findings.to_json())
     else:
-        show_findings(found, Console())
-    return found.exit_code
+        show_findings(findings, Console())
+    return findings.exit_code
 
 
-def _preprocess(given: argparse.Namespace) -> int:
+def _preprocess(options: argparse.Namespace) -> int:
     from sfumato.config.load import parse_overrides
 
-    overrides = parse_overrides(given.overrides)
+    overrides = parse_overrides(options.overrides)
     from sfumato.commands.preprocess import preprocess
 
-    with code_of_configurations(given.trust_code):
-        preprocess(given.config, overrides, given.task)
+    with code_of_configurations(options.trust_code):
+        preprocess(options.config, overrides, options.task)
     return 0
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from sfumato.commands.doctor import run_doctor
 
-    return run_doctor(as_json=given.json, start_ray=given.ray, folder=given.folder)
+    return run_doctor(as_json=options.json, start_ray=options.ray, folder=options.folder)
 
 
-def _export(given: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> int:
     from sfumato.commands.export import export_checkpoint
 
-    with code_of_configurations(given.trust_code):
-        print(printable(export_checkpoint(given.source, given.out, given.merge)))
+    with code_of_configurations(options.trust_code):
+        print(printable(export_checkpoint(options.source, options.out, options.merge)))
     return 0
 
 
-def _report(given: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> int:
     from sfumato.tracking.report import write_report
 
-    if not (given.run_dir / "config.yaml").is_file():
-        raise DataError(f"{given.run_dir} is no run folder: it has no config.yaml")
-    write_report(given.run_dir)
-    print(f"written: {given.run_dir / 'report.html'}")
+    if not (options.run_dir / "config.yaml").is_file():
+        raise DataError(f"{options.run_dir} is no run folder: it has no config.yaml")
+    write_report(options.run_dir)
+    print(f"written: {options.run_dir / 'report.html'}")
     return 0
 
 

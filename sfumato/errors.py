@@ -13,8 +13,8 @@ LONGEST_LINE = 3000
 def shorten_values(message: str) -> str:
     """A message in which long values of the user's stand with their beginning, their end and their length."""
 
-    def shorten(found: re.Match[str]) -> str:
-        text = found[0]
+    def shorten(match: re.Match[str]) -> str:
+        text = match[0]
         return f"{text[:160]}...({len(text):,} letters)...{text[-40:]}"
 
     lines = LONG_VALUE.sub(shorten, message).split("\n")
@@ -31,7 +31,7 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(shorten_values(given) if isinstance(given, str) else given for given in arguments))
+        super().__init__(*(shorten_values(part) if isinstance(part, str) else part for part in arguments))
 
 
 class ConfigError(UserError):

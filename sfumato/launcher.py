@@ -104,9 +104,9 @@ class RankProcesses:
 
     def _end(self, rank: int, code: int) -> End:
         stacks = _text(self.folder / f"{rank}.stacks")
-        said = _text(self.folder / f"{rank}.json")
-        if said:
-            return End(rank, code, **{"stacks": stacks, **json.loads(said)})
+        record = _text(self.folder / f"{rank}.json")
+        if record:
+            return End(rank, code, **{"stacks": stacks, **json.loads(record)})
         if code >= 0:
             return End(rank, code, at=time.time())
         if code == -signal.SIGTERM and self.was_asked:
@@ -211,14 +211,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--master-addr", default="127.0.0.1")
     parser.add_argument("--master-port", type=int, default=0, help="0 takes one that is free")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="task with its arguments")
-    given = parser.parse_args(arguments)
-    with socket.socket() as kept:  # bound, so that nobody else is given the port before rank 0 listens at it
-        port = given.master_port
+    options = parser.parse_args(arguments)
+    with socket.socket() as reserved:  # bound, so that nobody else is given the port before rank 0 listens at it
+        port = options.master_port
         if port == 0:
-            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            kept.bind(("", 0))
-            port = kept.getsockname()[1]
-        return launch(given.nnodes, given.node_rank, given.nproc_per_node, given.master_addr, port, given.command)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+            port = reserved.getsockname()[1]
+        return launch(
+            options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, port, options.command
+        )
 
 
 if __name__ == "__main__":

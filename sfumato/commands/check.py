@@ -83,8 +83,8 @@ class Findings:
         """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
         if self.problems:
             return WRONG
-        known = self.device_bytes is not None and self.needed_bytes is not None
-        return DOES_NOT_FIT if known and self.needed_bytes > self.device_bytes else FITS
+        are_known = self.device_bytes is not None and self.needed_bytes is not None
+        return DOES_NOT_FIT if are_known and self.needed_bytes > self.device_bytes else FITS
 
     def to_json(self) -> str:
         """All of it for machines."""
@@ -128,33 +128,35 @@ def check_config(
     )
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
     layout = Layout.of(config.train, ranks)
-    found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
+    findings = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
     if with_data:
         _say("looking at the data", show)
-        _look_at_data(found, config)
+        _look_at_data(findings, config)
     try:
         check_trackers(config.train.trackers)
     except UserError as error:
-        found.problems.append(str(error))
+        findings.problems.append(str(error))
     if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):
-        found.notes.append(f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)")
-        return found
+        findings.notes.append(
+            f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
+        )
+        return findings
     _say("building the model without memory, and predicting what it needs", show)
     try:
-        found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
+        findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
         if isinstance(config.model, LanguageModelConfig):
-            _look_at_model_folder(found, config)
+            _look_at_model_folder(findings, config)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
-            and KEYS_AND_VALUES not in found.model.largest.parts
+            and KEYS_AND_VALUES not in findings.model.largest.parts
         ):
-            found.notes.append(
+            findings.notes.append(
                 "not predicted: what this model keeps of tokens while they are drawn, no keys and values"
             )
     except UserError as error:
-        found.problems.append(str(error))
-    return found
+        findings.problems.append(str(error))
+    return findings
 
 
 def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
@@ -168,68 +170,68 @@ def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
     return count if isinstance(count, int) and count > 0 else 1  # what is wrong there is said by the section
 
 
-def _say(what: str, show: bool) -> None:
+def _say(doing: str, show: bool) -> None:
     if show:
-        print(f"check: {what}", file=sys.stderr, flush=True)
+        print(f"check: {doing}", file=sys.stderr, flush=True)
 
 
-def _look_at_data(found: Findings, config: Section) -> None:
+def _look_at_data(findings: Findings, config: Section) -> None:
     try:
         if isinstance(config, TrainTextConfig):
-            tokenizer, reader = _tokenizer_of(found, config)
+            tokenizer, reader = _tokenizer_of(findings, config)
             facts = facts_of(tokenizer)
             facts.date = run_date(config.train)
             facts.appends_end = not isinstance(config, TrainTextRewardConfig)
-            found.data = check_text_data(config, tokenizer, reader, found.layout)
+            findings.data = check_text_data(config, tokenizer, reader, findings.layout)
         elif isinstance(config, TextRLConfig):
-            tokenizer, reader = _tokenizer_of(found, config)
+            tokenizer, reader = _tokenizer_of(findings, config)
             facts_of(tokenizer).date = run_date(config.train)
-            found.data = check_text_prompt_data(config, tokenizer, reader)
+            findings.data = check_text_prompt_data(config, tokenizer, reader)
         elif isinstance(config, DiffusionRLConfig):
-            found.data = check_prompt_data(config)
+            findings.data = check_prompt_data(config)
         elif isinstance(config, TrainOmniConfig):
-            found.notes.append("the data was not looked at: its images have no size before the parts are read")
+            findings.notes.append("the data was not looked at: its images have no size before the parts are read")
             return
         else:
-            found.data = check_image_data(config, found.layout)
+            findings.data = check_image_data(config, findings.layout)
     except UserError as error:
-        found.problems.append(str(error))
+        findings.problems.append(str(error))
         return
     limit = getattr(config.data, "max_bad_rows", 0)
-    for part in (found.data.training, found.data.validation):
+    for part in (findings.data.training, findings.data.validation):
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
-        (found.problems if stops else found.notes).extend(lines)
-    found.notes.extend(found.data.notes)
+        (findings.problems if stops else findings.notes).extend(lines)
+    findings.notes.extend(findings.data.notes)
 
 
-def _look_at_model_folder(found: Findings, config: Any) -> None:
+def _look_at_model_folder(findings: Findings, config: Any) -> None:
     """What a language model's folder says that the run follows, leaves out, or refuses."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     model = made_model(config.model)
     sees = config.data.data_type.has_images
     described = read_model_config(model, sees)
-    found.notes.extend(describe_left_out(described))
+    findings.notes.extend(describe_left_out(described))
     if jitter := describe_jitter(described):
-        (found.problems if config.train.probe == "stop" else found.notes).append(jitter)
+        (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
     cls = auto_class._model_mapping.get(type(described), None)
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
-        found.notes.extend(describe_router_loss(cls, described))
+        findings.notes.extend(describe_router_loss(cls, described))
         if asked_coefficient(described) and adds_router_loss(cls):
-            check_router_settings(found.layout, config.train.compiles("cuda" if found.on_gpu else "cpu"))
+            check_router_settings(findings.layout, config.train.compiles("cuda" if findings.on_gpu else "cpu"))
 
 
-def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
+def _tokenizer_of(findings: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
     """The tokenizer of a language model, and where the data has images what reads these."""
     model = made_model(config.model)
     data_type = config.data.data_type
     if not data_type.has_images:
         return build_tokenizer(model), None
-    found.notes.append("predicted as if every token were one of an image, which takes the most memory")
-    reader = vision_on_meta(model, language_model_on_meta(model, found.on_gpu, sees=True), data_type).reader
+    findings.notes.append("predicted as if every token were one of an image, which takes the most memory")
+    reader = vision_on_meta(model, language_model_on_meta(model, findings.on_gpu, sees=True), data_type).reader
     return reader.tokenizer, reader
 
 

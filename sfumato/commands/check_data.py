@@ -114,14 +114,14 @@ def check_text_data(
     transform = build_transform(data, tokenizer, reader)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
-    found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
-    found.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
-    found.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
+    findings = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
+    findings.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
+    findings.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
     if not isinstance(config, TrainTextRewardConfig):
-        found.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
+        findings.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
-    found.tokens_per_step = global_batch * per_sample
+    findings.tokens_per_step = global_batch * per_sample
     store = None
     if data.datasets_type == "mapping" and reader is None:
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
@@ -129,17 +129,17 @@ def check_text_data(
     if store is not None:
         with pretended_mesh(layout) as mesh:
             loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None)
-        found.num_steps = loader.total_steps
-        found.tokens = loader.tokens_per_epoch
-        found.tokens_are_exact = True
-        return found
-    found.tokens = sum(source.tokens for source in found.training)
-    samples = max(sum(source.samples for source in found.training), 1)
-    per_step = found.tokens_per_step if train.dyn_bsz else global_batch * found.tokens / samples
-    found.steps_are_exact = train.max_steps is not None
-    wanted = data.train_size or train.num_train_epochs * found.tokens
-    found.num_steps = train.max_steps or max(round(wanted / max(per_step, 1)), 1)
-    return found
+        findings.num_steps = loader.total_steps
+        findings.tokens = loader.tokens_per_epoch
+        findings.tokens_are_exact = True
+        return findings
+    findings.tokens = sum(source.tokens for source in findings.training)
+    samples = max(sum(source.samples for source in findings.training), 1)
+    per_step = findings.tokens_per_step if train.dyn_bsz else global_batch * findings.tokens / samples
+    findings.steps_are_exact = train.max_steps is not None
+    wanted = data.train_size or train.num_train_epochs * findings.tokens
+    findings.num_steps = train.max_steps or max(round(wanted / max(per_step, 1)), 1)
+    return findings
 
 
 def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
@@ -153,56 +153,56 @@ def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: La
         held_out = open_held_out_pairs(data, seed, config.eval.num_rows)
     else:
         dataset = open_image_text(data, seed, notes.append)
-    found = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
+    findings = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
     if held_out is not None:
-        found.validation = [_look_at_images(data.eval_path or "glyphs", held_out, notes)]
+        findings.validation = [_look_at_images(data.eval_path or "glyphs", held_out, notes)]
     with pretended_mesh(layout) as mesh:
         loader = IndexLoader(len(dataset), config.train, mesh, say=notes.append)
-    found.num_steps = loader.total_steps
-    found.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
-    return found
+    findings.num_steps = loader.total_steps
+    findings.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
+    return findings
 
 
 def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     """Looks at all prompts, as the rewards do. Raises as ``check_text_data``."""
-    found = DataFindings(num_steps=config.train.max_steps)
-    found.images_per_step = config.rollout.num_prompts * config.rollout.n
-    for split, listed in (("train", found.training), ("eval", found.validation)):
+    findings = DataFindings(num_steps=config.train.max_steps)
+    findings.images_per_step = config.rollout.num_prompts * config.rollout.n
+    for split, sources in (("train", findings.training), ("eval", findings.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
         check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
                 prompt.check_source(config.rollout.height, config.rollout.width)
         path = config.data.train_path if split == "train" else config.data.eval_path
-        listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
-    return found
+        sources.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
+    return findings
 
 
 def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None = None) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
     data = config.data
     kind = config.rollout.kind
-    found = DataFindings(num_steps=config.train.max_steps)
+    findings = DataFindings(num_steps=config.train.max_steps)
     template = build_prompt_template(data, tokenizer, reader)
     kind.prepare(template)
     if template.chat is not None:
         template.chat.adopt()
-    found.answers = _answers(template.answer_end, tokenizer)
+    findings.answers = _answers(template.answer_end, tokenizer)
     if config.rollout.stop:
-        found.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
+        findings.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
     loaded: list[list[TextPrompt]] = []
-    for split, listed in (("train", found.training), ("eval", found.validation)):
+    for split, sources in (("train", findings.training), ("eval", findings.validation)):
         limit = config.eval.num_prompts if split == "eval" else None
         settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
-        prompts = load_text_prompts(data, template, split, **settings, log=found.notes.append)
+        prompts = load_text_prompts(data, template, split, **settings, log=findings.notes.append)
         check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         lengths = [len(prompt.token_ids) for prompt in prompts]
         path = data.train_path if split == "train" else data.eval_path
         counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
-        listed.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
+        sources.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
         loaded.append(prompts)
-    found.notes += describe_shared_prompts(*loaded)
-    return found
+    findings.notes += describe_shared_prompts(*loaded)
+    return findings
 
 
 def _answers(end: AnswerEnd, tokenizer: Any) -> list[str]:
@@ -244,9 +244,9 @@ def _row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]
 
 def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTransform) -> None:
     """Of the rows that have not been looked at, the heads of the files that stand in them."""
-    known = {*sampled_rows(len(rows))}
+    read_whole = {*sampled_rows(len(rows))}
     for index in range(len(rows)):
-        if index in known:
+        if index in read_whole:
             continue
         where = rows.describe(index)
         try:
@@ -255,7 +255,7 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTran
         except DataError as error:
             findings.bad_rows.append(str(error))
             findings.is_fatal |= error.fatal
-    findings.num_heads = len(rows) - len(known)
+    findings.num_heads = len(rows) - len(read_whole)
 
 
 def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFindings:

@@ -80,8 +80,8 @@ def smallest_number_of_ranks(config: ParallelConfig) -> int:
     for count in range(config.ranks_per_sample, MOST_RANKS + 1, config.ranks_per_sample):
         try:
             Layout.of(config, count)
-        except ConfigError as found:
-            error = found
+        except ConfigError as size_error:
+            error = size_error
             continue
         return count
     raise error or ConfigError(f"train: the sizes need more than {MOST_RANKS} processes")
@@ -104,19 +104,19 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     module = planned.build()
     if isinstance(config.model, LanguageModelConfig):
         refuse_unkeyed_dropout(module)
-    found = ModelFindings(type(module).__name__)
-    found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    findings = ModelFindings(type(module).__name__)
+    findings.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    findings.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if isinstance(config, TrainTextConfig):
         flops = FlopCount(module, planned.vision)
         length = config.data.max_seq_len
-        found.num_active = flops.active_weights
-        found.flops_per_token = flops.training([length]) / length
-    found.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
-    if limit is not None and needed(found.largest, on_gpu) > limit:
+        findings.num_active = flops.active_weights
+        findings.flops_per_token = flops.training([length]) / length
+    findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
+    if limit is not None and needed(findings.largest, on_gpu) > limit:
         tried = _what_helps(config, layout, on_gpu, limit, show)
-        found.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
-    return found
+        findings.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
+    return findings
 
 
 def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None) -> list[RankMemory]:

@@ -14,36 +14,38 @@ from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
 from sfumato.config.characters import printable
 
 
-def show_findings(found: Findings, console: Console) -> None:
+def show_findings(findings: Findings, console: Console) -> None:
     """Prints everything, the verdict last."""
-    layout = found.layout
+    layout = findings.layout
     axes = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp", "ep")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
     shape = f" ({sizes})" if sizes else ""
-    _print(console, f"{found.config}: tasks/{found.task}.py on {_plural(layout.size, 'process')}{shape}")
-    if found.data is not None:
-        _show_data(found.data, console)
-    if found.model is not None:
-        _show_model(found, console)
-        _show_memory(found, console)
-    for note in found.notes:
+    _print(console, f"{findings.config}: tasks/{findings.task}.py on {_plural(layout.size, 'process')}{shape}")
+    if findings.data is not None:
+        _show_data(findings.data, console)
+    if findings.model is not None:
+        _show_model(findings, console)
+        _show_memory(findings, console)
+    for note in findings.notes:
         _print(console, f"note: {note}")
-    for problem in found.problems:
+    for problem in findings.problems:
         _print(console, f"error: {problem}")
-    _print(console, _verdict(found))
+    _print(console, _verdict(findings))
 
 
-def _verdict(found: Findings) -> str:
-    if found.exit_code == WRONG:
-        return f"{_plural(len(found.problems), 'problem')}: the run would stop"
-    if found.exit_code == DOES_NOT_FIT:
-        return f"does not fit: {_gib(found.needed_bytes)} needed, {_gib(found.device_bytes)} there ({found.device})"
-    if found.needed_bytes is None:
+def _verdict(findings: Findings) -> str:
+    if findings.exit_code == WRONG:
+        return f"{_plural(len(findings.problems), 'problem')}: the run would stop"
+    if findings.exit_code == DOES_NOT_FIT:
+        available = f"{_gib(findings.device_bytes)} there ({findings.device})"
+        return f"does not fit: {_gib(findings.needed_bytes)} needed, {available}"
+    if findings.needed_bytes is None:
         return "nothing is wrong"
-    if found.device_bytes is None:
-        return f"nothing is wrong; {_gib(found.needed_bytes)} needed on each device; memory {found.device}"
-    fraction = found.needed_bytes / found.device_bytes
-    return f"fits: {_gib(found.needed_bytes)} needed, {fraction:.0%} of {_gib(found.device_bytes)} ({found.device})"
+    if findings.device_bytes is None:
+        return f"nothing is wrong; {_gib(findings.needed_bytes)} needed on each device; memory {findings.device}"
+    fraction = findings.needed_bytes / findings.device_bytes
+    available = f"{_gib(findings.device_bytes)} ({findings.device})"
+    return f"fits: {_gib(findings.needed_bytes)} needed, {fraction:.0%} of {available}"
 
 
 def _show_data(data: DataFindings, console: Console) -> None:
@@ -75,8 +77,8 @@ def _about_tokens(source: SourceFindings) -> list[str]:
     return [_short(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
 
 
-def _show_model(found: Findings, console: Console) -> None:
-    model = found.model
+def _show_model(findings: Findings, console: Console) -> None:
+    model = findings.model
     parts = [f"{model.kind}: {_short(model.num_parameters)} parameters, {_short(model.num_trained)} trained"]
     if model.num_active is not None:
         parts.append(f"{_short(model.num_active)} met by each token")
@@ -84,9 +86,9 @@ def _show_model(found: Findings, console: Console) -> None:
     _print(console, "; ".join(parts))
 
 
-def _show_memory(found: Findings, console: Console) -> None:
-    ranks = found.model.ranks
-    unit, name = (2**30, "GiB") if found.model.largest.total >= 2**30 else (2**20, "MiB")
+def _show_memory(findings: Findings, console: Console) -> None:
+    ranks = findings.model.ranks
+    unit, name = (2**30, "GiB") if findings.model.largest.total >= 2**30 else (2**20, "MiB")
 
     def cells(sizes: Iterable[float]) -> list[str]:
         return [f"{size / unit:,.2f}" if size else "" for size in sizes]
@@ -97,17 +99,17 @@ def _show_memory(found: Findings, console: Console) -> None:
         table.add_row(part, *cells(rank.parts.get(part, 0) for rank in ranks))
     table.add_section()
     table.add_row("all of it at once", *cells(rank.total for rank in ranks))
-    if found.on_gpu:
+    if findings.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
         table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))
     table.add_section()
     for part in dict.fromkeys(part for rank in ranks for part in rank.host):
         table.add_row(f"in CPU memory: {part}", *cells(rank.host.get(part, 0) for rank in ranks))
     console.print(table)
-    if found.model.advice:
+    if findings.model.advice:
         advice = Table("what would help", f"{name} needed", "", title_justify="left")
-        for change, size in found.model.advice:
-            advice.add_row(change, *cells([size]), "fits" if size <= (found.device_bytes or 0) else "")
+        for change, size in findings.model.advice:
+            advice.add_row(change, *cells([size]), "fits" if size <= (findings.device_bytes or 0) else "")
         console.print(advice)
 
 

@@ -41,10 +41,10 @@ def add_critic(
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
     without = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
-    own = config.train.model_copy(update=without)
+    critic_train = config.train.model_copy(update=without)
     section = config.critic.of_policy(policy)
-    planned = plan_critic(section, config.max_seq_len, samples, own, layout, on_gpu)
-    (critic,) = plan_memory(planned, own, layout.size)
+    planned = plan_critic(section, config.max_seq_len, samples, critic_train, layout, on_gpu)
+    (critic,) = plan_memory(planned, critic_train, layout.size)
     passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)
     memory.parts |= {f"critic: {name}": size for name, size in critic.parts.items() if name not in PASSING}
     memory.parts |= {"critic: passes beyond the policy's": passing} if passing > 0 else {}
@@ -91,10 +91,10 @@ def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layo
     if config.sampler_evaluates:
         return
     drawn = drawn_at_a_time(config, layout)
-    found = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
-    if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in found:
-        there = ("weights", "critic: weights", "frozen reference", "moving average")
-        held = sum(memory.parts.get(name, 0) for name in there)
-        free = limit - held - sum(size for name, size in found.items() if name != KEYS_AND_VALUES)
-        found[KEYS_AND_VALUES] = min(found[KEYS_AND_VALUES], max(free, 0) // 2)
-    memory.parts |= found
+    drawing_parts = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
+    if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in drawing_parts:
+        resident = ("weights", "critic: weights", "frozen reference", "moving average")
+        held = sum(memory.parts.get(name, 0) for name in resident)
+        free = limit - held - sum(size for name, size in drawing_parts.items() if name != KEYS_AND_VALUES)
+        drawing_parts[KEYS_AND_VALUES] = min(drawing_parts[KEYS_AND_VALUES], max(free, 0) // 2)
+    memory.parts |= drawing_parts

@@ -199,10 +199,10 @@ def _multiply(device: Any) -> None:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    factor, other_factor = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
     for dtype, tolerance in ((torch.float32, 0.05), (torch.bfloat16, 0.5)):
-        found = (left.to(device, dtype) @ right.to(device, dtype)).double().cpu()
-        if (error := float((found - left @ right).abs().max())) > tolerance:
+        product = (factor.to(device, dtype) @ other_factor.to(device, dtype)).double().cpu()
+        if (error := float((product - factor @ other_factor).abs().max())) > tolerance:
             raise RuntimeError(f"a product of {dtype} matrices is wrong by {error:g}")
 
 
@@ -276,9 +276,9 @@ def _extras() -> Iterator[Finding]:
             yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", remedy)
         else:
             yield Finding("extras", name, "ok", f"{version}: {use}")
-    found = shutil.which("tesseract")
-    remedy = "" if found else "apt-get install tesseract-ocr"
-    yield Finding("extras", "tesseract", "ok" if found else "missing", found or "the program, for OCR", remedy)
+    program = shutil.which("tesseract")
+    remedy = "" if program else "apt-get install tesseract-ocr"
+    yield Finding("extras", "tesseract", "ok" if program else "missing", program or "the program, for OCR", remedy)
 
 
 def _storage() -> Iterator[Finding]:
@@ -312,9 +312,9 @@ def _shared_folder(folder: Path) -> Finding:
         )
     kind = _file_system(folder.resolve())
     is_local = kind in LOCAL_FILE_SYSTEMS
-    what = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"
+    detail = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"
     remedy = "several machines need one that they share" if is_local and len(signs) == 1 else ""
-    return Finding("storage", "folder", "ok", what, remedy)
+    return Finding("storage", "folder", "ok", detail, remedy)
 
 
 def _file_system(folder: Path) -> str:
@@ -325,11 +325,11 @@ def _file_system(folder: Path) -> str:
     best = -1
     kind = "an unknown file system"
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        point, found = line.split()[1:3]
+        point, mounted_kind = line.split()[1:3]
         point = point.encode().decode("unicode_escape")
         if folder.is_relative_to(point) and len(point) >= best:
             best = len(point)
-            kind = found
+            kind = mounted_kind
     return kind
 
 

@@ -40,7 +40,7 @@ def grouped_products(device: str) -> None:
 
     counts = torch.tensor([5, 0, 32, 91])
     tensors = [_random(int(counts.sum()), 64, seed=1), _random(len(counts), 64, 128, seed=2)]
-    _compare("grouped products", lambda *given: grouped_matmul(*given, counts.to(given[0].device)), tensors, device)
+    _compare("grouped products", lambda *inputs: grouped_matmul(*inputs, counts.to(inputs[0].device)), tensors, device)
 
 
 def compiled_blocks(device: str) -> None:
@@ -48,8 +48,8 @@ def compiled_blocks(device: str) -> None:
     compiled = torch.compile(_block)
     tensors = [_random(32, 64, seed=1), _random(128, 64, seed=2), _random(64, 128, seed=3)]
 
-    def compute(*given: Tensor) -> Tensor:
-        return (_block if given[0].dtype == torch.float64 else compiled)(*given)
+    def compute(*inputs: Tensor) -> Tensor:
+        return (_block if inputs[0].dtype == torch.float64 else compiled)(*inputs)
 
     _compare("compiled blocks", compute, tensors, device)
 
@@ -70,15 +70,15 @@ def _compare(name: str, compute: Callable[..., Tensor], tensors: list[Tensor], d
     exact = [tensor.to(torch.bfloat16).double().requires_grad_() for tensor in tensors]
     tried = [tensor.detach().to(device, torch.bfloat16).requires_grad_() for tensor in exact]
     results = []
-    for given in (exact, tried):
-        out = compute(*given)
+    for inputs in (exact, tried):
+        out = compute(*inputs)
         out.square().sum().backward()
-        results.append([out.detach(), *(tensor.grad for tensor in given)])
-    for index, (expected, found) in enumerate(zip(*results, strict=True)):
-        error = float((found.double().cpu() - expected).abs().max() / expected.abs().max())
+        results.append([out.detach(), *(tensor.grad for tensor in inputs)])
+    for index, (expected, actual) in enumerate(zip(*results, strict=True)):
+        error = float((actual.double().cpu() - expected).abs().max() / expected.abs().max())
         if not error <= TOLERANCE:
-            what = "" if index == 0 else f", gradient {index}"
-            raise RuntimeError(f"{name} in bf16{what}: wrong by {error:.2g} of the largest value")
+            of_which = "" if index == 0 else f", gradient {index}"
+            raise RuntimeError(f"{name} in bf16{of_which}: wrong by {error:.2g} of the largest value")
 
 
 if __name__ == "__main__":

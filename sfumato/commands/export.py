@@ -44,8 +44,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     model = _build(run)
     averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
     export_model(model, None, out, mesh, merge)
-    what = f"{'averaged' if averaged else 'trained'} weights of {folder}"
-    return "\n".join([*passed_over, f"{out}: {what}"])
+    written = f"{'averaged' if averaged else 'trained'} weights of {folder}"
+    return "\n".join([*passed_over, f"{out}: {written}"])
 
 
 def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
@@ -58,10 +58,10 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
     if not (checkpoint / "checkpoints").is_dir():
         verify_checkpoint(checkpoint)
         return checkpoint.absolute().parent.parent, checkpoint
-    found = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
-    if found is None:
+    newest = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    if newest is None:
         raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
-    return checkpoint, found[1]
+    return checkpoint, newest[1]
 
 
 def _build(run: Path) -> Exportable:

@@ -49,8 +49,10 @@ class _LoadedAlready(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.prefix = f"{package}."
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        known = name.startswith(self.prefix) and name in sys.modules
-        return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__) if known else None
+        if not (name.startswith(self.prefix) and name in sys.modules):
+            return None
+        # The loader gives the module's own spec back: importlib writes this one into it meanwhile.
+        return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return sys.modules[spec.name]

@@ -32,7 +32,7 @@ class Section(BaseModel):
     """The command that a configuration of this kind is for."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
         fields = type(self).model_fields.items()
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.get_default()}
@@ -82,7 +82,7 @@ def find_variants(source: str) -> dict[str, type]:
     modules = [module]
     if hasattr(module, "__path__"):
         modules += [importlib.import_module(f"{source}.{info.name}") for info in pkgutil.iter_modules(module.__path__)]
-    found = {
+    variants = {
         vars(cls)["type"]: cls
         for module in modules
         for name, cls in inspect.getmembers(module, inspect.isclass)
@@ -90,7 +90,7 @@ def find_variants(source: str) -> dict[str, type]:
         and "type" in vars(cls)
         and dataclasses.is_dataclass(cls)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(variants.items()))
 
 
 def names_of(cls: type) -> set[str]:
@@ -136,12 +136,12 @@ class Variant:
                     "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": why}
                 ) from error
             return cls
-        known = find_variants(self.source)
-        if name not in known:
+        variants = find_variants(self.source)
+        if name not in variants:
             raise PydanticCustomError(
-                "unknown_variant", "unknown type {name}", {"name": repr(name), "value": name, "known": list(known)}
+                "unknown_variant", "unknown type {name}", {"name": repr(name), "value": name, "known": list(variants)}
             )
-        return known[name]
+        return variants[name]
 
     def validate(self, value: Any) -> Any:
         """Builds the object from a mapping with ``type``, or from the type; an object that was built already passes."""
@@ -158,21 +158,21 @@ class Variant:
                 "variant_type", "needs a key 'type', one of {known}", {"known": ", ".join(find_variants(self.source))}
             )
         cls = self.resolve(str(value["type"]))
-        given = {key: item for key, item in value.items() if key != "type"}
+        fields = {key: item for key, item in value.items() if key != "type"}
         names = [field.name for field in dataclasses.fields(cls) if field.init]
         unknown = [
-            {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
+            {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in fields if key not in names
         ]
-        numbers = {loc: number for loc, number in leaves(given) if isinstance(number, float)}
+        numbers = {loc: number for loc, number in leaves(fields) if isinstance(number, float)}
         odd = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
         unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
         try:
             built = TypeAdapter(cls).validate_json(
-                json.dumps({key: item for key, item in given.items() if key in names}, default=str), strict=True
+                json.dumps({key: item for key, item in fields.items() if key in names}, default=str), strict=True
             )
             errors = unknown
         except ValidationError as error:
-            errors = unknown + [found for found in error.errors() if not odd]
+            errors = unknown + [details for details in error.errors() if not odd]
         except Exception as error:  # a class of one's own that cannot be made, such as one without a method it needs
             raise PydanticCustomError(
                 "broken_variant", "cannot make {cls}: {why}", {"cls": cls.__name__, "why": str(error)}
@@ -188,7 +188,7 @@ class Variant:
         if value is None:
             return None
         cls = type(value)
-        name = next((type_name for type_name, known in find_variants(self.source).items() if known is cls), None)
+        name = next((type_name for type_name, variant in find_variants(self.source).items() if variant is cls), None)
         name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         if self.short and not fields:
@@ -211,5 +211,5 @@ def refuse_needless(section: Section, path: str, names: Sequence[str], why: str)
         why: what leaves them without effect, and what else could be done than to remove them.
     """
     for name in names:
-        if name in section.given:
+        if name in section.non_defaults:
             raise ValueError(f"{path}.{name} has no effect {why}")

@@ -125,10 +125,10 @@ class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
         """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
         self.rows_per_sample(num_steps)
 
-    def _check_effect(self, given: list[str], why: str = "") -> None:
+    def _check_effect(self, decays: list[str], why: str = "") -> None:
         """Raises ValueError when the reference moves, or another decay is given, though nothing compares with it."""
         moves = self.reference.type != "constant" or self.reference.value != 1
-        for name in [*given, "reference"] if moves else given:
+        for name in [*decays, "reference"] if moves else decays:
             if name not in self.other_policies:
                 remedy = "remove it" if name == "reference" else "set it to null"
                 raise ValueError(
@@ -279,10 +279,10 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
         takes = getattr(self.objective, "takes_both_signs", None)
         has = getattr(self.advantage, "has_both_signs", None)
         if None not in (takes, has) and takes != has:
-            what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
+            demand = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
             raise ValueError(
                 f"algorithm.advantage: type {self.advantage.type} does not fit objective {self.objective.type}, which "
-                f"{what}: use "
+                f"{demand}: use "
                 f"{'best_worst or group' if takes else 'raw or best, or set algorithm.objective.temperature'}"
             )
         return self
@@ -293,8 +293,8 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
             if decay is None:
                 why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
                 raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
-        given = [name for name in ("old", "ema") if getattr(self, name) is not None]
-        self._check_effect(given, f", and algorithm.sample_with is {self.sample_with}")
+        decays = [name for name in ("old", "ema") if getattr(self, name) is not None]
+        self._check_effect(decays, f", and algorithm.sample_with is {self.sample_with}")
         return self
 
     @property

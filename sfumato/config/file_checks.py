@@ -26,18 +26,18 @@ def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = Fa
         or_folder: a folder is as good as a file.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return "does not exist"
     except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    kind = stat.S_IFMT(found.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR and or_folder:
         return None
     if kind != stat.S_IFREG:
         return f"is {KINDS.get(kind, 'something else')}, not a file"
-    if most_bytes is not None and found.st_size > most_bytes:
-        return f"has {found.st_size:,} bytes, more than the {most_bytes:,} that are read"
+    if most_bytes is not None and status.st_size > most_bytes:
+        return f"has {status.st_size:,} bytes, more than the {most_bytes:,} that are read"
     return None
 
 

@@ -80,13 +80,13 @@ def attribute_docs(cls: type) -> dict[str, str]:
 @functools.cache
 def _field_texts(source: str) -> dict[str, dict[str, str]]:
     """The strings below fields by qualified name of the class, for all classes of a module, which is parsed once."""
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.ClassDef():
-                    found[f"{prefix}{child.name}"] = dict(_texts_below(child.body))
+                    texts[f"{prefix}{child.name}"] = dict(_texts_below(child.body))
                     visit(child, f"{prefix}{child.name}.")
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     visit(child, f"{prefix}{child.name}.<locals>.")
@@ -94,7 +94,7 @@ def _field_texts(source: str) -> dict[str, dict[str, str]]:
                     visit(child, prefix)
 
     visit(ast.parse(source), "")
-    return found
+    return texts
 
 
 def _texts_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -128,13 +128,13 @@ def inner_section(annotation: Any) -> type[BaseModel] | None:
     """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for arg in typing.get_args(annotation) if (found := inner_section(arg))), None)
+    return next((section for arg in typing.get_args(annotation) if (section := inner_section(arg))), None)
 
 
 def _type_name(annotation: Any, variant: Variant | None) -> str:
     if variant is not None:
-        known = "|".join(find_variants(variant.source))
-        return f"list of {{type: {known}}}" if typing.get_origin(annotation) is list else f"{{type: {known}}}"
+        types = "|".join(find_variants(variant.source))
+        return f"list of {{type: {types}}}" if typing.get_origin(annotation) is list else f"{{type: {types}}}"
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
     return _plain_name(annotation)
@@ -150,5 +150,5 @@ def _plain_name(annotation: Any) -> str:
         return " | ".join(map(_plain_name, parts))
     if parts:
         return f"{_plain_name(origin)}[{', '.join(map(_plain_name, parts))}]"
-    known = {type(None): "None", Ellipsis: "...", Any: "Any"}
-    return known.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    names = {type(None): "None", Ellipsis: "...", Any: "Any"}
+    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))

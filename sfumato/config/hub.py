@@ -53,8 +53,8 @@ def _fetch(name: str) -> str:
 def wanted_files(files: list[str]) -> list[str]:
     """Those of a repository's files that are read: of a pipeline those of its parts, of another model those beside its
     config.json."""
-    known = [file for file in files if file.endswith(ENDINGS)]
-    if "model_index.json" in known:
-        return [file for file in known if file.count("/") == 1 and not VARIANT.search(file)] + ["model_index.json"]
-    top = [file for file in known if "/" not in file and not file.startswith("consolidated")]
-    return top + [file for file in known if file.startswith(TEMPLATES)]
+    readable = [file for file in files if file.endswith(ENDINGS)]
+    if "model_index.json" in readable:
+        return [file for file in readable if file.count("/") == 1 and not VARIANT.search(file)] + ["model_index.json"]
+    top = [file for file in readable if "/" not in file and not file.startswith("consolidated")]
+    return top + [file for file in readable if file.startswith(TEMPLATES)]

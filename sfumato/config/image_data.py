@@ -28,12 +28,12 @@ def sizes_of_area(height: int, width: int, step: int) -> list[tuple[int, int]]:
     """
     area = height * width
     edge = math.isqrt(area)
-    found = {(edge // step * step,) * 2} if edge >= step else set()
+    sizes = {(edge // step * step,) * 2} if edge >= step else set()
     for side in range(-(-edge // (2 * step)) * step, 2 * edge + 1, step):
         other = area // side // step * step
         if 2 * other >= edge:
-            found |= {(side, other), (other, side)}
-    return sorted(found)
+            sizes |= {(side, other), (other, side)}
+    return sorted(sizes)
 
 
 class ImageDataConfig(Section):
@@ -100,8 +100,8 @@ class ImageDataConfig(Section):
     def _check_buckets(self) -> None:
         """Raises ValueError for buckets that cannot be meant."""
         if self.data_type == "glyphs" or self.num_frames > 1:
-            what = "data.data_type glyphs" if self.data_type == "glyphs" else f"data.num_frames {self.num_frames}"
-            raise ValueError(f"data.buckets are for images of many sizes, and not for {what}: remove one of them")
+            setting = "data.data_type glyphs" if self.data_type == "glyphs" else f"data.num_frames {self.num_frames}"
+            raise ValueError(f"data.buckets are for images of many sizes, and not for {setting}: remove one of them")
         sizes = self.sizes
         if not sizes or len(sizes) > MOST_BUCKETS:
             why = "no size" if not sizes else f"{len(sizes)} sizes, more than {MOST_BUCKETS}"

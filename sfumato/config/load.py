@@ -305,8 +305,8 @@ def load_config(
     except ValidationError as error:
         reasons = schema.reasons(data, overrides)
         lines = [
-            reasons.get(".".join(map(str, found["loc"][:2])) or "-") or _describe(found, schema, path, overrides)
-            for found in error.errors()
+            reasons.get(".".join(map(str, mistake["loc"][:2])) or "-") or _describe(mistake, schema, path, overrides)
+            for mistake in error.errors()
         ]
         raise _all_of(lines) from error
 
@@ -324,10 +324,10 @@ def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, opt
         ConfigError: as ``load_config``, and when the run would make another folder.
     """
     maker = load_config(schema, path, {"train": {"load_checkpoint_path": "auto"}})
-    made = Path(maker.train.output_dir) / "hf_ckpt"  # type: ignore[attr-defined]
-    if made.resolve() != Path(folder).resolve():
+    output = Path(maker.train.output_dir) / "hf_ckpt"  # type: ignore[attr-defined]
+    if output.resolve() != Path(folder).resolve():
         raise ConfigError(
-            f"{option} {folder} does not exist, and {path} makes another folder, {made}: name one of both"
+            f"{option} {folder} does not exist, and {path} makes another folder, {output}: name one of both"
         )
     return maker
 
@@ -400,8 +400,8 @@ def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | No
     if error["type"] == "missing":
         return f"{where}: required, but not set"
     message = _cut(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
-    given = error.get("input")
-    shown = f" (given: {shorten(given)})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    value = error.get("input")
+    shown = f" (given: {shorten(value)})" if isinstance(value, (str, int, float, bool, type(None))) else ""
     return f"{where}: {message}{shown}"
 
 

@@ -231,10 +231,10 @@ class RLConfig(Section):
         if getattr(self.algorithm.advantage, "by_reward", False) and (
             standardised or self.reward.combination.type != "weighted_sum"
         ):
-            what = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
+            setting = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
             raise ValueError(
                 f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
-                f"itself, so {what} would mean nothing: leave it out"
+                f"itself, so {setting} would mean nothing: leave it out"
             )
         groupwise = [reward.label for reward in self.reward.rewards if reward.groupwise]
         if groupwise and self.rollout.micro_batch_size % self.rollout.n:
@@ -248,12 +248,12 @@ class RLConfig(Section):
     def _roles_fit(self) -> RLConfig:
         pool = self.runtime.pools.sampler
         runtime = self.runtime
-        if self.rollout.hybrid_engine and "sampler" in runtime.pools.given:
+        if self.rollout.hybrid_engine and "sampler" in runtime.pools.non_defaults:
             raise ValueError(
                 "runtime.pools.sampler: with rollout.hybrid_engine the actor's processes sample: remove it, or set "
                 "hybrid_engine to false"
             )
-        if self.rollout.hybrid_engine and "weight_sync" in runtime.given:
+        if self.rollout.hybrid_engine and "weight_sync" in runtime.non_defaults:
             raise ValueError(
                 "runtime.weight_sync: with rollout.hybrid_engine the sampler has the actor's weights: remove it"
             )

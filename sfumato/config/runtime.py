@@ -101,7 +101,7 @@ class RuntimeConfig(Section):
                 "call_timeout_s",
                 "max_restarts",
             }
-            for name in self.given:
+            for name in self.non_defaults:
                 if name in names:
                     raise ValueError(f"runtime.{name} is for roles on Ray: set runtime.backend to ray, or remove it")
         elif world_size() > 1:
@@ -139,4 +139,4 @@ class RuntimeConfig(Section):
         """The section train as a sampler of its own sees it: cut as its pool says."""
         if self.backend == "in_process":
             return train
-        return train.model_copy(update=ParallelConfig(**self.pools.sampler.parallel).given)
+        return train.model_copy(update=ParallelConfig(**self.pools.sampler.parallel).non_defaults)

@@ -119,11 +119,11 @@ class TextRolloutConfig(RolloutConfig):
                 f"rollout.max_staleness {self.max_age} drops every partial rollout, which with async_strategy "
                 f"{self.async_strategy} is at least {self.staleness + 1} updates old: raise it, or leave it out"
             )
-        found = {
+        requirements = {
             "kind": (self.kind.type, "single_turn", "a turn of a tool or an environment cannot be taken up again"),
             "max_extra_groups": (self.max_extra_groups, 0, "groups are not drawn one after the other"),
         }
-        for name, (value, needed, why) in found.items():
+        for name, (value, needed, why) in requirements.items():
             if value != needed:
                 raise ValueError(f"rollout.over_sampling_batch_size is for {name} {needed}, not {value}: {why}")
         if self.micro_batch_size < self.num_prompts * self.n:
@@ -200,9 +200,9 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
             why = "without a critic, which algorithm.token_advantage gae has: remove it"
             refuse_needless(self, "algorithm", ("value_clip_range",), why)
         if self.kl_before_baseline and (self.advantage.type not in ("group", "rloo") or self.drop_no_spread):
-            what = "advantage" if self.advantage.type not in ("group", "rloo") else "drop_no_spread"
+            field = "advantage" if self.advantage.type not in ("group", "rloo") else "drop_no_spread"
             raise ValueError(
-                f"algorithm.{what}: a penalty in the reward (algorithm.kl.where) is taken before the baseline of "
+                f"algorithm.{field}: a penalty in the reward (algorithm.kl.where) is taken before the baseline of "
                 "algorithm.advantage group or rloo, and gives all groups spread: set advantage to one of these, and "
                 "drop_no_spread to false"
             )
@@ -341,12 +341,12 @@ class TextRLConfig(RecipeRLConfig):
         fitting = {"rollout.kind": "single_turn", "rollout.engine": "embedded", "algorithm.token_advantage": "sample"}
         sees = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
         others = {*self.data.data_type.media} - {"image"}
-        what = "videos and audio" if others else "images"
+        media = "videos and audio" if others else "images"
         sees["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
         sees["algorithm.token_advantage"] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
         for name, part in parts.items():
             if not sees[name]:
                 raise ValueError(
-                    f"{name} {part.type} takes no {what} in prompts, which data.data_type {self.data.data_type.type} "
+                    f"{name} {part.type} takes no {media} in prompts, which data.data_type {self.data.data_type.type} "
                     f"has: take one that does, such as {fitting[name]}"
                 )

@@ -52,7 +52,7 @@ class TextPromptDataConfig(Section):
             wanted = formats.get(self.synthetic.problem, "prompts")
             kind = self.data_type.type
             if kind != wanted and {kind, wanted} & {*formats.values()}:
-                needing = " and ".join(name for name, each in formats.items() if each in (kind, wanted))
+                needing = " and ".join(name for name, data_type in formats.items() if data_type in (kind, wanted))
                 raise ValueError(
                     f"data.synthetic.problem {needing} and data.data_type "
                     f"{wanted if wanted != 'prompts' else kind} need each other"
@@ -63,8 +63,8 @@ class TextPromptDataConfig(Section):
                     "one of them"
                 )
         if makes_rows:
-            what = "data.synthetic" if self.synthetic is not None else f"data.data_type {self.data_type.type}"
-            why = f"with {what}, which makes prompts and holds some out for evaluation: remove one of them"
+            source = "data.synthetic" if self.synthetic is not None else f"data.data_type {self.data_type.type}"
+            why = f"with {source}, which makes prompts and holds some out for evaluation: remove one of them"
             refuse_needless(self, "data", ("train_path", "eval_path"), why)
         elif self.train_path is None or self.eval_path is None:
             raise ValueError("data.train_path and data.eval_path are required, or data.synthetic instead of both")

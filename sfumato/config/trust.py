@@ -35,21 +35,21 @@ def trusts_code() -> bool:
 def code_of_configurations(trusted: bool) -> Iterator[None]:
     """Inside, code that configurations name runs, or is refused."""
     global _trusts_code
-    before, _trusts_code = _trusts_code, trusted
+    previous, _trusts_code = _trusts_code, trusted
     try:
         yield
     finally:
-        _trusts_code = before
+        _trusts_code = previous
 
 
-def refuse_code(what: str) -> None:
-    """Raises ConfigError where code that a configuration names must not run; ``what`` names it."""
+def refuse_code(code: str) -> None:
+    """Raises ConfigError where code that a configuration names must not run; ``code`` names it."""
     if not _trusts_code:
         raise ConfigError(
-            f"{what} is code that this command would run for whoever wrote the configuration: it runs none; if you "
+            f"{code} is code that this command would run for whoever wrote the configuration: it runs none; if you "
             f"have read that code and trust it, add {SWITCH} to this command"
         )
-    _named[what] = None
+    _named[code] = None
 
 
 def describe_code() -> list[str]:

@@ -37,31 +37,31 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
     """
-    found: str | None = text
+    answer: str | None = text
     if how == "marker":
         before, _, after = text.rpartition(marker)
-        found = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
+        answer = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
     elif how == "boxed":
-        found = last_boxed(text)
+        answer = last_boxed(text)
     elif how == "tags":
         before, closed, _ = text.rpartition("</answer>")
-        found = before.rpartition("<answer>")[2] if closed and "<answer>" in before else None
+        answer = before.rpartition("<answer>")[2] if closed and "<answer>" in before else None
     elif how == "last_number":
         numbers = _NUMBER.findall(text)
-        found = numbers[-1] if numbers else None
-    return (found or "").strip() or None
+        answer = numbers[-1] if numbers else None
+    return (answer or "").strip() or None
 
 
 def last_boxed(text: str) -> str | None:
     r"""What stands between the braces of the last ``\boxed{}`` that is closed; None when there is none."""
     open_braces: list[int | None] = []  # where the content of a box begins; None for any other brace
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     for match in re.finditer(r"\\f?boxed\s*\{|(?<!\\)[{}]", text):
         if match.group() != "}":
             open_braces.append(None if match.group() == "{" else match.end())
-        elif open_braces and (start := open_braces.pop()) is not None and (found is None or start > found[0]):
-            found = (start, match.start())
-    return None if found is None else text[slice(*found)]
+        elif open_braces and (start := open_braces.pop()) is not None and (span is None or start > span[0]):
+            span = (start, match.start())
+    return None if span is None else text[slice(*span)]
 
 
 def same_text(first: str, second: str) -> bool:
@@ -105,10 +105,10 @@ def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) ->
         return metadata[key]
     for part in key.split("."):
         if not isinstance(value, Mapping) or value.get(part) is None:
-            known = ", ".join(map(repr, metadata)) or "none"
+            columns = ", ".join(map(repr, metadata)) or "none"
             raise DataError(
                 f"reward {label!r} needs column {key!r}, which prompt {prompt!r} does not have (columns beside the "
-                f"prompt: {known}): add it, or name another one"
+                f"prompt: {columns}): add it, or name another one"
             )
         value = value[part]
     return value
@@ -142,8 +142,8 @@ class AnswerReward(Reward):
         values = []
         for sample in samples:
             target = self._target(sample.prompt, sample.metadata)
-            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
-            values.append(float(found is not None and self._is_correct(found, target)))
+            answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            values.append(float(answer is not None and self._is_correct(answer, target)))
         return values
 
     def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
@@ -155,7 +155,7 @@ class AnswerReward(Reward):
             )
         return extract_answer(str(value), self.extract, self.marker) or str(value).strip()
 
-    def _is_correct(self, found: str, target: str) -> bool:
+    def _is_correct(self, answer: str, target: str) -> bool:
         raise NotImplementedError
 
 
@@ -169,8 +169,8 @@ class ExactAnswer(AnswerReward):
     """Compare character by character; otherwise case, spaces, quotation marks and a final stop do not count, and
     numbers are compared as numbers."""
 
-    def _is_correct(self, found: str, target: str) -> bool:
-        return found == target if self.strict else same_text(found, target)
+    def _is_correct(self, answer: str, target: str) -> bool:
+        return answer == target if self.strict else same_text(answer, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +201,8 @@ class MultipleChoice(AnswerReward):
             )
         return letter
 
-    def _is_correct(self, found: str, target: str) -> bool:
-        return choice_of(found) == target
+    def _is_correct(self, answer: str, target: str) -> bool:
+        return choice_of(answer) == target
 
 
 def choice_of(text: str) -> str | None:

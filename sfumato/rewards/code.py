@@ -17,7 +17,7 @@ from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.coding.tests import CodeTests, code_of, read_tests, same_output
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
-_WITHIN = Path(__file__).parent / "coding" / "sandbox_worker.py"
+_WORKER_FILE = Path(__file__).parent / "coding" / "sandbox_worker.py"
 _MOST_REPORTED = 1 << 20
 _GRACE_S = 15.0
 
@@ -91,8 +91,8 @@ class CodeReward(Reward):
         sandbox = self._sandbox()
         passed = 0
         deadline = time.monotonic() + self.timeout_s
-        for given, wanted in tests.pairs:
-            finished = sandbox.run_python(code, stdin=given.encode("utf-8", "surrogatepass"))
+        for stdin, wanted in tests.pairs:
+            finished = sandbox.run_python(code, stdin=stdin.encode("utf-8", "surrogatepass"))
             is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), wanted)
             passed += is_right
             if time.monotonic() > deadline or not (is_right or self.partial):
@@ -101,39 +101,39 @@ class CodeReward(Reward):
 
     def _run_assertions(self, code: str, tests: CodeTests) -> int:
         """How many tests pass. The answer and its tests have a sandbox each."""
-        asked = {"setup": tests.setup, "entry_point": tests.entry_point, "tests": tests.assertions}
-        within = _WITHIN.read_bytes()
-        answer_files = {"sandbox_worker.py": within, "answer.py": code.encode("utf-8", "surrogatepass")}
-        check_files = {"sandbox_worker.py": within, "tests.json": json.dumps(asked).encode()}
+        check_request = {"setup": tests.setup, "entry_point": tests.entry_point, "tests": tests.assertions}
+        worker_source = _WORKER_FILE.read_bytes()
+        answer_files = {"sandbox_worker.py": worker_source, "answer.py": code.encode("utf-8", "surrogatepass")}
+        check_files = {"sandbox_worker.py": worker_source, "tests.json": json.dumps(check_request).encode()}
         sandbox = self._sandbox()
         with contextlib.ExitStack() as running:
             with contextlib.ExitStack() as descriptors:  # closed here as soon as the programs have them
                 calls, values, results = (_pipe(descriptors) for _ in range(3))
-                nothing = os.open(os.devnull, os.O_RDWR)
-                descriptors.callback(os.close, nothing)
+                null_fd = os.open(os.devnull, os.O_RDWR)
+                descriptors.callback(os.close, null_fd)
                 command = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"]
-                quiet = [nothing] * 3
+                quiet = [null_fd] * 3
                 answer = sandbox.start([*command, "answer"], [*quiet, calls[0], values[1]], answer_files)
                 running.callback(answer.close)
                 check = sandbox.start([*command, "check"], [*quiet, results[1], values[0], calls[1]], check_files)
                 running.callback(check.close)
-                ours = os.dup(results[0])
-                running.callback(os.close, ours)
+                report_fd = os.dup(results[0])
+                running.callback(os.close, report_fd)
             report = check.wait(self.run_timeout_s + _GRACE_S)
             if report["code"] and not report["why"]:
                 raise _CannotRunError("the tests could not begin: their setup raises an error")
-            return _count(os.read(ours, _MOST_REPORTED), len(tests.assertions))
+            return _count(os.read(report_fd, _MOST_REPORTED), len(tests.assertions))
 
 
 def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
     pair = os.pipe()
-    for each in pair:
-        descriptors.callback(os.close, each)
+    for descriptor in pair:
+        descriptors.callback(os.close, descriptor)
     return pair
 
 
 def _count(written: bytes, most: int) -> int:
-    found = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
-    if unfit := [each for each in found if isinstance(each, str)]:
-        raise _CannotRunError(unfit[0])
-    return sum(each is True for each in found)
+    results = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
+    if errors := [result for result in results if isinstance(result, str)]:
+        raise _CannotRunError(errors[0])
+    return sum(result is True for result in results)

@@ -56,15 +56,15 @@ def read_pickled(path: Path) -> dict[str, Any]:
             raise DataError(f"{path} is not an index of weights: {error!r}") from error
         return {key: tensor for name in names for key, tensor in read_pickled(path.parent / Path(name).name).items()}
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle that is made up raises whatever it comes upon
         raise DataError(f"{path} is damaged, or holds more than weights, which is not executed") from error
     for wrapper in WRAPPERS:
-        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
-            found = found[wrapper]
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise DataError(f"{path} holds no mapping of names to tensors")
-    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def open_clip_to_transformers(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +125,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("kind", choices=("weights", "open_clip", "instruction"))
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        convert(given.kind, given.source, given.target)
+        convert(options.kind, options.source, options.target)
     except UserError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
-    print(f"wrote {given.target}")
+    print(f"wrote {options.target}")
     return 0
 
 

@@ -27,6 +27,6 @@ class EnvironmentReward(Reward):
     def _of(self, sample: Sample) -> float | Failure:
         value = sample.metadata.get(self.key)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            known = ", ".join(sorted(sample.metadata)) or "none"
-            return Failure(f"the rollout gave no number {self.key!r}; what it gave is {known}")
+            columns = ", ".join(sorted(sample.metadata)) or "none"
+            return Failure(f"the rollout gave no number {self.key!r}; what it gave is {columns}")
         return float(value)

@@ -63,10 +63,10 @@ def number_after(text: str, marker: str, low: float, high: float) -> float:
         UnreadableError: there is none, or it is not from ``low`` to ``high``.
     """
     marks = list(re.finditer(rf"\b{re.escape(marker)}{_DECORATION}:{_OPENING}", text, re.IGNORECASE))
-    found = _NUMBER.match(text, marks[-1].end()) if marks else None
-    if found is None or not low <= float(found.group(1)) <= high or float(found.group(2) or high) != high:
+    number = _NUMBER.match(text, marks[-1].end()) if marks else None
+    if number is None or not low <= float(number.group(1)) <= high or float(number.group(2) or high) != high:
         raise UnreadableError(f"no '{marker}:' with a number from {low:g} to {high:g}")
-    return float(found.group(1))
+    return float(number.group(1))
 
 
 def choice_after_answer(text: str) -> float:
@@ -76,10 +76,10 @@ def choice_after_answer(text: str) -> float:
         UnreadableError: there is no such choice.
     """
     marks = list(_ANSWER.finditer(text))
-    found = _CHOICE.match(text, marks[-1].end()) if marks else None
-    if found is None:
+    choice = _CHOICE.match(text, marks[-1].end()) if marks else None
+    if choice is None:
         raise UnreadableError("no 'Answer:' with 1, 2 or tie")
-    return {"1": 1.0, "2": 0.0, "tie": 0.5}[found.group(1).casefold()]
+    return {"1": 1.0, "2": 0.0, "tie": 0.5}[choice.group(1).casefold()]
 
 
 _lock = threading.Lock()
@@ -214,9 +214,9 @@ class Judge(HttpReward):
         return self._template().fill(values, pictures)
 
     def _template(self) -> JudgeTemplate:
-        known = ("prompt", "metadata", "kind", "source", *self.variables())
+        variables = ("prompt", "metadata", "kind", "source", *self.variables())
         try:
-            return load_template(self.template or self.type, self.shows, known)
+            return load_template(self.template or self.type, self.shows, variables)
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
 

@@ -71,8 +71,8 @@ class MathAnswer(AnswerReward):
         target = self._target(prompt, metadata)
         if _PLAIN_NUMBER.fullmatch(target):
             return
-        own = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
-        (value, reason), *_ = pool_of(self).call([own]).values
+        sample = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
+        (value, reason), *_ = pool_of(self).call([sample]).values
         if value != 1.0:
             raise DataError(
                 f"math-verify cannot read column {self.target_key!r} of prompt {prompt!r}, {target!r}"
@@ -91,12 +91,12 @@ class MathAnswer(AnswerReward):
         target = self._target(sample.prompt, sample.metadata)
         text = text_of(sample, self.label)
         if self.extract != "all":
-            found = extract_answer(text, self.extract, self.marker)
-            if found is None:
+            answer = extract_answer(text, self.extract, self.marker)
+            if answer is None:
                 return 0.0
-            text = _in_box(found)
+            text = _in_box(answer)
         limit_s = 0.8 * self.timeout_s  # before the process is killed, which has to be started anew
-        before = signal.signal(signal.SIGALRM, _raise_too_long)
+        previous_handler = signal.signal(signal.SIGALRM, _raise_too_long)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             return float(_are_equal(target, text))
@@ -104,7 +104,7 @@ class MathAnswer(AnswerReward):
             return Failure(f"comparing with {target!r} took more than {limit_s:g} s")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _are_equal(target: str, text: str) -> bool:
@@ -112,7 +112,7 @@ def _are_equal(target: str, text: str) -> bool:
     from math_verify import parse, verify
 
     gold = parse(_in_box(target), parsing_timeout=None)
-    if all(isinstance(each, str) for each in gold):
+    if all(isinstance(part, str) for part in gold):
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
         )

@@ -74,25 +74,24 @@ class _WordReward(Reward):
     modality: ClassVar[str] = "image"
 
     field: ClassVar[str]
-    known: ClassVar[Collection[str]]
+    choices: ClassVar[Collection[str]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (word := getattr(self, self.field)) and word not in self.known:
-            raise ConfigError(
-                f"{self.field} of reward {self.label!r} must be one of {', '.join(self.known)}, or empty, not {word!r}"
-            )
+        if (word := getattr(self, self.field)) and word not in self.choices:
+            choices = ", ".join(self.choices)
+            raise ConfigError(f"{self.field} of reward {self.label!r} must be one of {choices}, or empty, not {word!r}")
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the prompt should have such a word and does not."""
         self._word(prompt)
 
     def _word(self, prompt: str) -> str:
-        words = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.known)
-        found = getattr(self, self.field) or next(words, "")
-        if not found:
-            raise DataError(f"reward {self.label!r} finds none of {', '.join(self.known)} in prompt {prompt!r}")
-        return found
+        in_prompt = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.choices)
+        word = getattr(self, self.field) or next(in_prompt, "")
+        if not word:
+            raise DataError(f"reward {self.label!r} finds none of {', '.join(self.choices)} in prompt {prompt!r}")
+        return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ class Colour(_WordReward):
 
     type: ClassVar[str] = "colour"
     field: ClassVar[str] = "colour"
-    known: ClassVar[Collection[str]] = COLOURS
+    choices: ClassVar[Collection[str]] = COLOURS
 
     colour: str = ""
     """Name of the colour, such as red; empty: the first name of a colour in the prompt."""
@@ -122,7 +121,7 @@ class Placement(_WordReward):
 
     type: ClassVar[str] = "placement"
     field: ClassVar[str] = "side"
-    known: ClassVar[Collection[str]] = SIDES
+    choices: ClassVar[Collection[str]] = SIDES
 
     side: str = ""
     """The half: left, right, top or bottom; empty: the first of these words in the prompt."""

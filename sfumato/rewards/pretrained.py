@@ -174,9 +174,9 @@ class HpsV3(PretrainedReward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
-        found = _SPECIAL.search(prompt)
-        if found:
-            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {found.group()} out of it")
+        special = _SPECIAL.search(prompt)
+        if special:
+            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
 
     def score_batch(self, network: Any, samples: list[Sample]) -> Any:
         """The mean of the predicted distribution of the preference for each sample, [B]."""
@@ -255,6 +255,8 @@ class ProcessRewardModel(TextRewardModel):
         for sample in samples:
             prompt, text = self._read(sample)
             answers.append((prompt, [step for step in text.split(separator) if step.strip()]))
-        found = network(answers, separator)
-        nothing = torch.tensor(torch.nan)
-        return torch.stack([aggregate_steps(each, self.aggregation) if len(each) else nothing for each in found])
+        no_steps = torch.tensor(torch.nan)
+        rewards = []
+        for probabilities in network(answers, separator):
+            rewards.append(aggregate_steps(probabilities, self.aggregation) if len(probabilities) else no_steps)
+        return torch.stack(rewards)

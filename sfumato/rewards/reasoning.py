@@ -63,20 +63,20 @@ class ReasoningGym(Reward):
     def score(self, samples: list[Sample]) -> list[float | Failure]:
         """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
         values: list[float | Failure] = [0.0] * len(samples)
-        asked = []
-        places = []
-        for place, sample in enumerate(samples):
+        requests = []
+        rows = []
+        for row, sample in enumerate(samples):
             problem = self._problem(sample.prompt, sample.metadata)
-            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
-            if found is not None:
-                asked.append({**problem, "given": found, "limit_s": self.run_timeout_s})
-                places.append(place)
+            answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            if answer is not None:
+                requests.append({**problem, "given": answer, "limit_s": self.run_timeout_s})
+                rows.append(row)
         try:
-            answers = self._verify(asked) if asked else []
+            verdicts = self._verify(requests) if requests else []
         except SandboxError as error:
-            answers = [str(error)] * len(asked)
-        for place, answer in zip(places, answers, strict=True):
-            values[place] = Failure(answer) if isinstance(answer, str) else float(answer)
+            verdicts = [str(error)] * len(requests)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            values[row] = Failure(verdict) if isinstance(verdict, str) else float(verdict)
         return values
 
     def _problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -92,10 +92,10 @@ class ReasoningGym(Reward):
     def _limit_s(self, count: int) -> float:
         return _START_S + count * self.run_timeout_s
 
-    def _verify(self, asked: list[dict[str, Any]]) -> list[float | str]:
+    def _verify(self, requests: list[dict[str, Any]]) -> list[float | str]:
         """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
-        found = verifier.ask(asked, self._limit_s(len(asked)))
-        return [each if isinstance(each, str) else _checked(each) for each in found]
+        answers = verifier.ask(requests, self._limit_s(len(requests)))
+        return [verdict if isinstance(verdict, str) else _checked(verdict) for verdict in answers]
 
 
 def sandbox() -> Sandbox:
@@ -113,23 +113,23 @@ class Verifier:
         self._lock = threading.Lock()
         self._program: KeptProgram | None = None
 
-    def ask(self, asked: list[dict[str, Any]], timeout_s: float) -> list[Any]:
+    def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[Any]:
         """What it says of each. Raises SandboxError when it ended without a word."""
         with self._lock:
             try:
                 if self._program is None:
                     self._program = self._start()
-                said = self._program.ask(json.dumps(asked).encode(), timeout_s, _MOST_BYTES * (1 + len(asked)))
+                reply = self._program.ask(json.dumps(requests).encode(), timeout_s, _MOST_BYTES * (1 + len(requests)))
             except SandboxError as error:
                 self._program = None
                 raise SandboxError(f"the verifier of reasoning-gym gave no scores: {error}") from error
             except BaseException:
                 self._program = None
                 raise
-        found = json.loads(said)
-        if not isinstance(found, list) or len(found) != len(asked):
-            raise SandboxError(f"the verifier of reasoning-gym gave {len(found)} scores of {len(asked)} answers")
-        return found
+        verdicts = json.loads(reply)
+        if not isinstance(verdicts, list) or len(verdicts) != len(requests):
+            raise SandboxError(f"the verifier of reasoning-gym gave {len(verdicts)} scores of {len(requests)} answers")
+        return verdicts
 
     def _start(self) -> KeptProgram:
         files = {"verifier.py": _VERIFIER.read_bytes()}
@@ -157,14 +157,14 @@ def _checked(value: Any) -> float | str:
 @functools.cache
 def _folders() -> list[str]:
     """Where reasoning-gym and what it needs are installed. Raises MissingDependencyError."""
-    found = importlib.util.find_spec("reasoning_gym")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
         raise MissingDependencyError(
             "the reasoning_gym reward needs reasoning-gym: pip install 'sfumato[environments]'"
         )
-    folders = [str(Path(found.origin).resolve().parents[1])]
+    folders = [str(Path(spec.origin).resolve().parents[1])]
     for name in ("sympy", "numpy"):  # they may stand in another folder of the path
-        other = importlib.util.find_spec(name)
-        if other is not None and other.origin is not None:
-            folders.append(str(Path(other.origin).resolve().parents[1]))
+        dependency = importlib.util.find_spec(name)
+        if dependency is not None and dependency.origin is not None:
+            folders.append(str(Path(dependency.origin).resolve().parents[1]))
     return list(dict.fromkeys(folders))

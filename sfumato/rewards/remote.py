@@ -66,8 +66,8 @@ class RemoteReward(HttpReward):
 
         def ask(piece: range) -> Sequence[float | Failure]:
             if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
-                what = "a group" if self.groupwise else "a sample"
-                raise HttpError(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")
+                unit = "a group" if self.groupwise else "a sample"
+                raise HttpError(f"{unit} is larger than max_request_mib {served.max_request_mib} of the server")
             body = wire.encode_request(label, encoded[piece.start : piece.stop])
             parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
@@ -107,14 +107,14 @@ class RemoteReward(HttpReward):
 def _ask_servers(reward: RemoteReward) -> wire.ServerDescription:
     """What the servers of a reward serve, asked once per process."""
     deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
-    found = {
+    descriptions = {
         url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls
     }
-    for url, description in found.items():
+    for url, description in descriptions.items():
         _check_served(reward, url, description)
-    served = list(found.values())
+    served = list(descriptions.values())
     label = reward.reward or next(iter(served[0].rewards))
-    prints = {url: description.rewards[label].fingerprint for url, description in found.items()}
+    prints = {url: description.rewards[label].fingerprint for url, description in descriptions.items()}
     if len(set(prints.values())) > 1:
         raise ConfigError(
             f"reward {reward.label!r}: the servers {' and '.join(prints)} serve {label!r} with different settings or "

@@ -53,8 +53,8 @@ def main(descriptor: int) -> None:
         if not os.fork():
             requests.close()
             _guarded(_start, request, descriptors)
-        for each in descriptors:
-            os.close(each)
+        for received in descriptors:
+            os.close(received)
 
 
 def _read(source: socket.socket, size: int) -> bytes:
@@ -75,37 +75,37 @@ def _guarded(function: Any, request: dict[str, Any], descriptors: list[int], *mo
     os._exit(0)
 
 
-def _report(status: int, what: dict[str, Any]) -> None:
-    os.write(status, json.dumps(what).encode() + b"\n")
+def _report(status: int, report: dict[str, Any]) -> None:
+    os.write(status, json.dumps(report).encode() + b"\n")
 
 
 def _start(request: dict[str, Any], descriptors: list[int]) -> None:
     """R: starts C, and maps the program's user to one outside."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ours, its = socket.socketpair()
+    near_end, far_end = socket.socketpair()
     child = os.fork()
     if not child:
-        ours.close()
-        _guarded(_enter, request, descriptors, its)
-    its.close()
-    if ours.recv(1) == b"u":
+        near_end.close()
+        _guarded(_enter, request, descriptors, far_end)
+    far_end.close()
+    if near_end.recv(1) == b"u":
         is_root = os.geteuid() == 0
         if is_root and not _has_user(OUTSIDE_USER):  # root itself is exempt from the limit of processes
             raise kernel.CallError(f"finding user {OUTSIDE_USER} in the user namespace of this root", errno.EPERM)
-        for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        for name, outside_id in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
             if name == "gid_map":
                 _write(f"/proc/{child}/setgroups", "deny")
-            _write(f"/proc/{child}/{name}", f"{USER} {OUTSIDE_USER if is_root else own} 1\n")
-        ours.send(b"m")
-    for each in descriptors:
-        os.close(each)
+            _write(f"/proc/{child}/{name}", f"{USER} {OUTSIDE_USER if is_root else outside_id} 1\n")
+        near_end.send(b"m")
+    for inherited in descriptors:
+        os.close(inherited)
     os.waitpid(child, 0)
     os._exit(0)
 
 
 def _has_user(number: int) -> bool:
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        ranges = [[int(each) for each in line.split()] for line in file]
+        ranges = [[int(field) for field in line.split()] for line in file]
     return any(first <= number < first + count for first, _, count in ranges)
 
 
@@ -139,8 +139,8 @@ def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socke
     child = os.fork()
     if not child:
         _guarded(_be_first, request, descriptors, sources, links)
-    for each in descriptors:
-        os.close(each)
+    for inherited in descriptors:
+        os.close(inherited)
     os.waitpid(child, 0)
     os._exit(0)
 
@@ -161,14 +161,14 @@ def _be_first(request: dict[str, Any], descriptors: list[int], sources: dict[str
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     status = descriptors[0]
     began = time.monotonic()
-    its_error, error = os.pipe()
+    error_reader, error_writer = os.pipe()
     child = os.fork()
     if not child:
-        _become_program(request, descriptors, error)
-    os.close(error)
-    for each in descriptors[1:]:
-        os.close(each)
-    if reason := os.read(its_error, 1000):
+        _become_program(request, descriptors, error_writer)
+    os.close(error_writer)
+    for inherited in descriptors[1:]:
+        os.close(inherited)
+    if reason := os.read(error_reader, 1000):
         raise OSError(0, f"the program could not be started: {reason.decode()}")
     _report(status, _watch(child, request, status, began))
 
@@ -211,11 +211,11 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        own = [os.dup2(each, 200 + place, False) for place, each in enumerate(descriptors[1:])]
-        error = os.dup2(error, 200 + len(own), False)
-        for place, each in enumerate(own):
-            os.dup2(each, place, True)
-        os.closerange(len(own), error)
+        copies = [os.dup2(copied, 200 + place, False) for place, copied in enumerate(descriptors[1:])]
+        error = os.dup2(error, 200 + len(copies), False)
+        for place, copied in enumerate(copies):
+            os.dup2(copied, place, True)
+        os.closerange(len(copies), error)
         os.closerange(error + 1, 4096)
         os.chdir(WORK_FOLDER)
         for name, value in request["rlimits"].items():
@@ -232,10 +232,10 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
 
 def _watch(child: int, request: dict[str, Any], status: int, began: float) -> dict[str, Any]:
     """Until the program ends, is to be ended, or has used too much of time or memory. Then nothing of it is left."""
-    asked = select.poll()
+    end_request = select.poll()
     why = ""
     code = None
-    asked.register(status, select.POLLIN)  # readable also once the other end is shut or gone
+    end_request.register(status, select.POLLIN)  # readable also once the other end is shut or gone
     while not why:
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_S)
         with contextlib.suppress(ChildProcessError):
@@ -246,7 +246,7 @@ def _watch(child: int, request: dict[str, Any], status: int, began: float) -> di
             break
         if time.monotonic() - began > request["wall_s"]:
             why = "time"
-        elif asked.poll(0):
+        elif end_request.poll(0):
             why = "asked"
         elif _resident_mib() > request["memory_mib"]:
             why = "memory"

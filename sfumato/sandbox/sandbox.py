@@ -197,26 +197,26 @@ class Sandbox:
         Raises:
             SandboxError: it could not be started; never for what the program does.
         """
-        its_input = _file_of(stdin)
-        our_output, its_output = os.pipe()
-        our_error, its_error = os.pipe()
+        child_input = _file_of(stdin)
+        output_reader, child_output = os.pipe()
+        error_reader, child_error = os.pipe()
         try:
-            running = self.start(command, [its_input, its_output, its_error], files=files)
+            running = self.start(command, [child_input, child_output, child_error], files=files)
         except BaseException:
-            for each in (our_output, our_error):
-                os.close(each)
+            for descriptor in (output_reader, error_reader):
+                os.close(descriptor)
             raise
         finally:
-            for each in (its_input, its_output, its_error):
-                os.close(each)
-        return _follow(running, [our_output, our_error], self.limits)
+            for descriptor in (child_input, child_output, child_error):
+                os.close(descriptor)
+        return _follow(running, [output_reader, error_reader], self.limits)
 
     def start(self, command: Sequence[str], descriptors: Sequence[int], files: Mapping[str, bytes] | None) -> Running:
         """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
         limits = self.limits
         memory = limits.memory_mib * 2**20
         disk = limits.disk_mib * 2**20
-        limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
+        rlimits = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
         request = {
             "command": list(command),
@@ -226,17 +226,17 @@ class Sandbox:
             "wall_s": limits.wall_s,
             "memory_mib": limits.memory_mib,
             "disk_mib": limits.disk_mib,
-            "rlimits": limited,
+            "rlimits": rlimits,
         }
-        ours, its = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         try:
-            _launcher.request(json.dumps(request).encode(), [its.fileno(), *descriptors])
+            _launcher.request(json.dumps(request).encode(), [far_end.fileno(), *descriptors])
         except BaseException:
-            ours.close()
+            near_end.close()
             raise
         finally:
-            its.close()
-        return Running(ours)
+            far_end.close()
+        return Running(near_end)
 
 
 def _file_of(content: bytes) -> int:
@@ -258,11 +258,11 @@ def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Fini
     most = limits.output_kib * 1024
     is_too_much = False
     report = None
-    written: dict[int, bytearray] = {each: bytearray() for each in outputs}
+    written: dict[int, bytearray] = {output: bytearray() for output in outputs}
     deadline = time.monotonic() + limits.wall_s + _GRACE_S
     with selectors.DefaultSelector() as selector:
-        for each in (*outputs, running):
-            selector.register(each, selectors.EVENT_READ)
+        for output in (*outputs, running):
+            selector.register(output, selectors.EVENT_READ)
         try:
             while len(selector.get_map()):
                 ready = selector.select(max(deadline - time.monotonic(), 0))
@@ -282,10 +282,10 @@ def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Fini
                         selector.unregister(key.fd)
         finally:
             running.close()
-            for each in outputs:
-                os.close(each)
+            for output in outputs:
+                os.close(output)
     assert report is not None
-    stdout, stderr = (bytes(written[each][:most]) for each in outputs)
+    stdout, stderr = (bytes(written[output][:most]) for output in outputs)
     why = "output" if is_too_much else report["why"]
     code = None if why else report["code"]
     seconds = {name: report[name] for name in ("wall_s", "cpu_s")}
@@ -317,22 +317,22 @@ class _Launcher:
 
     def _begin(self) -> None:
         self._end()
-        ours, its = socket.socketpair()
+        near_end, far_end = socket.socketpair()
         library = str(Path(__file__).parents[2])
         program = (
             "import sys; sys.path.append(sys.argv[1])\n"
             "from sfumato.sandbox.launcher import main; main(int(sys.argv[2]))"
         )
         self._process = subprocess.Popen(
-            [PYTHON, "-I", "-S", "-c", program, library, str(its.fileno())],
+            [PYTHON, "-I", "-S", "-c", program, library, str(far_end.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": _ENVIRONMENT["PATH"]},
             cwd="/",
-            pass_fds=[its.fileno()],
+            pass_fds=[far_end.fileno()],
         )
-        its.close()
-        self._requests = ours
+        far_end.close()
+        self._requests = near_end
 
     def _end(self) -> None:
         if self._requests is not None:

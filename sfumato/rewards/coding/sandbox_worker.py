@@ -75,12 +75,12 @@ def encode(value: Any, other: Any) -> Any:
     if isinstance(value, Decimal | Fraction):
         return ["n" if isinstance(value, Decimal) else "q", str(value)]
     if isinstance(value, range):
-        return ["r", [encode(each, other) for each in (value.start, value.stop, value.step)]]
+        return ["r", [encode(item, other) for item in (value.start, value.stop, value.step)]]
     for tag, kind in _LISTS.items():
         if isinstance(value, kind):
-            return [tag, [encode(each, other) for each in kind.__iter__(value)]]
+            return [tag, [encode(item, other) for item in kind.__iter__(value)]]
     if isinstance(value, dict):
-        return ["d", [[encode(key, other), encode(each, other)] for key, each in dict.items(value)]]
+        return ["d", [[encode(key, other), encode(item, other)] for key, item in dict.items(value)]]
     return other(value)
 
 
@@ -91,11 +91,11 @@ def decode(value: Any, other: Any) -> Any:
     tag = value[0]
     content = value[1]
     if tag in _LISTS:
-        return _LISTS[tag](decode(each, other) for each in content)
+        return _LISTS[tag](decode(item, other) for item in content)
     if tag == "d":
-        return {decode(key, other): decode(each, other) for key, each in content}
+        return {decode(key, other): decode(item, other) for key, item in content}
     if tag == "r":
-        return range(*(decode(each, other) for each in content))
+        return range(*(decode(item, other) for item in content))
     if tag == "c":
         return complex(float.fromhex(content), float.fromhex(value[2]))
     simple = {"i": lambda text: int(text, 16), "f": float.fromhex, "b": bytes.fromhex, "n": Decimal, "q": Fraction,
@@ -115,11 +115,11 @@ def answer() -> None:
         source = file.read()
     handles: list[Any] = []
 
-    def keep(value: Any) -> Any:
+    def to_handle(value: Any) -> Any:
         handles.append(value)
         return ["h", len(handles) - 1]
 
-    def given(value: Any) -> Any:
+    def from_handle(value: Any) -> Any:
         return handles[value[1]]
 
     try:
@@ -133,13 +133,13 @@ def answer() -> None:
             if problem:
                 send(values, {"error": problem})
                 continue
-            positional = [decode(each, given) for each in arguments]
-            keywords = {name: decode(each, given) for name, each in named.items()}
+            positional = [decode(argument, from_handle) for argument in arguments]
+            keywords = {name: decode(argument, from_handle) for name, argument in named.items()}
             held = handles[target] if isinstance(target, int) else space[target]
             result = _do(verb, held, positional, keywords)
-            reply = {"value": encode(result, keep)}
+            reply = {"value": encode(result, to_handle)}
             if result is None:
-                reply["arguments"] = [encode(each, keep) for each in positional]
+                reply["arguments"] = [encode(argument, to_handle) for argument in positional]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of the answer are its own, too
             reply = {"error": _describe(error)}
         send(values, reply)
@@ -204,26 +204,26 @@ class Remote:
 
     def __iter__(self) -> Any:
         iterator = self._ask("iter", ())
-        while found := iterator._ask("next", ()):
-            yield found[0]
+        while items := iterator._ask("next", ()):
+            yield items[0]
 
     def _ask(self, verb: str, positional: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> Any:
         values, calls = self.__dict__["_pipes"]
-        arguments = [encode(each, _reference) for each in positional]
-        named = {name: encode(each, _reference) for name, each in (keywords or {}).items()}
+        arguments = [encode(argument, _reference) for argument in positional]
+        named = {name: encode(argument, _reference) for name, argument in (keywords or {}).items()}
 
-        def held(value: Any) -> Any:
+        def remote_of(value: Any) -> Any:
             return Remote(int(value[1]), (values, calls))
 
         try:
             send(calls, [verb, self.__dict__["_target"], arguments, named])
             reply = receive(values)
             if "error" not in reply:
-                result = decode(reply["value"], held)
+                result = decode(reply["value"], remote_of)
                 if result is None and verb == "call":
-                    _take_over(positional, [decode(each, held) for each in reply["arguments"]])
+                    _take_over(positional, [decode(argument, remote_of) for argument in reply["arguments"]])
                 return result
-            name, text = (str(each) for each in reply["error"])
+            name, text = (str(argument) for argument in reply["error"])
         except Exception as error:
             raise AnswerError(f"the answer has ended, or sent no values: {type(error).__name__}") from None
         raise _raised(name, text)
@@ -231,10 +231,10 @@ class Remote:
 
 def _raised(name: str, text: str) -> Exception:
     """The builtin exception of that name, if there is one that is made of a text."""
-    known = getattr(builtins, name, None)
-    if isinstance(known, type) and issubclass(known, Exception):
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            return known(text)
+            return kind(text)
         except TypeError:  # it is made of more than a text: the line below has its name and text
             pass
     return AnswerError(f"{name}: {text}")
@@ -248,12 +248,12 @@ def _reference(value: Any) -> Any:
 
 def _take_over(before: tuple[Any, ...], after: list[Any]) -> None:
     """What a function without result, such as one that sorts in place, has made of its arguments."""
-    for mine, its in zip(before, after, strict=True):
-        if type(mine) is list and type(its) is list:
-            mine[:] = its
-        elif type(mine) in (dict, set) and type(its) is type(mine):
-            mine.clear()
-            mine.update(its)
+    for old, new in zip(before, after, strict=True):
+        if type(old) is list and type(new) is list:
+            old[:] = new
+        elif type(old) in (dict, set) and type(new) is type(old):
+            old.clear()
+            old.update(new)
 
 
 class Space(dict):

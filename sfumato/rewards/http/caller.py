@@ -186,9 +186,9 @@ class HttpCaller:
             # In an outage that was waited out already, a request still asks each server once.
             is_over = now >= give_up and request.tries[server] > 0
             if is_over or server.closed_until > max(give_up, now) or now + wait_s >= request.deadline:
-                said = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
+                last_words = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
                 tried_s = min(self._retry_for_s, request.deadline - request.started)
-                raise HttpError(f"{'; '.join(said.values())}; tried for {tried_s:.3g} s")
+                raise HttpError(f"{'; '.join(last_words.values())}; tried for {tried_s:.3g} s")
         time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
         with self._lock:
             server, _ = self._best_server(request, time.monotonic())
@@ -224,8 +224,8 @@ class HttpCaller:
         return min(begins, default=math.inf) + self._retry_for_s
 
     def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:
-        said = str(error)  # which may quote what a server that should not has sent back
-        request.last[server] = said.replace(self._key, "***") if self._key else said
+        message = str(error)  # which may quote what a server that should not has sent back
+        request.last[server] = message.replace(self._key, "***") if self._key else message
         with self._lock:
             self.counters[error.kind] += 1
             now = time.monotonic()

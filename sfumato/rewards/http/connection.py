@@ -170,13 +170,13 @@ def exchange(
 
 def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key: bool) -> socket.socket:
     """A connection to the first address of the host that answers and may be used."""
-    found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
-    usable = [entry for entry in found if limits.allow_private or is_public(entry[4][0])]
+    addresses = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
+    usable = [entry for entry in addresses if limits.allow_private or is_public(entry[4][0])]
     if not usable:
         raise RefusedError(
             "private address",
-            f"{base.text}: {base.host} is the private address {found[0][4][0]}, which is refused: set allow_private: "
-            "true if the server is yours",
+            f"{base.text}: {base.host} is the private address {addresses[0][4][0]}, which is refused: set "
+            "allow_private: true if the server is yours",
         )
     failed: OSError = OSError("no address")
     for family, kind, protocol, _, address in usable:

@@ -211,9 +211,9 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
         values: one per sample; NaN where there is a reason.
         reasons: why a sample has no value; "" where it has one.
     """
-    known = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
+    numbers = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
     failures = [reason[:_MAX_REASON] or None for reason in reasons]
-    return import_msgpack().packb({"version": VERSION, "values": known, "failures": failures})
+    return import_msgpack().packb({"version": VERSION, "values": numbers, "failures": failures})
 
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:

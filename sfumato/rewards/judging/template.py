@@ -65,9 +65,9 @@ class JudgeTemplate:
         import jinja2
 
         mark = secrets.token_hex(16)  # no prompt can contain it
-        images = [image for some in pictures.values() for image in some]
+        images = [image for shown in pictures.values() for image in shown]
         numbers = iter(range(len(images)))
-        marks = {name: "".join(f"{mark}{next(numbers)};" for _ in some) for name, some in pictures.items()}
+        marks = {name: "".join(f"{mark}{next(numbers)};" for _ in shown) for name, shown in pictures.items()}
         try:
             text = self._template.render({**values, **marks})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -110,6 +110,6 @@ def _find(source: str) -> tuple[str, str]:
     shipped = _SHIPPED / f"{source}.jinja"
     path = shipped if shipped.is_file() else Path(source).expanduser()
     if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.jinja")))
-        raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")
+        names = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.jinja")))
+        raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {names}")
     return f"template {path}", read_file(path)

@@ -78,12 +78,12 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
     """The ``model_type`` of ``config.json``. Raises ConfigError when it is none of those allowed."""
     check_folder(folder, "config.json")
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in allowed:
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in allowed:
         raise ConfigError(
-            f"model_path {folder} holds a model of type {found!r}, but this reward needs {' or '.join(allowed)}"
+            f"model_path {folder} holds a model of type {model_type!r}, but this reward needs {' or '.join(allowed)}"
         )
-    return found
+    return model_type
 
 
 def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> nn.Module:
@@ -147,13 +147,14 @@ def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor
 
 def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
     """The module with exactly these weights, frozen. Raises ConfigError when names or shapes differ, or one is NaN."""
-    own = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    shared = expected.keys() & tensors.keys()
     _refuse_keys(
         folder,
         {
-            "missing_keys": own.keys() - tensors.keys(),
-            "unexpected_keys": tensors.keys() - own.keys(),
-            "mismatched_keys": {name for name in own.keys() & tensors.keys() if own[name] != tensors[name].shape},
+            "missing_keys": expected.keys() - tensors.keys(),
+            "unexpected_keys": tensors.keys() - expected.keys(),
+            "mismatched_keys": {name for name in shared if expected[name] != tensors[name].shape},
         },
     )
     module.load_state_dict(tensors, assign=True)

@@ -145,12 +145,12 @@ def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> A
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
     described = read_json(folder / "med_config.json")
-    kept = {
+    fields = {
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
         "max_position_embeddings", "layer_norm_eps", "pad_token_id",
     }  # fmt: skip
-    known = {key: value for key, value in described.items() if key in kept}
-    config = BlipTextConfig(**known, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
+    settings = {key: value for key, value in described.items() if key in fields}
+    config = BlipTextConfig(**settings, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
     config._attn_implementation = "eager"
     module = build_on_meta(lambda: BlipTextModel(config, add_pooling_layer=False))
     return assign_tensors(module, tensors, folder)

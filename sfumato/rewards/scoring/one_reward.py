@@ -108,10 +108,10 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     """
     units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
     keys = [digest([samples[index] for index in unit]) for unit in units]
-    known = {key: cache.get(key) for key in keys}
+    cached_values = {key: cache.get(key) for key in keys}
     new: dict[bytes, list[int]] = {}  # the first unit of each content that is not known
     for key, unit in zip(keys, units, strict=True):
-        if known[key] is None:
+        if cached_values[key] is None:
             new.setdefault(key, unit)
     rows = sorted(index for unit in new.values() for index in unit)
     new_values, new_reasons = score_with(reward, [samples[index] for index in rows])
@@ -120,7 +120,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     reasons = [""] * len(samples)
     for key, unit in zip(keys, units, strict=True):
         if key not in new:
-            values[unit] = known[key]
+            values[unit] = cached_values[key]
             continue
         scored = [place[index] for index in new[key]]
         values[unit] = new_values[scored]
@@ -142,21 +142,21 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
 
     Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
     """
-    found: dict[str, Any] = {}
-    own = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
+    outcome: dict[str, Any] = {}
+    copies = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
 
     def run() -> None:
         try:
-            found["values"] = score_batch(reward, own)
+            outcome["values"] = score_batch(reward, copies)
         except UserError as error:
-            found["error"] = error
+            outcome["error"] = error
 
     thread = threading.Thread(target=run, name=f"reward-{reward.label}", daemon=True)
     timeout_s = reward.call_timeout_s(len(samples))
     thread.start()
     thread.join(timeout_s)
-    if not found:
+    if not outcome:
         return Outcome(failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
-    if "error" in found:
-        raise found["error"]
-    return Outcome(found["values"])
+    if "error" in outcome:
+        raise outcome["error"]
+    return Outcome(outcome["values"])

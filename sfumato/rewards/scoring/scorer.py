@@ -138,15 +138,15 @@ class Scorer:
 
     def _scored_before(self, samples: list[Sample]) -> Scores:
         """The scores of samples that bring them. Raises DataError when one of a reward that is optimised is missing."""
-        known = [sample.scores or {} for sample in samples]
-        missing = [reward.label for reward in self.objective if any(reward.label not in each for each in known)]
+        scores = [sample.scores or {} for sample in samples]
+        missing = [reward.label for reward in self.objective if any(reward.label not in values for values in scores)]
         if missing or self.combination.takes_metadata:
-            what = (
+            lack = (
                 f"no value of the reward {missing[0]!r}" if missing else "no metadata, which reward.combination takes"
             )
-            raise DataError(f"samples that were scored before bring {what}: draw and score them again")
+            raise DataError(f"samples that were scored before bring {lack}: draw and score them again")
         components = {
-            reward.label: np.array([each[reward.label] for each in known], np.float64) for reward in self.objective
+            reward.label: np.array([values[reward.label] for values in scores], np.float64) for reward in self.objective
         }
         level, _ = self._combine(components, None, None)
         return Scores(total=level, level=level, components=components, seconds=dict.fromkeys(components, 0.0))

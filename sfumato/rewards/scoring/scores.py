@@ -81,14 +81,15 @@ class Scores:
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Means of what could be scored, spreads, and the fractions that failed, of several rewards of each."""
-        found = {f"{prefix}reward/total": _mean(self.level)}
-        found |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
+        numbers = {f"{prefix}reward/total": _mean(self.level)}
+        numbers |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():
-            found[f"{prefix}{name}"] = part / whole if whole else math.nan
-        found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+            numbers[f"{prefix}{name}"] = part / whole if whole else math.nan
+        numbers |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+        # With one reward its spread and its failures are those of the total, which stand there already.
         for name, values in self.components.items() if len(self.components) > 1 else ():
-            found |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
-        return found
+            numbers |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
+        return numbers
 
     def timings(self, wait_s: float) -> dict[str, float]:
         """What scoring took, which is not the same in a rerun.
@@ -97,9 +98,9 @@ class Scores:
             wait_s: seconds that a step waited for rewards.
         """
         scoring_s = sum(self.seconds.values())
-        found = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
-        found |= {f"time/reward_{name}_s": seconds for name, seconds in self.seconds.items()}
-        return found | {
+        metrics = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
+        metrics |= {f"time/reward_{name}_s": seconds for name, seconds in self.seconds.items()}
+        return metrics | {
             f"scoring/remembered_share_{name}": count / len(self.total) for name, count in self.remembered.items()
         }
 

@@ -50,16 +50,16 @@ class Worker:
     def __init__(self, reward: Reward, pickled: bytes) -> None:
         self.reward = reward
         self._num_asked = 0
-        its_requests, self._requests = os.pipe()
-        self._replies, its_replies = os.pipe()
+        child_requests, self._requests = os.pipe()
+        self._replies, child_replies = os.pipe()
         os.set_blocking(self._requests, False)
         command = [sys.executable, "-X", "faulthandler", "-c", _PROGRAM]
         try:
             self._process = subprocess.Popen(
-                [*command, json.dumps(sys.path), str(its_requests), str(its_replies)],
+                [*command, json.dumps(sys.path), str(child_requests), str(child_replies)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints belongs to the log, not into this program's output
-                pass_fds=(its_requests, its_replies),
+                pass_fds=(child_requests, child_replies),
                 process_group=0,  # of its own, to be ended with all that it starts
             )
         except OSError as error:
@@ -67,8 +67,8 @@ class Worker:
             os.close(self._replies)
             raise LostError(f"could not be started: {error}") from error
         finally:
-            os.close(its_requests)
-            os.close(its_replies)
+            os.close(child_requests)
+            os.close(child_replies)
         try:
             self._ask(pickled, 0, START_TIMEOUT_S)
         except LostError as error:
@@ -155,8 +155,8 @@ class Worker:
             return "closed its connection"
         if code >= 0:
             return f"ended itself with exit code {code}"
-        known = {number.value: number.name for number in signal.Signals}
-        return f"was ended by {known.get(-code, f'signal {-code}')}"
+        signal_names = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
 
 
 def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
@@ -167,9 +167,9 @@ def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
             raise ValueError(answer["request"])
         if "error" in answer:
             name, text = answer["error"]
-            found = getattr(errors, str(name), None)
-            is_known = isinstance(found, type) and issubclass(found, UserError)
-            raise (found if is_known else ConfigError)(str(text))
+            error_class = getattr(errors, str(name), None)
+            is_known = isinstance(error_class, type) and issubclass(error_class, UserError)
+            raise (error_class if is_known else ConfigError)(str(text))
         rows = [(value, reason) for value, reason in answer["values"]]
         is_valid = len(rows) == num_samples and all(
             isinstance(reason, str) and (value is None if reason else _is_finite(value)) for value, reason in rows

@@ -249,8 +249,8 @@ class RewardServer:
             raise RefusedRequestError(400, str(error)) from error
 
     def _check_token(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if self._token is not None and not hmac.compare_digest(given, b"Bearer " + self._token):
+        authorization = request.headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(authorization, b"Bearer " + self._token):
             raise RefusedRequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
         trust(request.scope)
 
@@ -267,13 +267,13 @@ async def _wait_for_hang_up(request: Request) -> None:
 def _fingerprint(reward: Reward) -> str:
     """A digest of the fields, the files that they name, and the version, whatever weight the reward has here."""
     fields = Variant("sfumato.rewards").dump(reward) or {}
-    kept = {
+    settings = {
         name: value
         for name, value in fields.items()
         if name not in ("weight", "evaluation_only", "normalise", "process")
     }
-    files = {name: _file_hash(value) for name, value in kept.items()}
-    return hashlib.sha256(json.dumps([sfumato.__version__, kept, files], sort_keys=True).encode()).hexdigest()
+    files = {name: _file_hash(value) for name, value in settings.items()}
+    return hashlib.sha256(json.dumps([sfumato.__version__, settings, files], sort_keys=True).encode()).hexdigest()
 
 
 def _file_hash(value: Any) -> str | None:
