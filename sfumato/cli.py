@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.run not in (_check, _preprocess):
+    if rest and options.run not in (_run_check, _run_preprocess):
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     options.overrides = rest
     choose_kernels()
@@ -45,12 +45,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     check.add_argument("config", help="YAML file of a task")
     check.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
-    check.add_argument("--ranks", type=_positive, help="processes (default: WORLD_SIZE, or the fewest possible)")
-    check.add_argument("--device-memory", type=_memory, metavar="GIB", help="memory of one GPU (default: of this one)")
+    check.add_argument("--ranks", type=_parse_positive, help="processes (default: WORLD_SIZE, or the fewest possible)")
+    check.add_argument(
+        "--device-memory", type=_parse_memory, metavar="GIB", help="memory of one GPU (default: of this one)"
+    )
     check.add_argument("--skip-data", action="store_true", help="do not look at the data")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     _add_trust(check)
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_run_check)
 
     prepare = commands.add_parser(
         "preprocess",
@@ -63,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_argument("config", help="YAML file of a task that trains on text")
     prepare.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
     _add_trust(prepare)
-    prepare.set_defaults(run=_preprocess)
+    prepare.set_defaults(run=_run_preprocess)
 
     doctor = commands.add_parser("doctor", help="what is installed, and which devices and extras work")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -71,18 +73,18 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--folder", type=Path, metavar="DIR", help="also whether machines share a folder: call it on each of them"
     )
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_run_doctor)
 
     export = commands.add_parser("export", help="write the trained weights of a run or checkpoint for other programs")
     export.add_argument("source", type=Path, help="run folder (its newest checkpoint is taken) or checkpoint folder")
     export.add_argument("out", type=Path, help="folder to write, which must not exist")
     export.add_argument("--merge", action="store_true", help="add adapters to the weights they belong to")
     _add_trust(export)
-    export.set_defaults(run=_export)
+    export.set_defaults(run=_run_export)
 
     report = commands.add_parser("report", help="write report.html of a run folder anew")
     report.add_argument("run_dir", type=Path, help="run folder")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_run_report)
     return parser
 
 
@@ -94,13 +96,13 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return int(text)
 
 
-def _memory(text: str) -> float:
+def _parse_memory(text: str) -> float:
     try:
         size = float(text)
     except ValueError:
@@ -110,7 +112,7 @@ def _memory(text: str) -> float:
     return size
 
 
-def _check(options: argparse.Namespace) -> int:
+def _run_check(options: argparse.Namespace) -> int:
     from sfumato.commands.find_task import load_for_task
     from sfumato.config.load import parse_overrides
 
@@ -139,7 +141,7 @@ def _check(options: argparse.Namespace) -> int:
     return findings.exit_code
 
 
-def _preprocess(options: argparse.Namespace) -> int:
+def _run_preprocess(options: argparse.Namespace) -> int:
     from sfumato.config.load import parse_overrides
 
     overrides = parse_overrides(options.overrides)
@@ -150,13 +152,13 @@ def _preprocess(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _run_doctor(options: argparse.Namespace) -> int:
     from sfumato.commands.doctor import run_doctor
 
     return run_doctor(as_json=options.json, start_ray=options.ray, folder=options.folder)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _run_export(options: argparse.Namespace) -> int:
     from sfumato.commands.export import export_checkpoint
 
     with code_of_configurations(options.trust_code):
@@ -164,7 +166,7 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _run_report(options: argparse.Namespace) -> int:
     from sfumato.tracking.report import write_report
 
     if not (options.run_dir / "config.yaml").is_file():

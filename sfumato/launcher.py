@@ -85,7 +85,7 @@ class RankProcesses:
     def wait(self) -> list[End]:
         """Until all have ended; those that do not follow one that failed are killed, with their stacks taken."""
         deadline = None
-        while self._look():
+        while self._note_ended():
             if deadline is None and any(end.code for end in self.ends.values()):
                 deadline = time.monotonic() + GRACE_S
             if deadline is not None and time.monotonic() > deadline:
@@ -94,17 +94,17 @@ class RankProcesses:
             time.sleep(0.05)
         return [self.ends[rank] for rank in self.ranks]
 
-    def _look(self) -> bool:
+    def _note_ended(self) -> bool:
         """Takes note of ranks that have ended; whether some have not."""
         for rank, process in zip(self.ranks, self.processes, strict=True):
             code = process.poll()
             if code is not None and rank not in self.ends:
-                self.ends[rank] = self._end(rank, code)
+                self.ends[rank] = self._read_end(rank, code)
         return len(self.ends) < len(self.processes)
 
-    def _end(self, rank: int, code: int) -> End:
-        stacks = _text(self.folder / f"{rank}.stacks")
-        record = _text(self.folder / f"{rank}.json")
+    def _read_end(self, rank: int, code: int) -> End:
+        stacks = _read_text(self.folder / f"{rank}.stacks")
+        record = _read_text(self.folder / f"{rank}.json")
         if record:
             return End(rank, code, **{"stacks": stacks, **json.loads(record)})
         if code >= 0:
@@ -124,8 +124,8 @@ class RankProcesses:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                self.ends[rank] = End(rank, LOST, kind="killed", stacks=_text(self.folder / f"{rank}.stacks"))
-        self._look()
+                self.ends[rank] = End(rank, LOST, kind="killed", stacks=_read_text(self.folder / f"{rank}.stacks"))
+        self._note_ended()
 
 
 def verdict(ends: Sequence[End]) -> tuple[int, str]:
@@ -159,7 +159,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
     }
     folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
     if nnodes == 1:
-        environment |= {"SFUMATO_STORE": str(folder / "store"), **_only_here()}
+        environment |= {"SFUMATO_STORE": str(folder / "store"), **_loopback_only()}
     places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     try:
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
@@ -168,21 +168,21 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         code, text = verdict(ranks.wait())
         if text:
             print(printable(text), file=sys.stderr, flush=True)
-            _append(folder / "log", text)
+            _append_to_log(folder / "log", text)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
 
-def _only_here() -> dict[str, str]:
+def _loopback_only() -> dict[str, str]:
     """NCCL's ports on loopback alone, unless a person named a network. gloo's are bound where groups are made."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"NCCL_SOCKET_IFNAME": names[0]} if names and "NCCL_SOCKET_IFNAME" not in os.environ else {}
 
 
-def _append(pointer: Path, text: str) -> None:
+def _append_to_log(pointer: Path, text: str) -> None:
     """Writes the text into the log of the run, too, where the ranks have said which that is."""
-    log = Path(_text(pointer))
+    log = Path(_read_text(pointer))
     try:
         if log.name and log.parent.is_dir():
             with open_to_append(log) as file:
@@ -191,7 +191,7 @@ def _append(pointer: Path, text: str) -> None:
         print(f"{log}: {error.strerror}", file=sys.stderr)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 

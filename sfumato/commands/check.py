@@ -128,9 +128,9 @@ def check_config(
     )
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
     layout = Layout.of(config.train, ranks)
-    findings = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
+    findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
     if with_data:
-        _say("looking at the data", show)
+        _print_progress("looking at the data", show)
         _look_at_data(findings, config)
     try:
         check_trackers(config.train.trackers)
@@ -141,7 +141,7 @@ def check_config(
             f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
         )
         return findings
-    _say("building the model without memory, and predicting what it needs", show)
+    _print_progress("building the model without memory, and predicting what it needs", show)
     try:
         findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
         if isinstance(config.model, LanguageModelConfig):
@@ -170,7 +170,7 @@ def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
     return count if isinstance(count, int) and count > 0 else 1  # what is wrong there is said by the section
 
 
-def _say(doing: str, show: bool) -> None:
+def _print_progress(doing: str, show: bool) -> None:
     if show:
         print(f"check: {doing}", file=sys.stderr, flush=True)
 
@@ -209,12 +209,12 @@ def _look_at_model_folder(findings: Findings, config: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     model = made_model(config.model)
-    sees = config.data.data_type.has_images
-    described = read_model_config(model, sees)
+    has_images = config.data.data_type.has_images
+    described = read_model_config(model, has_images)
     findings.notes.extend(describe_left_out(described))
     if jitter := describe_jitter(described):
         (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
-    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
+    auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
     cls = auto_class._model_mapping.get(type(described), None)
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
@@ -235,7 +235,7 @@ def _tokenizer_of(findings: Findings, config: TrainTextConfig | TextRLConfig) ->
     return reader.tokenizer, reader
 
 
-def _device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
+def _describe_device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
     """Name and memory of one rank's device, and whether it is a GPU."""
     if gib is not None:
         return f"GPU with {gib:g} GiB", round(gib * 2**30), True

@@ -114,11 +114,11 @@ def check_text_data(
     transform = build_transform(data, tokenizer, reader)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
-    findings = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
+    findings = DataFindings([_look_at_text(*table, transform) for table in _list_tables(sources)])
     findings.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
-    findings.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
+    findings.validation = [_look_at_text(*table, transform) for table in _list_tables(validation)]
     if not isinstance(config, TrainTextRewardConfig):
-        findings.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
+        findings.answers = _describe_answer_end(adopt_answer_end(transform, tokenizer), tokenizer)
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
     findings.tokens_per_step = global_batch * per_sample
@@ -135,10 +135,10 @@ def check_text_data(
         return findings
     findings.tokens = sum(source.tokens for source in findings.training)
     samples = max(sum(source.samples for source in findings.training), 1)
-    per_step = findings.tokens_per_step if train.dyn_bsz else global_batch * findings.tokens / samples
+    tokens_per_step = findings.tokens_per_step if train.dyn_bsz else global_batch * findings.tokens / samples
     findings.steps_are_exact = train.max_steps is not None
-    wanted = data.train_size or train.num_train_epochs * findings.tokens
-    findings.num_steps = train.max_steps or max(round(wanted / max(per_step, 1)), 1)
+    total_tokens = data.train_size or train.num_train_epochs * findings.tokens
+    findings.num_steps = train.max_steps or max(round(total_tokens / max(tokens_per_step, 1)), 1)
     return findings
 
 
@@ -187,7 +187,7 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
     kind.prepare(template)
     if template.chat is not None:
         template.chat.adopt()
-    findings.answers = _answers(template.answer_end, tokenizer)
+    findings.answers = _describe_answer_end(template.answer_end, tokenizer)
     if config.rollout.stop:
         findings.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
     loaded: list[list[TextPrompt]] = []
@@ -205,7 +205,7 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
     return findings
 
 
-def _answers(end: AnswerEnd, tokenizer: Any) -> list[str]:
+def _describe_answer_end(end: AnswerEnd, tokenizer: Any) -> list[str]:
     lines = [*end.describe(), describe_export(tokenizer)]
     if facts_of(tokenizer).is_pad_added:
         lines.append("the tokenizer has no padding token; the run pads with the end of a text, and exports none")
@@ -219,13 +219,13 @@ def sampled_rows(count: int) -> list[int]:
     return [*range(first), *dict.fromkeys(map(int, spread))]
 
 
-def _tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
+def _list_tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
     return [] if sources is None else list(zip(sources.names, sources.rows, strict=True))
 
 
 def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> SourceFindings:
     def look(index: int, findings: SourceFindings) -> None:
-        for sample in transform(_row(rows, index, transform), rows.describe(index)):
+        for sample in transform(_read_row(rows, index, transform), rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
@@ -237,7 +237,7 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     return findings
 
 
-def _row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
+def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
     """A row, which knows the folder of its file where images stand in it."""
     return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 
@@ -250,7 +250,7 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTran
             continue
         where = rows.describe(index)
         try:
-            for medium in transform.files(_row(rows, index, transform), where):
+            for medium in transform.files(_read_row(rows, index, transform), where):
                 check_head(medium, where)
         except DataError as error:
             findings.bad_rows.append(str(error))

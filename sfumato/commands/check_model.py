@@ -114,14 +114,14 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
         findings.flops_per_token = flops.training([length]) / length
     findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
     if limit is not None and needed(findings.largest, on_gpu) > limit:
-        tried = _what_helps(config, layout, on_gpu, limit, show)
-        findings.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
+        changes = _try_changes(config, layout, on_gpu, limit, show)
+        findings.advice = [change for change in changes if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
     return findings
 
 
 def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None) -> list[RankMemory]:
     """The memory of the first rank of each stage, with what a task has beside the model that it trains."""
-    ranks = plan_memory(planned, _used(config), layout.size)
+    ranks = plan_memory(planned, _effective_train(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
         add_previous(rank, config)
@@ -192,41 +192,41 @@ def needed(memory: RankMemory, on_gpu: bool) -> int:
     return round(memory.total * (1 + FRAGMENTED)) + CONTEXT_BYTES if on_gpu else memory.total
 
 
-def _used(config: Section) -> TrainConfig:
+def _effective_train(config: Section) -> TrainConfig:
     """The train section as its task uses it: autoencoders are whole in each process and compute nothing again."""
     if not isinstance(config, TrainAutoencoderConfig):
         return config.train
     return config.train.model_copy(update={"data_parallel_mode": "ddp", "activation_checkpointing": "none"})
 
 
-def _what_helps(
+def _try_changes(
     config: Section, layout: Layout, on_gpu: bool, limit: int, show: bool = False
 ) -> Iterator[tuple[str, int]]:
     """Changes, each alone, those that go together, and more processes, with the bytes that are needed then."""
-    together: dict[str, Any] = {}
-    alone = list(_changes(config, layout))
-    progress = Progress(len(alone), 0, "check: what would need less memory", enabled=show)
-    for number, (name, changes, is_combined) in enumerate(alone, start=1):
-        together |= changes if is_combined else {}
+    combined: dict[str, Any] = {}
+    changes = list(_list_changes(config, layout))
+    progress = Progress(len(changes), 0, "check: what would need less memory", enabled=show)
+    for number, (name, settings, is_combined) in enumerate(changes, start=1):
+        combined |= settings if is_combined else {}
         try:
-            yield name, _with(config, changes, layout, on_gpu, limit)
+            yield name, _needed_with(config, settings, layout, on_gpu, limit)
         except UserError:  # a change that this model does not allow is no advice
             continue
         finally:
             progress.update(number)
     progress.close()
-    if len(together) > 1:
-        yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu, limit)
+    if len(combined) > 1:
+        yield "these together: " + ", ".join(combined), _needed_with(config, combined, layout, on_gpu, limit)
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
         more = Layout.of(config.train, layout.size * times)
-        yield f"{more.size} processes instead of {layout.size}", (size := _with(config, {}, more, on_gpu, limit))
+        yield f"{more.size} processes instead of {layout.size}", (size := _needed_with(config, {}, more, on_gpu, limit))
         if size <= limit:
             return
 
 
-def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _list_changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Settings of ``train`` that take less memory, and whether they are tried together."""
     train = config.train
     is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
@@ -252,7 +252,7 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False
 
 
-def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
+def _needed_with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
     """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
     changes = dict(changes)
     model = config.model

@@ -30,22 +30,24 @@ def show_findings(findings: Findings, console: Console) -> None:
         _print(console, f"note: {note}")
     for problem in findings.problems:
         _print(console, f"error: {problem}")
-    _print(console, _verdict(findings))
+    _print(console, _format_verdict(findings))
 
 
-def _verdict(findings: Findings) -> str:
+def _format_verdict(findings: Findings) -> str:
     if findings.exit_code == WRONG:
         return f"{_plural(len(findings.problems), 'problem')}: the run would stop"
     if findings.exit_code == DOES_NOT_FIT:
-        available = f"{_gib(findings.device_bytes)} there ({findings.device})"
-        return f"does not fit: {_gib(findings.needed_bytes)} needed, {available}"
+        available = f"{_format_bytes(findings.device_bytes)} there ({findings.device})"
+        return f"does not fit: {_format_bytes(findings.needed_bytes)} needed, {available}"
     if findings.needed_bytes is None:
         return "nothing is wrong"
     if findings.device_bytes is None:
-        return f"nothing is wrong; {_gib(findings.needed_bytes)} needed on each device; memory {findings.device}"
+        return (
+            f"nothing is wrong; {_format_bytes(findings.needed_bytes)} needed on each device; memory {findings.device}"
+        )
     fraction = findings.needed_bytes / findings.device_bytes
-    available = f"{_gib(findings.device_bytes)} ({findings.device})"
-    return f"fits: {_gib(findings.needed_bytes)} needed, {fraction:.0%} of {available}"
+    available = f"{_format_bytes(findings.device_bytes)} ({findings.device})"
+    return f"fits: {_format_bytes(findings.needed_bytes)} needed, {fraction:.0%} of {available}"
 
 
 def _show_data(data: DataFindings, console: Console) -> None:
@@ -55,15 +57,13 @@ def _show_data(data: DataFindings, console: Console) -> None:
     for kind, sources in (("", data.training), ("validation: ", data.validation)):
         for source in sources:
             cells = [f"{source.num_rows:,}", f"{source.num_looked_at:,}", f"{len(source.bad_rows):,}"]
-            table.add_row(
-                escape(printable(f"{kind}{source.name}")), *cells, *(_about_tokens(source) if is_text else ())
-            )
+            table.add_row(escape(printable(f"{kind}{source.name}")), *cells, *(_token_cells(source) if is_text else ()))
     console.print(table)
     parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
     if is_text:
         parts.append(f"at most {data.tokens_per_step:,} tokens in each")
         how = "" if data.tokens_are_exact else "about (from the rows looked at) "
-        parts.append(f"{how}{_short(data.tokens)} tokens in one pass over the data")
+        parts.append(f"{how}{_format_count(data.tokens)} tokens in one pass over the data")
     if data.images_per_step:
         parts.append(f"{data.images_per_step:,} images in each")
     _print(console, "; ".join(parts))
@@ -71,18 +71,20 @@ def _show_data(data: DataFindings, console: Console) -> None:
         _print(console, line)
 
 
-def _about_tokens(source: SourceFindings) -> list[str]:
+def _token_cells(source: SourceFindings) -> list[str]:
     if not source.num_tokens:
         return []
-    return [_short(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
+    return [_format_count(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
 
 
 def _show_model(findings: Findings, console: Console) -> None:
     model = findings.model
-    parts = [f"{model.kind}: {_short(model.num_parameters)} parameters, {_short(model.num_trained)} trained"]
+    parts = [
+        f"{model.kind}: {_format_count(model.num_parameters)} parameters, {_format_count(model.num_trained)} trained"
+    ]
     if model.num_active is not None:
-        parts.append(f"{_short(model.num_active)} met by each token")
-        parts.append(f"{_short(model.flops_per_token)} operations for each token of a full row")
+        parts.append(f"{_format_count(model.num_active)} met by each token")
+        parts.append(f"{_format_count(model.flops_per_token)} operations for each token of a full row")
     _print(console, "; ".join(parts))
 
 
@@ -113,12 +115,12 @@ def _show_memory(findings: Findings, console: Console) -> None:
         console.print(advice)
 
 
-def _gib(num_bytes: int | None) -> str:
+def _format_bytes(num_bytes: int | None) -> str:
     size = num_bytes or 0
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
-def _short(value: float) -> str:
+def _format_count(value: float) -> str:
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.2f} {name}"

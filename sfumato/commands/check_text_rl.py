@@ -40,8 +40,8 @@ def add_critic(
     if not config.algorithm.token_advantage.needs_values:
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
-    without = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
-    critic_train = config.train.model_copy(update=without)
+    overrides = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
+    critic_train = config.train.model_copy(update=overrides)
     section = config.critic.of_policy(policy)
     planned = plan_critic(section, config.max_seq_len, samples, critic_train, layout, on_gpu)
     (critic,) = plan_memory(planned, critic_train, layout.size)

@@ -68,9 +68,9 @@ def _random(*shape: int, seed: int) -> Tensor:
 def _compare(name: str, compute: Callable[..., Tensor], tensors: list[Tensor], device: str) -> None:
     """Raises RuntimeError when bf16 on the device differs too much from float64 on the CPU."""
     exact = [tensor.to(torch.bfloat16).double().requires_grad_() for tensor in tensors]
-    tried = [tensor.detach().to(device, torch.bfloat16).requires_grad_() for tensor in exact]
+    on_device = [tensor.detach().to(device, torch.bfloat16).requires_grad_() for tensor in exact]
     results = []
-    for inputs in (exact, tried):
+    for inputs in (exact, on_device):
         out = compute(*inputs)
         out.square().sum().backward()
         results.append([out.detach(), *(tensor.grad for tensor in inputs)])

@@ -29,8 +29,8 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
         fields, rest = _fields_of(value, kinds)
         return {key: with_written_texts(item, written.get(key), fields.get(key, rest)) for key, item in value.items()}
     if isinstance(value, list) and isinstance(written, list):
-        wanted = _items_of(kinds, len(value))
-        return [with_written_texts(*three) for three in zip(value, written, wanted, strict=True)]
+        item_types = _items_of(kinds, len(value))
+        return [with_written_texts(*item_args) for item_args in zip(value, written, item_types, strict=True)]
     if not isinstance(written, str) or isinstance(value, str) or any(_is_of(value, kind) for kind in kinds):
         return value
     is_said = bool(written) or value is not None  # a key with nothing behind it says nothing

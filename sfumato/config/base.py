@@ -164,15 +164,17 @@ class Variant:
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in fields if key not in names
         ]
         numbers = {loc: number for loc, number in leaves(fields) if isinstance(number, float)}
-        odd = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
-        unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
+        not_finite = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
+        unknown += [
+            {"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": not_finite[loc]} for loc in not_finite
+        ]
         try:
             built = TypeAdapter(cls).validate_json(
                 json.dumps({key: item for key, item in fields.items() if key in names}, default=str), strict=True
             )
             errors = unknown
         except ValidationError as error:
-            errors = unknown + [details for details in error.errors() if not odd]
+            errors = unknown + [details for details in error.errors() if not not_finite]
         except Exception as error:  # a class of one's own that cannot be made, such as one without a method it needs
             raise PydanticCustomError(
                 "broken_variant", "cannot make {cls}: {why}", {"cls": cls.__name__, "why": str(error)}

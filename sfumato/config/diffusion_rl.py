@@ -336,10 +336,10 @@ class ForwardRLConfig(DiffusionRLConfig):
                 f"objective {name} needs whole groups, so train.global_batch_size {self.train.global_batch_size} must "
                 f"be a multiple of rollout.n {group_size}"
             )
-        together = algorithm.samples_per_group(group_size)
-        if self.train.micro_batch_size < together:
+        samples_per_group = algorithm.samples_per_group(group_size)
+        if self.train.micro_batch_size < samples_per_group:
             raise ValueError(
                 f"objective {name} needs whole groups, so train.micro_batch_size {self.train.micro_batch_size} must be "
-                f"at least the {together} trained samples of a group"
+                f"at least the {samples_per_group} trained samples of a group"
             )
         return self

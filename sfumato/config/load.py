@@ -46,20 +46,21 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         depth, self.depth = getattr(self, "depth", 0), getattr(self, "depth", 0) + 1
         if self.depth > MAX_DEPTH:
-            raise ConfigError(f"{_place(event.start_mark)}: nested deeper than {MAX_DEPTH} levels")
+            raise ConfigError(f"{_format_mark(event.start_mark)}: nested deeper than {MAX_DEPTH} levels")
         node = super().compose_node(parent, index)
         self.depth = depth
         sizes = self.__dict__.setdefault("sizes", {})
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in sizes:
-                raise ConfigError(f"{_place(event.start_mark)}: *{event.anchor} stands within what it repeats")
+                raise ConfigError(f"{_format_mark(event.start_mark)}: *{event.anchor} stands within what it repeats")
             return node
         below = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in below for part in (child if isinstance(child, tuple) else (child,))]
         sizes[id(node)] = 1 + sum(sizes[id(part)] for part in parts)
         if sizes[id(node)] > MAX_VALUES:
             raise ConfigError(
-                f"{_place(event.start_mark)}: stands for more than {MAX_VALUES:,} values, with all that aliases repeat"
+                f"{_format_mark(event.start_mark)}: stands for more than {MAX_VALUES:,} values, with all that aliases "
+                "repeat"
             )
         return node
 
@@ -73,7 +74,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):  # another is refused below
                 if key in seen:
-                    raise ConfigError(f"{_place(key_node.start_mark)}: key {key!r} stands twice")
+                    raise ConfigError(f"{_format_mark(key_node.start_mark)}: key {key!r} stands twice")
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
@@ -128,7 +129,7 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
         raise ConfigError(f"{name} is not valid YAML: a value that its tag or form does not allow: {error}") from error
 
 
-def _place(mark: Any) -> str:
+def _format_mark(mark: Any) -> str:
     return f"{mark.name}:{mark.line + 1}"
 
 
@@ -192,16 +193,16 @@ def parse_overrides(arguments: list[str]) -> Overrides:
                 f"unexpected argument {shorten(argument)}: after the YAML file come overrides such as --train.lr 1e-4"
             )
         name, equals, value = argument[2:].partition("=")
-        shown = _cut(name, LONGEST_SHOWN)
+        short_name = _cut(name, LONGEST_SHOWN)
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(
-                    f"override --{shown} has no value: write --{shown} VALUE (true or false for a switch)"
+                    f"override --{short_name} has no value: write --{short_name} VALUE (true or false for a switch)"
                 )
             value = rest.pop(0)
         if name.count(".") > DEEPEST:
-            raise ConfigError(f"--{shown}: no field lies {name.count('.')} sections deep")
-        parsed = parse_yaml(value, f"the value of --{shown}")
+            raise ConfigError(f"--{short_name}: no field lies {name.count('.')} sections deep")
+        parsed = parse_yaml(value, f"the value of --{short_name}")
         if isinstance(parsed, str) and _is_plain_line(value):
             parsed = value.strip()  # in which YAML would take ` #` for the begin of a comment
         target: dict[str, Any] = overrides
@@ -211,9 +212,9 @@ def parse_overrides(arguments: list[str]) -> Overrides:
             target, written = target.setdefault(parent, {}), written.setdefault(parent, {})
             if not isinstance(target, dict):
                 above = ".".join(parents[:depth])
-                raise ConfigError(f"--{shown} goes into --{above}, which another override sets to a plain value")
+                raise ConfigError(f"--{short_name} goes into --{above}, which another override sets to a plain value")
         target[last] = parsed
-        written[last] = parse_yaml(value, f"the value of --{shown}", as_written=True)
+        written[last] = parse_yaml(value, f"the value of --{short_name}", as_written=True)
     return overrides
 
 
@@ -296,10 +297,10 @@ def load_config(
     merged = with_written_texts(merged, written, schema)
     secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
     if any(secrets.values()):
-        raise _all_of([f"{_where(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
+        raise _join_mistakes([f"{_locate(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
-    if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
-        raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])
+    if too_large := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
+        raise _join_mistakes([f"{_locate(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
     try:
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
@@ -308,7 +309,7 @@ def load_config(
             reasons.get(".".join(map(str, mistake["loc"][:2])) or "-") or _describe(mistake, schema, path, overrides)
             for mistake in error.errors()
         ]
-        raise _all_of(lines) from error
+        raise _join_mistakes(lines) from error
 
 
 def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:
@@ -337,7 +338,7 @@ def asks_for_help(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
-def _all_of(lines: list[str]) -> ConfigError:
+def _join_mistakes(lines: list[str]) -> ConfigError:
     """Mistakes as one error, each once, in letters that a terminal only shows."""
     parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
     lines = ["".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part) for part in parts]
@@ -389,12 +390,12 @@ def _describe(
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
         hint = suggest(context["value"], context["known"])
-        return f"{_where(location, path, overrides)}: unknown type {context['name']}{hint}"
+        return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
     return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
 
 
 def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]) -> str:
-    where = _where(tuple(error["loc"]), path, overrides)
+    where = _locate(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"
     if error["type"] == "missing":
@@ -421,7 +422,7 @@ def suggest(name: str, names: list[str]) -> str:
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
 
 
-def _where(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
+def _locate(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
     """``file: a.b.c`` for what stands in the file, ``--a.b.c`` for what an override brought."""
     dotted = ".".join(str(part) for part in location)
     node: Any = overrides

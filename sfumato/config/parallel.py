@@ -107,7 +107,7 @@ class Launched:
 
 def world_size() -> int:
     """Processes that were started together. Raises ConfigError when WORLD_SIZE is no number of processes."""
-    return _number("WORLD_SIZE", default=1, least=1)
+    return _read_number("WORLD_SIZE", default=1, least=1)
 
 
 def read_launched() -> Launched:
@@ -116,7 +116,7 @@ def read_launched() -> Launched:
     Raises:
         ConfigError: when the environment contradicts itself, or lacks what processes need to find each other.
     """
-    launched = Launched(world_size(), _number("RANK", 0, 0), _number("LOCAL_RANK", 0, 0))
+    launched = Launched(world_size(), _read_number("RANK", 0, 0), _read_number("LOCAL_RANK", 0, 0))
     if launched.rank >= launched.world_size:
         raise ConfigError(
             f"RANK is {launched.rank}, but WORLD_SIZE {launched.world_size}: ranks count from 0 to WORLD_SIZE - 1"
@@ -129,11 +129,11 @@ def read_launched() -> Launched:
                 f"{'is' if len(missing) == 1 else 'are'} not set: start several processes with train.sh "
                 f"(NPROC_PER_NODE={launched.world_size}) or torchrun, or unset WORLD_SIZE for one process"
             )
-        _number("MASTER_PORT", 0, 0)
+        _read_number("MASTER_PORT", 0, 0)
     return launched
 
 
-def _number(name: str, default: int, least: int) -> int:
+def _read_number(name: str, default: int, least: int) -> int:
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise ConfigError(

@@ -339,13 +339,15 @@ class TextRLConfig(RecipeRLConfig):
         parts = {"rollout.kind": self.rollout.kind, "rollout.engine": self.rollout.engine}
         parts["algorithm.token_advantage"] = self.algorithm.token_advantage
         fitting = {"rollout.kind": "single_turn", "rollout.engine": "embedded", "algorithm.token_advantage": "sample"}
-        sees = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
+        takes_media = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
         others = {*self.data.data_type.media} - {"image"}
         media = "videos and audio" if others else "images"
-        sees["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
-        sees["algorithm.token_advantage"] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
+        takes_media["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
+        takes_media[
+            "algorithm.token_advantage"
+        ] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
         for name, part in parts.items():
-            if not sees[name]:
+            if not takes_media[name]:
                 raise ValueError(
                     f"{name} {part.type} takes no {media} in prompts, which data.data_type {self.data.data_type.type} "
                     f"has: take one that does, such as {fitting[name]}"

@@ -49,15 +49,15 @@ class TextPromptDataConfig(Section):
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
             formats = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts") | dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
-            wanted = formats.get(self.synthetic.problem, "prompts")
+            format_name = formats.get(self.synthetic.problem, "prompts")
             kind = self.data_type.type
-            if kind != wanted and {kind, wanted} & {*formats.values()}:
-                needing = " and ".join(name for name, data_type in formats.items() if data_type in (kind, wanted))
+            if kind != format_name and {kind, format_name} & {*formats.values()}:
+                problems = " and ".join(name for name, data_type in formats.items() if data_type in (kind, format_name))
                 raise ValueError(
-                    f"data.synthetic.problem {needing} and data.data_type "
-                    f"{wanted if wanted != 'prompts' else kind} need each other"
+                    f"data.synthetic.problem {problems} and data.data_type "
+                    f"{format_name if format_name != 'prompts' else kind} need each other"
                 )
-            if kind != wanted:
+            if kind != format_name:
                 raise ValueError(
                     "data.data_type has no effect with data.synthetic, whose problems are no rows of a file: remove "
                     "one of them"

@@ -40,9 +40,9 @@ def _import_function(path: str) -> Callable[..., Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error
     except Exception as error:  # whatever a module of one's own raises when it is imported
-        lacks = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        is_own = where.partition(".")[0] == lacks
-        remedy = f"; install the package that has {lacks}" if lacks and not is_own else ""
+        missing_package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        is_own = where.partition(".")[0] == missing_package
+        remedy = f"; install the package that has {missing_package}" if missing_package and not is_own else ""
         raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{remedy}") from error
     if not callable(function):
         raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")

@@ -70,20 +70,20 @@ def same_text(first: str, second: str) -> bool:
     Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks or dollar signs around
     all of it and without a full stop at the end. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
     """
-    first, second = _plain(first), _plain(second)
+    first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
-        return _number(first) == _number(second)
+        return _parse_decimal(first) == _parse_decimal(second)
     return first == second
 
 
-def _plain(text: str) -> str:
+def _normalise_spelling(text: str) -> str:
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
 
 
-def _number(text: str) -> Decimal:
+def _parse_decimal(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace(_MINUS, "-"))
 
 
@@ -135,18 +135,18 @@ class AnswerReward(Reward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row has no target, or one that cannot be compared."""
-        self._target(prompt, metadata)
+        self._read_target(prompt, metadata)
 
     def score(self, samples: list[Sample]) -> list[float]:
         """1 for each answer that is correct, 0 for one that is not, or in which nothing was found."""
         values = []
         for sample in samples:
-            target = self._target(sample.prompt, sample.metadata)
+            target = self._read_target(sample.prompt, sample.metadata)
             answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
             values.append(float(answer is not None and self._is_correct(answer, target)))
         return values
 
-    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
             raise DataError(
@@ -189,7 +189,7 @@ class MultipleChoice(AnswerReward):
         if self.extract == "last_number":
             raise ConfigError(f"extract of reward {self.label!r} cannot be last_number: a choice is a letter")
 
-    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
             return chr(ord("A") + value)
@@ -237,9 +237,9 @@ class Format(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """1 or 0 for each answer."""
-        return [float(self._fits(text_of(sample, self.label))) for sample in samples]
+        return [float(self._has_form(text_of(sample, self.label))) for sample in samples]
 
-    def _fits(self, text: str) -> bool:
+    def _has_form(self, text: str) -> bool:
         if self.pattern:
             return re.fullmatch(self.pattern, text, re.DOTALL) is not None
         return has_thought(text, in_tags=self.template == "think_answer")

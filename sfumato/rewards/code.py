@@ -53,11 +53,11 @@ class CodeReward(Reward):
 
     def prepare(self) -> None:
         """Runs a program that looks at its own containment. Raises SandboxError where programs cannot be contained."""
-        self._sandbox().check()
+        self._build_sandbox().check()
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row has no tests, or some that cannot be read."""
-        self._tests(prompt, metadata)
+        self._read_tests(prompt, metadata)
 
     def call_timeout_s(self, num_samples: int) -> float:
         """What they may take in turns."""
@@ -69,15 +69,15 @@ class CodeReward(Reward):
         with ThreadPoolExecutor(self.concurrency) as threads:
             return list(threads.map(self._score_one, samples))
 
-    def _sandbox(self) -> Sandbox:
+    def _build_sandbox(self) -> Sandbox:
         return Sandbox(ProgramLimits(wall_s=self.run_timeout_s, memory_mib=self.run_memory_mib))
 
-    def _tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
+    def _read_tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
         value = column_of(metadata, self.target_key, self.label, prompt)
         return read_tests(metadata, value, f"reward {self.label!r}, column {self.target_key!r} of prompt {prompt!r}")
 
     def _score_one(self, sample: Sample) -> float | Failure:
-        tests = self._tests(sample.prompt, sample.metadata)
+        tests = self._read_tests(sample.prompt, sample.metadata)
         code = f"{tests.setup}\n{code_of(text_of(sample, self.label))}"
         try:
             passed = self._run_pairs(code, tests) if tests.pairs else self._run_assertions(code, tests)
@@ -88,12 +88,12 @@ class CodeReward(Reward):
 
     def _run_pairs(self, code: str, tests: CodeTests) -> int:
         """How many outputs are right. They are compared here: no program ever sees one."""
-        sandbox = self._sandbox()
+        sandbox = self._build_sandbox()
         passed = 0
         deadline = time.monotonic() + self.timeout_s
-        for stdin, wanted in tests.pairs:
+        for stdin, expected in tests.pairs:
             finished = sandbox.run_python(code, stdin=stdin.encode("utf-8", "surrogatepass"))
-            is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), wanted)
+            is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), expected)
             passed += is_right
             if time.monotonic() > deadline or not (is_right or self.partial):
                 break
@@ -105,10 +105,10 @@ class CodeReward(Reward):
         worker_source = _WORKER_FILE.read_bytes()
         answer_files = {"sandbox_worker.py": worker_source, "answer.py": code.encode("utf-8", "surrogatepass")}
         check_files = {"sandbox_worker.py": worker_source, "tests.json": json.dumps(check_request).encode()}
-        sandbox = self._sandbox()
+        sandbox = self._build_sandbox()
         with contextlib.ExitStack() as running:
             with contextlib.ExitStack() as descriptors:  # closed here as soon as the programs have them
-                calls, values, results = (_pipe(descriptors) for _ in range(3))
+                calls, values, results = (_open_pipe(descriptors) for _ in range(3))
                 null_fd = os.open(os.devnull, os.O_RDWR)
                 descriptors.callback(os.close, null_fd)
                 command = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"]
@@ -122,17 +122,17 @@ class CodeReward(Reward):
             report = check.wait(self.run_timeout_s + _GRACE_S)
             if report["code"] and not report["why"]:
                 raise _CannotRunError("the tests could not begin: their setup raises an error")
-            return _count(os.read(report_fd, _MOST_REPORTED), len(tests.assertions))
+            return _count_passed(os.read(report_fd, _MOST_REPORTED), len(tests.assertions))
 
 
-def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
+def _open_pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
     pair = os.pipe()
     for descriptor in pair:
         descriptors.callback(os.close, descriptor)
     return pair
 
 
-def _count(written: bytes, most: int) -> int:
+def _count_passed(written: bytes, most: int) -> int:
     results = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
     if errors := [result for result in results if isinstance(result, str)]:
         raise _CannotRunError(errors[0])

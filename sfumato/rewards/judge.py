@@ -114,7 +114,7 @@ class Judge(HttpReward):
         if not self.model:
             raise ConfigError(f"model of reward {self.label!r} is empty: give the name that the server calls it by")
         self._check_positive("max_tokens", "concurrency")
-        self._more()
+        self._read_extra_body()
 
     @abstractmethod
     def read(self, reply: ChatReply, *samples: Sample) -> float:
@@ -137,7 +137,7 @@ class Judge(HttpReward):
 
         Raises ConfigError that names what the template lacks, or the server, the model and what it said.
         """
-        self._template()
+        self._load_template()
         for url in self.base_urls:
             deadline = time.monotonic() + min(START_WAIT_S, self.call_deadline() - time.monotonic())
             try:
@@ -151,9 +151,9 @@ class Judge(HttpReward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the template needs something that the row does not have."""
-        shown = dict.fromkeys((*self.shows, "source"), "")
-        values = {"prompt": prompt, "metadata": metadata, "kind": "image", **shown, **self.variables()}
-        self._template().fill(values, {})
+        placeholders = dict.fromkeys((*self.shows, "source"), "")
+        values = {"prompt": prompt, "metadata": metadata, "kind": "image", **placeholders, **self.variables()}
+        self._load_template().fill(values, {})
 
     def take_notes(self) -> list[str]:
         """Attempts that failed, and questions of which a value could do without the reply."""
@@ -176,7 +176,7 @@ class Judge(HttpReward):
         caller = self.caller()
 
         def ask(question: tuple[Sample, ...]) -> ChatReply:
-            return self._ask(caller, self._question(question), deadline)
+            return self._ask(caller, self._build_question(question), deadline)
 
         replies = self.ask_each(questions, ask, self.concurrency)
         values: list[float | Failure] = []
@@ -196,31 +196,31 @@ class Judge(HttpReward):
         return values
 
     def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> ChatReply:
-        body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._more()})
+        body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._read_extra_body()})
         try:
             return caller.post("/chat/completions", body, "application/json", decode_reply, deadline)
         except HttpError as error:
             raise HttpError(f"model {self.model!r}: {error}") from error
 
-    def _question(self, samples: tuple[Sample, ...]) -> Content:
+    def _build_question(self, samples: tuple[Sample, ...]) -> Content:
         first = samples[0]
-        values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind(first), **self.variables()}
+        values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind_of(first), **self.variables()}
         pictures: dict[str, Sequence[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
         for name, sample in zip(self.shows, samples, strict=True):
             if sample.text is not None:
                 values[name] = sample.text
             else:
                 pictures[name] = sample.frames[:: self.frame_step]
-        return self._template().fill(values, pictures)
+        return self._load_template().fill(values, pictures)
 
-    def _template(self) -> JudgeTemplate:
+    def _load_template(self) -> JudgeTemplate:
         variables = ("prompt", "metadata", "kind", "source", *self.variables())
         try:
             return load_template(self.template or self.type, self.shows, variables)
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
 
-    def _more(self) -> dict[str, Any]:
+    def _read_extra_body(self) -> dict[str, Any]:
         try:
             more = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError as error:
@@ -230,7 +230,7 @@ class Judge(HttpReward):
         return more
 
 
-def _kind(sample: Sample) -> str:
+def _kind_of(sample: Sample) -> str:
     if sample.image is None:
         return "text"
     return "video" if sample.image.ndim == 4 else "image"

@@ -68,7 +68,7 @@ class MathAnswer(AnswerReward):
 
         What is no plain number is compared with itself, in the reward's process.
         """
-        target = self._target(prompt, metadata)
+        target = self._read_target(prompt, metadata)
         if _PLAIN_NUMBER.fullmatch(target):
             return
         sample = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
@@ -88,7 +88,7 @@ class MathAnswer(AnswerReward):
         return [self._score_one(sample) for sample in samples]
 
     def _score_one(self, sample: Sample) -> float | Failure:
-        target = self._target(sample.prompt, sample.metadata)
+        target = self._read_target(sample.prompt, sample.metadata)
         text = text_of(sample, self.label)
         if self.extract != "all":
             answer = extract_answer(text, self.extract, self.marker)

@@ -84,9 +84,9 @@ class _WordReward(Reward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the prompt should have such a word and does not."""
-        self._word(prompt)
+        self._pick_word(prompt)
 
-    def _word(self, prompt: str) -> str:
+    def _pick_word(self, prompt: str) -> str:
         in_prompt = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.choices)
         word = getattr(self, self.field) or next(in_prompt, "")
         if not word:
@@ -107,7 +107,7 @@ class Colour(_WordReward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean(distance to the colour) / (255 √3)`` for each image. Raises DataError as ``check_row`` does."""
-        targets = [COLOURS[self._word(sample.prompt)] for sample in samples]
+        targets = [COLOURS[self._pick_word(sample.prompt)] for sample in samples]
         distances = [
             np.linalg.norm(sample.image.astype(np.float64) - target, axis=-1).mean()
             for sample, target in zip(samples, targets, strict=True)
@@ -128,7 +128,7 @@ class Placement(_WordReward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``Σ ink in the half / Σ ink``; ink is the distance of a pixel to the median colour of the border."""
-        sides = [self._word(sample.prompt) for sample in samples]
+        sides = [self._pick_word(sample.prompt) for sample in samples]
         return [_share_of_ink(sample.image, side) for sample, side in zip(samples, sides, strict=True)]
 
 

@@ -217,11 +217,11 @@ class TextRewardModel(PretrainedReward):
         """The single logit of each conversation, [B]; NaN for one that is longer than the model can read."""
         conversations = []
         for sample in samples:
-            prompt, text = self._read(sample)
+            prompt, text = self._split_conversation(sample)
             conversations.append(sample.messages or [*prompt, {"role": "assistant", "content": text}])
         return network(conversations)
 
-    def _read(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
+    def _split_conversation(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
         """The messages before the last answer, and that answer."""
         if sample.text is None:
             raise DataError(f"reward {self.label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")
@@ -253,7 +253,7 @@ class ProcessRewardModel(TextRewardModel):
         separator = {"paragraph": "\n\n", "line": "\n"}[self.steps_by]
         answers = []
         for sample in samples:
-            prompt, text = self._read(sample)
+            prompt, text = self._split_conversation(sample)
             answers.append((prompt, [step for step in text.split(separator) if step.strip()]))
         no_steps = torch.tensor(torch.nan)
         rewards = []

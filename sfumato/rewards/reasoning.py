@@ -54,7 +54,7 @@ class ReasoningGym(Reward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row does not say which problem it is."""
-        self._problem(prompt, metadata)
+        self._read_problem(prompt, metadata)
 
     def call_timeout_s(self, num_samples: int) -> float:
         """The start of the verifier, and what all answers may take."""
@@ -66,7 +66,7 @@ class ReasoningGym(Reward):
         requests = []
         rows = []
         for row, sample in enumerate(samples):
-            problem = self._problem(sample.prompt, sample.metadata)
+            problem = self._read_problem(sample.prompt, sample.metadata)
             answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
             if answer is not None:
                 requests.append({**problem, "given": answer, "limit_s": self.run_timeout_s})
@@ -79,7 +79,7 @@ class ReasoningGym(Reward):
             values[row] = Failure(verdict) if isinstance(verdict, str) else float(verdict)
         return values
 
-    def _problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    def _read_problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _FIELDS.items()):
             raise DataError(
@@ -95,7 +95,7 @@ class ReasoningGym(Reward):
     def _verify(self, requests: list[dict[str, Any]]) -> list[float | str]:
         """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
         answers = verifier.ask(requests, self._limit_s(len(requests)))
-        return [verdict if isinstance(verdict, str) else _checked(verdict) for verdict in answers]
+        return [verdict if isinstance(verdict, str) else _check_score(verdict) for verdict in answers]
 
 
 def sandbox() -> Sandbox:
@@ -149,7 +149,7 @@ verifier = Verifier()
 os.register_at_fork(after_in_child=verifier.forget)
 
 
-def _checked(value: Any) -> float | str:
+def _check_score(value: Any) -> float | str:
     is_score = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1
     return float(value) if is_score else f"its verifier gave {value!r}, which is no score from 0 to 1"
 

@@ -69,10 +69,10 @@ class RemoteReward(HttpReward):
                 unit = "a group" if self.groupwise else "a sample"
                 raise HttpError(f"{unit} is larger than max_request_mib {served.max_request_mib} of the server")
             body = wire.encode_request(label, encoded[piece.start : piece.stop])
-            parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
+            parse = _retry_on_wire_error(lambda data: wire.decode_answer(data, len(piece)))
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
 
-        pieces = [range(len(samples))] if self.groupwise else self._pieces(samples, sizes, served)
+        pieces = [range(len(samples))] if self.groupwise else self._split_rows(samples, sizes, served)
         answers = self.ask_each(pieces, ask, REQUESTS_PER_SERVER * len(self.base_urls))
         return [
             value
@@ -80,16 +80,16 @@ class RemoteReward(HttpReward):
             for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
         ]
 
-    def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
+    def _split_rows(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
         """Rows of each request: equally many for every server, within what a request may hold."""
-        most = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
+        max_rows = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
         pieces = []
         start = 0
         size = 0
         pixel_bytes = 0
         for row, sample in enumerate(samples):
             is_full = (
-                row - start == most
+                row - start == max_rows
                 or size + sizes[row] > served.max_request_mib * 2**20
                 or pixel_bytes + wire.pixel_bytes(sample) > wire.MAX_PIXEL_BYTES
             )
@@ -108,7 +108,8 @@ def _ask_servers(reward: RemoteReward) -> wire.ServerDescription:
     """What the servers of a reward serve, asked once per process."""
     deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
     descriptions = {
-        url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls
+        url: reward.caller(url).get("/rewards", _retry_on_wire_error(wire.decode_description), deadline)
+        for url in reward.base_urls
     }
     for url, description in descriptions.items():
         _check_served(reward, url, description)
@@ -140,7 +141,7 @@ def _check_served(reward: RemoteReward, url: str, description: wire.ServerDescri
         )
 
 
-def _parser(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
+def _retry_on_wire_error(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
     """``decode`` that raises what makes a caller ask again."""
 
     def parse(data: bytes) -> AnswerT:

@@ -52,7 +52,7 @@ def main(descriptor: int) -> None:
         request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
         if not os.fork():
             requests.close()
-            _guarded(_start, request, descriptors)
+            _run_guarded(_start, request, descriptors)
         for received in descriptors:
             os.close(received)
 
@@ -64,18 +64,18 @@ def _read(source: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _guarded(function: Any, request: dict[str, Any], descriptors: list[int], *more: Any) -> NoReturn:
+def _run_guarded(function: Any, request: dict[str, Any], descriptors: list[int], *more: Any) -> NoReturn:
     """Runs a process of ours to its end; what goes wrong goes to who asked."""
     try:
         function(request, descriptors, *more)
     except BaseException as error:
         doing = getattr(error, "doing", f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):
-            _report(descriptors[0], {"error": doing, "errno": getattr(error, "errno", None) or 0})
+            _send_report(descriptors[0], {"error": doing, "errno": getattr(error, "errno", None) or 0})
     os._exit(0)
 
 
-def _report(status: int, report: dict[str, Any]) -> None:
+def _send_report(status: int, report: dict[str, Any]) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 
@@ -86,7 +86,7 @@ def _start(request: dict[str, Any], descriptors: list[int]) -> None:
     child = os.fork()
     if not child:
         near_end.close()
-        _guarded(_enter, request, descriptors, far_end)
+        _run_guarded(_enter, request, descriptors, far_end)
     far_end.close()
     if near_end.recv(1) == b"u":
         is_root = os.geteuid() == 0
@@ -138,7 +138,7 @@ def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socke
     kernel.set_dumpable(True)  # its files in /proc belong to root otherwise
     child = os.fork()
     if not child:
-        _guarded(_be_first, request, descriptors, sources, links)
+        _run_guarded(_be_first, request, descriptors, sources, links)
     for inherited in descriptors:
         os.close(inherited)
     os.waitpid(child, 0)
@@ -170,7 +170,7 @@ def _be_first(request: dict[str, Any], descriptors: list[int], sources: dict[str
         os.close(inherited)
     if reason := os.read(error_reader, 1000):
         raise OSError(0, f"the program could not be started: {reason.decode()}")
-    _report(status, _watch(child, request, status, began))
+    _send_report(status, _watch(child, request, status, began))
 
 
 def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -> None:

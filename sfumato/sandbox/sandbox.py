@@ -136,7 +136,7 @@ class Running:
             raise SandboxError("the sandbox ended without a word: the system may be out of memory or processes")
         report = json.loads(self._report.splitlines()[0])
         if "error" in report:
-            raise SandboxError(_describe(report))
+            raise SandboxError(_describe_failure(report))
         return report
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
@@ -171,12 +171,12 @@ class Sandbox:
         for path in readable:
             if not Path(path).exists():
                 raise ConfigError(f"the sandbox is to show {path}, which does not exist")
-        shown = [*_SYSTEM, *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
-        self._readable = [*shown, *(str(Path(path).resolve()) for path in readable)]
+        system_paths = [*_SYSTEM, *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
+        self._readable = [*system_paths, *(str(Path(path).resolve()) for path in readable)]
 
     def check(self) -> None:
         """Runs a program that looks at its own containment. Raises SandboxError unless it is what it should be."""
-        finished = self.run_python(_LOOK)
+        finished = self.run_python(_CONTAINMENT_TEST)
         if finished.stdout != b"contained\n":
             seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
             raise SandboxError(f"programs would not be contained here: {seen}; {_REMEDY}")
@@ -197,7 +197,7 @@ class Sandbox:
         Raises:
             SandboxError: it could not be started; never for what the program does.
         """
-        child_input = _file_of(stdin)
+        child_input = _open_sealed_file(stdin)
         output_reader, child_output = os.pipe()
         error_reader, child_error = os.pipe()
         try:
@@ -209,7 +209,7 @@ class Sandbox:
         finally:
             for descriptor in (child_input, child_output, child_error):
                 os.close(descriptor)
-        return _follow(running, [output_reader, error_reader], self.limits)
+        return _collect_output(running, [output_reader, error_reader], self.limits)
 
     def start(self, command: Sequence[str], descriptors: Sequence[int], files: Mapping[str, bytes] | None) -> Running:
         """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
@@ -239,7 +239,7 @@ class Sandbox:
         return Running(near_end)
 
 
-def _file_of(content: bytes) -> int:
+def _open_sealed_file(content: bytes) -> int:
     """A descriptor from which that content can be read, and which is sealed: /proc lets it be opened again to write."""
     writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -253,9 +253,9 @@ def _file_of(content: bytes) -> int:
         os.close(writing)
 
 
-def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
+def _collect_output(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
     """Reads what a program writes until it has ended."""
-    most = limits.output_kib * 1024
+    max_bytes = limits.output_kib * 1024
     is_too_much = False
     report = None
     written: dict[int, bytearray] = {output: bytearray() for output in outputs}
@@ -274,8 +274,8 @@ def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Fini
                         if (report := running.poll()) is None:
                             selector.register(running, selectors.EVENT_READ)
                     elif part := os.read(key.fd, 65536):
-                        written[key.fd] += part[: most + 1 - len(written[key.fd])]
-                        if len(written[key.fd]) > most and not is_too_much:
+                        written[key.fd] += part[: max_bytes + 1 - len(written[key.fd])]
+                        if len(written[key.fd]) > max_bytes and not is_too_much:
                             is_too_much = True
                             running.end()
                     else:
@@ -285,7 +285,7 @@ def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Fini
             for output in outputs:
                 os.close(output)
     assert report is not None
-    stdout, stderr = (bytes(written[output][:most]) for output in outputs)
+    stdout, stderr = (bytes(written[output][:max_bytes]) for output in outputs)
     why = "output" if is_too_much else report["why"]
     code = None if why else report["code"]
     seconds = {name: report[name] for name in ("wall_s", "cpu_s")}
@@ -304,19 +304,19 @@ class _Launcher:
         with self._lock:
             for is_last in (False, True):
                 if self._process is None or self._process.poll() is not None:
-                    self._begin()
+                    self._start_process()
                 try:
                     assert self._requests is not None
                     socket.send_fds(self._requests, [struct.pack("Q", len(content))], descriptors)
                     self._requests.sendall(content)
                     return
                 except OSError as error:
-                    self._end()
+                    self._end_process()
                     if is_last:
                         raise SandboxError(f"the process that starts sandboxes was lost: {error}") from error
 
-    def _begin(self) -> None:
-        self._end()
+    def _start_process(self) -> None:
+        self._end_process()
         near_end, far_end = socket.socketpair()
         library = str(Path(__file__).parents[2])
         program = (
@@ -334,7 +334,7 @@ class _Launcher:
         far_end.close()
         self._requests = near_end
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         if self._requests is not None:
             self._requests.close()
         if self._process is not None:
@@ -344,7 +344,7 @@ class _Launcher:
     def close(self) -> None:
         """Ends the process; sandboxes that run go on to their limits unless those who wait for them are gone."""
         with self._lock:
-            self._end()
+            self._end_process()
 
     def forget(self) -> None:
         """In a process that was forked: the launcher is the parent's."""
@@ -375,7 +375,7 @@ def _refuse_other_systems() -> None:
         )
 
 
-def _describe(report: dict[str, Any]) -> str:
+def _describe_failure(report: dict[str, Any]) -> str:
     number = report["errno"]
     text = f"the sandbox cannot be built: {report['error']}{f' ({os.strerror(number)})' if number else ''}"
     if number in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.ENOSYS):
@@ -383,7 +383,7 @@ def _describe(report: dict[str, Any]) -> str:
     return text
 
 
-_LOOK = """
+_CONTAINMENT_TEST = """
 import ctypes, os, socket
 wrong = []
 state = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)

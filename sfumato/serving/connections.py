@@ -105,21 +105,21 @@ def _connection_class() -> type[asyncio.Protocol]:
             super().connection_made(transport)
             self.opened = self.loop.time()
             self.network = network_of(self.client[0]) if self.client else ""
-            self._end_in(HEADERS_S)
+            self._set_deadline(HEADERS_S)
             self._make_room()
 
         def _make_room(self) -> None:
             others = [other for other in self.connections if other is not self and other.transport is not None]
-            most = max_connections()
-            of_network = [other for other in others if other.network == self.network]
-            if len(of_network) >= max(most * 3 // 4, 8):  # other addresses find room
-                others = of_network
-            elif len(others) < most:
+            limit = max_connections()
+            same_network = [other for other in others if other.network == self.network]
+            if len(same_network) >= max(limit * 3 // 4, 8):  # other addresses find room
+                others = same_network
+            elif len(others) < limit:
                 return
             oldest = min(others, key=lambda other: (other.is_trusted, other.is_busy, other.opened))
-            gives_way = self if oldest.is_trusted and oldest.is_busy else oldest
-            gives_way.connections.discard(gives_way)  # the loop calls connection_lost later
-            gives_way.transport.abort()
+            victim = self if oldest.is_trusted and oldest.is_busy else oldest
+            victim.connections.discard(victim)  # the loop calls connection_lost later
+            victim.transport.abort()
 
         @property
         def is_busy(self) -> bool:
@@ -130,11 +130,11 @@ def _connection_class() -> type[asyncio.Protocol]:
             cycle = self.cycle
             super().handle_events()
             if self.cycle is not cycle and self.is_busy:
-                self._end_in(math.inf)
+                self._set_deadline(math.inf)
 
         def on_response_complete(self) -> None:
             unread = self.transport.get_write_buffer_size()
-            self._end_in(HEADERS_S + unread / MIN_BYTES_PER_S)
+            self._set_deadline(HEADERS_S + unread / MIN_BYTES_PER_S)
             super().on_response_complete()  # which may begin with the next request
 
         def pause_writing(self) -> None:
@@ -150,11 +150,11 @@ def _connection_class() -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._end_in(math.inf)
+            self._set_deadline(math.inf)
             if self._stalled is not None:
                 self._stalled.cancel()
 
-        def _end_in(self, seconds: float) -> None:
+        def _set_deadline(self, seconds: float) -> None:
             """Ends the connection then, unless this is called again; infinity: not."""
             if self._deadline is not None:
                 self._deadline.cancel()

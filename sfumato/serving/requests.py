@@ -57,11 +57,11 @@ class ByteShare:
 
     def grow_to(self, num_bytes: int) -> None:
         """Holds at least so many bytes. Raises RefusedRequestError when others hold too much."""
-        more = max(num_bytes - self.held, 0)
-        if self.budget.held + more > self.budget.num_bytes:
+        missing = max(num_bytes - self.held, 0)
+        if self.budget.held + missing > self.budget.num_bytes:
             raise RefusedRequestError(429, "other requests are too large just now: come back later")
-        self.budget.held += more
-        self.held += more
+        self.budget.held += missing
+        self.held += missing
 
     async def wait_to_grow(self, num_bytes: int) -> None:
         """Holds so many bytes, which the whole budget must allow, as soon as others have freed them, in turn."""
@@ -102,7 +102,7 @@ class RequestGuard:
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
             await send(message)
 
-        problem = self._problem(scope)
+        problem = self._find_problem(scope)
         if problem is None:
             await self.app(scope, receive, send_and_close)
             return
@@ -111,11 +111,11 @@ class RequestGuard:
         status, text = problem
         await PlainTextResponse(f"{text}\n", status)(scope, receive, send_and_close)
 
-    def _problem(self, scope: Any) -> tuple[int, str] | None:
+    def _find_problem(self, scope: Any) -> tuple[int, str] | None:
         """Status and text of a refusal; None where there is nothing to refuse."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = host_of(headers.get(b"host", ""))
-        if not self._is_ours(host, (scope.get("server") or ("",))[0]):
+        if not self._is_this_server(host, (scope.get("server") or ("",))[0]):
             return 421, f"this server is not {host[:100]!r}{self.remedy}"
         if b"origin" in headers:
             return 403, "requests of web pages are refused (Origin)"
@@ -123,7 +123,7 @@ class RequestGuard:
             return 403, "requests of web pages are refused (Sec-Fetch-Site)"
         return None
 
-    def _is_ours(self, host: str, connected: str) -> bool:
+    def _is_this_server(self, host: str, connected: str) -> bool:
         if host in self.names:
             return True
         try:

@@ -135,8 +135,8 @@ def answer() -> None:
                 continue
             positional = [decode(argument, from_handle) for argument in arguments]
             keywords = {name: decode(argument, from_handle) for name, argument in named.items()}
-            held = handles[target] if isinstance(target, int) else space[target]
-            result = _do(verb, held, positional, keywords)
+            receiver = handles[target] if isinstance(target, int) else space[target]
+            result = _do(verb, receiver, positional, keywords)
             reply = {"value": encode(result, to_handle)}
             if result is None:
                 reply["arguments"] = [encode(argument, to_handle) for argument in positional]
@@ -145,17 +145,17 @@ def answer() -> None:
         send(values, reply)
 
 
-def _do(verb: str, held: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
+def _do(verb: str, receiver: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
     if verb == "call":
-        return held(*positional, **keywords)
+        return receiver(*positional, **keywords)
     if verb == "next":
         try:
-            return [next(held)]
+            return [next(receiver)]
         except StopIteration:
             return []
     functions = {"getattr": getattr, "getitem": operator.getitem, "setitem": operator.setitem, "len": len, "str": str,
                  "repr": repr, "iter": iter, "bool": bool}  # fmt: skip
-    return functions[verb](held, *positional)
+    return functions[verb](receiver, *positional)
 
 
 def _describe(error: BaseException) -> list[str]:
@@ -279,13 +279,13 @@ def check() -> None:
     results = os.fdopen(3, "w")
     pipes = (os.fdopen(4, "rb"), os.fdopen(5, "wb"))
     with open("/tmp/tests.json", encoding="utf-8") as file:
-        asked = json.load(file)
-    entry_point = asked["entry_point"]
+        request = json.load(file)
+    entry_point = request["entry_point"]
     space = Space(entry_point, pipes)
-    exec(compile(asked["setup"], "setup", "exec"), space)
+    exec(compile(request["setup"], "setup", "exec"), space)
     if entry_point:
         space[entry_point] = Remote(entry_point, pipes)
-    for source in asked["tests"]:
+    for source in request["tests"]:
         try:
             exec(compile(source, "test", "exec"), space)
             if "check" in space and entry_point and "def check" in source:

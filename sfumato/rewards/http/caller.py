@@ -139,13 +139,13 @@ class HttpCaller:
         Raises:
             HttpError: no server gave an answer.
         """
-        return self._answer(_Request("POST", path, body, {"Content-Type": content_type}, parse, deadline))
+        return self._send_until_answered(_Request("POST", path, body, {"Content-Type": content_type}, parse, deadline))
 
     def get(self, path: str, parse: Callable[[bytes], AnswerT], deadline: float = math.inf) -> AnswerT:
         """Like ``post``, without a body."""
-        return self._answer(_Request("GET", path, b"", {}, parse, deadline))
+        return self._send_until_answered(_Request("GET", path, b"", {}, parse, deadline))
 
-    def _answer(self, request: _Request) -> Any:
+    def _send_until_answered(self, request: _Request) -> Any:
         while True:
             server = self._take_server(request)
             try:
@@ -181,7 +181,7 @@ class HttpCaller:
             if request.num_bad_answers >= MAX_BAD_ANSWERS or len(request.refused_by) == len(self._servers):
                 raise HttpError("; ".join(request.last.values()))
             now = time.monotonic()
-            server, wait_s = self._best_server(request, now)
+            server, wait_s = self._pick_server(request, now)
             give_up = self._give_up_at(request)
             # In an outage that was waited out already, a request still asks each server once.
             is_over = now >= give_up and request.tries[server] > 0
@@ -191,12 +191,12 @@ class HttpCaller:
                 raise HttpError(f"{'; '.join(last_words.values())}; tried for {tried_s:.3g} s")
         time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
         with self._lock:
-            server, _ = self._best_server(request, time.monotonic())
+            server, _ = self._pick_server(request, time.monotonic())
             server.outstanding += 1
             server.last_turn = next(self._turns)
         return server
 
-    def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
+    def _pick_server(self, request: _Request, now: float) -> tuple[_Server, float]:
         """The server that may be asked first, of those the least busy one, and in how many seconds.
 
         Once the outage has lasted too long, one that this request has not asked yet goes before those that it has.

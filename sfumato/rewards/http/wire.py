@@ -184,7 +184,7 @@ def decode_samples(request: EncodedRequest, is_given_up: Callable[[], bool] = la
     for number, sample in enumerate(request.samples):
         if is_given_up():
             raise WireError("nobody waits for it any more")
-        with _place(f"samples.{number}"):
+        with _prefix_errors(f"samples.{number}"):
             decoded.append(
                 Sample(
                     image=_decode_pixels(sample.image),
@@ -229,7 +229,9 @@ def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
             if len(lists[name]) != num_samples:
                 raise WireError(f"{len(lists[name])} {name} for {num_samples} samples")
     reader.end()
-    return [_value(value, failure) for value, failure in zip(lists["values"], lists["failures"], strict=True)]
+    return [
+        _value_or_failure(value, failure) for value, failure in zip(lists["values"], lists["failures"], strict=True)
+    ]
 
 
 def encode_description(description: ServerDescription) -> bytes:
@@ -254,7 +256,7 @@ def decode_description(data: bytes) -> ServerDescription:
     return ServerDescription(**fields)
 
 
-def _value(value: float | None, failure: str | None) -> float | Failure:
+def _value_or_failure(value: float | None, failure: str | None) -> float | Failure:
     if failure:
         return Failure(f"the server says: {failure[:_MAX_REASON]}")
     if value is None:
@@ -278,11 +280,13 @@ def _read_served(reader: MessageReader, label: str) -> ServedReward:
 def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
     fields: dict[str, Any] = {}
     for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
-        at = f"{place}.{name}"
+        field_place = f"{place}.{name}"
         if name == "image" and reader.is_list():
-            fields[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
+            fields[name] = [
+                reader.value(f"{field_place}.{frame}", bytes) for frame in reader.items(field_place, MAX_FRAMES)
+            ]
         else:
-            fields[name] = reader.value(at, *SAMPLE_FIELDS[name])
+            fields[name] = reader.value(field_place, *SAMPLE_FIELDS[name])
     if (fields["image"] is None) == (fields["text"] is None):
         raise WireError(f"{place}: not either an image or a text")
     return EncodedSample(**fields)
@@ -292,7 +296,7 @@ def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
     """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
     pixel_bytes = metadata_bytes = largest = 0
     for number, sample in enumerate(samples):
-        with _place(f"samples.{number}"):
+        with _prefix_errors(f"samples.{number}"):
             frames = sample.image if isinstance(sample.image, list) else [sample.image]
             sizes = [_size_of_png(data) for data in (*frames, sample.source) if data is not None]
             pixel_bytes = pixel_bytes + sum(sizes)
@@ -306,7 +310,7 @@ def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
 
 
 @contextlib.contextmanager
-def _place(place: str) -> Iterator[None]:
+def _prefix_errors(place: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -21,19 +21,19 @@ class JudgeTemplate:
     """A template that was checked.
 
     Args:
-        source: name of one that is shipped, path of a file, or the text itself, known by its braces.
+        source: name of a template that is shipped, path of a file, or the text itself, told by its braces.
         required: variables that it must use.
-        known: variables that it may use besides.
+        optional: variables that it may use besides.
 
     Raises:
         ConfigError: no such file, wrong syntax, an unknown variable, or a required one that is not used.
     """
 
-    def __init__(self, source: str, required: Iterable[str], known: Iterable[str]) -> None:
+    def __init__(self, source: str, required: Iterable[str], optional: Iterable[str]) -> None:
         import jinja2.meta
         import jinja2.sandbox
 
-        self.name, text = _find(source)
+        self.name, text = _read_source(source)
         self._required = tuple(required)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -45,7 +45,7 @@ class JudgeTemplate:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
             raise ConfigError(f"{self.name} is not valid Jinja: {where}{error}") from error
-        allowed = sorted({*self._required, *known})
+        allowed = sorted({*self._required, *optional})
         for name in sorted(used.difference(allowed)):
             raise ConfigError(f"{self.name} uses the unknown variable {name!r}; there are: {', '.join(allowed)}")
         for name in self._required:
@@ -103,7 +103,7 @@ def read_file(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _find(source: str) -> tuple[str, str]:
+def _read_source(source: str) -> tuple[str, str]:
     """What messages call a template, and its text."""
     if "{{" in source or "{%" in source:
         return "the judge's template", source

@@ -96,8 +96,8 @@ def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
     scale = size / max(image.shape[:2])
     height, width = (round(side * scale) for side in image.shape[:2])
     if (height, width) != tuple(image.shape[:2]):
-        wanted = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
-        pixels = torch.nn.functional.interpolate(pixels[None], **wanted)[0]
+        target = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
+        pixels = torch.nn.functional.interpolate(pixels[None], **target)[0]
     rows, columns = (size - side for side in pixels.shape[1:])
     pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
     return (pixels - torch.tensor(PIXEL_MEAN)[:, None, None]) / torch.tensor(PIXEL_STD)[:, None, None]

@@ -57,7 +57,7 @@ class HpsV3Network:
         batch = self.processor(images=[resize(image) for image in images], return_tensors="pt")
         grids = batch.image_grid_thw
         num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
-        texts = [self._text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
+        texts = [self._chat_text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
         embeddings = self.model.get_input_embeddings()(tokens.input_ids)
         seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
@@ -70,7 +70,7 @@ class HpsV3Network:
         is_reward = tokens.input_ids == self.reward_token
         return self.head(hidden[is_reward].float())
 
-    def _text(self, prompt: str, num_image_tokens: int) -> str:
+    def _chat_text(self, prompt: str, num_image_tokens: int) -> str:
         """The conversation as Qwen2-VL's chat template writes it, with room for the image's tokens."""
         image = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>"
         question = self.instruction.replace(PROMPT_FIELD, prompt)

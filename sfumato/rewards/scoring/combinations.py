@@ -64,11 +64,11 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
     result = np.full_like(values, np.nan)
     for group in np.unique(group_ids) if how == "group" else [None]:
         members = np.isfinite(values) & (True if group is None else group_ids == group)
-        result[members] = _standardised(values[members])
+        result[members] = _standardise(values[members])
     return result
 
 
-def _standardised(values: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray) -> np.ndarray:
     if len(values) == 0 or values.min() == values.max():
         return np.zeros_like(values)
     return (values - values.mean()) / max(values.std(), LEAST_STD)

@@ -49,7 +49,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
             given_up = outcome.values[0][1] if lost_in_a_row == most_lost else ""
         rest = iter(outcome.values)
         for index, part in zip(indices, parts, strict=True):
-            values[index], reasons[index] = _mean([next(rest) for _ in part])
+            values[index], reasons[index] = _mean_of_frames([next(rest) for _ in part])
     return values, reasons
 
 
@@ -88,13 +88,13 @@ def digest(samples: Sequence[Sample]) -> bytes:
     for sample in samples:
         seen = [] if sample.images is None else [list(sample.images.find())]
         for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *seen):
-            for piece in _pieces(part):
+            for piece in _to_buffers(part):
                 content.update(len(piece).to_bytes(8, "little"))
                 content.update(piece)
     return content.digest()
 
 
-def _pieces(part: Any) -> list[Any]:
+def _to_buffers(part: Any) -> list[Any]:
     if isinstance(part, np.ndarray):
         return [repr(part.shape).encode(), np.ascontiguousarray(part).data.cast("B")]
     return [pickle.dumps(part, protocol=5)]  # equal bytes are equal values, whatever types metadata has
@@ -131,7 +131,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     return values, reasons, len(samples) - len(rows)
 
 
-def _mean(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
+def _mean_of_frames(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """Value and reason of a sample from those of its frames: without value when one of them has none."""
     reasons = [reason for _, reason in checked if reason]
     return (math.nan, reasons[0]) if reasons else (sum(value for value, _ in checked) / len(checked), "")

@@ -53,9 +53,9 @@ class Scorer:
                     f"reward.rewards holds a {type(reward).__name__}, which does not derive from "
                     "sfumato.rewards.base.Reward"
                 )
-        twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
-        if twice:
-            raise ConfigError(f"several rewards are called {twice[0]!r}: set a different 'name' on each")
+        duplicates = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
+        if duplicates:
+            raise ConfigError(f"several rewards are called {duplicates[0]!r}: set a different 'name' on each")
         if not 0 <= max_failed_fraction <= 1:
             raise ConfigError(f"max_failed_fraction must be from 0 to 1, not {max_failed_fraction}")
         self.rewards = list(rewards)
@@ -101,8 +101,8 @@ class Scorer:
         """
         if samples and samples[0].scores is not None:
             return self._scored_before(samples)
-        whole = [row for row, sample in enumerate(samples) if not sample.damage]
-        shown = [samples[row] for row in whole]
+        undamaged_rows = [row for row, sample in enumerate(samples) if not sample.damage]
+        undamaged = [samples[row] for row in undamaged_rows]
         components: dict[str, np.ndarray] = {}
         failed = Counter(f"{_DAMAGED}{sample.damage}" for sample in samples if sample.damage)
         notes: list[str] = []
@@ -113,22 +113,22 @@ class Scorer:
             started = time.perf_counter()
             if reward.label in self._caches:
                 cache = self._caches[reward.label]
-                values, reasons, remembered[reward.label] = score_remembering(reward, shown, cache)
+                values, reasons, remembered[reward.label] = score_remembering(reward, undamaged, cache)
             else:
-                values, reasons = score_with(reward, shown)
+                values, reasons = score_with(reward, undamaged)
             seconds[reward.label] = time.perf_counter() - started
             components[reward.label] = np.full(len(samples), math.nan)
-            components[reward.label][whole] = values
+            components[reward.label][undamaged_rows] = values
             failed.update(f"{_failure_prefix(reward)}{reason}" for reason in reasons if reason)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
         metadata = [sample.metadata for sample in samples] if self.combination.takes_metadata else None
-        level, more = self._combine(components, metadata, None)
+        level, left_out = self._combine(components, metadata, None)
         return Scores(
             total=level,
             level=level,
             components=components,
-            failed=failed + more,
+            failed=failed + left_out,
             notes=notes,
             counts=counts,
             metadata=metadata,
@@ -161,9 +161,9 @@ class Scorer:
         Returns:
             The scores with these totals, and with a message where one could not be made; ``check_budget`` comes next.
         """
-        total, more = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        total, left_out = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
         is_new = any(reward.normalise in ("group", "batch") for reward in self.objective)  # else it was said before
-        return dataclasses.replace(scores, total=total, failed=scores.failed + (more if is_new else Counter()))
+        return dataclasses.replace(scores, total=total, failed=scores.failed + (left_out if is_new else Counter()))
 
     def _combine(
         self,

@@ -35,7 +35,7 @@ def main(request_fd: int, reply_fd: int) -> None:
         os.set_inheritable(descriptor, False)
     lower_limit(resource.RLIMIT_CORE, 0)
     with open(request_fd, "rb") as requests, open(reply_fd, "w", encoding="ascii", buffering=1) as replies:
-        reward, answer = _load(requests)
+        reward, answer = _load_reward(requests)
         for number in itertools.count():
             replies.write(json.dumps({"request": number, **answer}) + "\n")
             if reward is None:
@@ -44,7 +44,7 @@ def main(request_fd: int, reply_fd: int) -> None:
                 samples = pickle.load(requests)
             except EOFError:
                 return
-            answer = _answer(reward, samples)
+            answer = _answer_request(reward, samples)
 
 
 def _end_with_parent(request_fd: int, reply_fd: int) -> None:
@@ -58,27 +58,27 @@ def _end_with_parent(request_fd: int, reply_fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
+def _load_reward(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
     try:
         reward = pickle.load(requests)
         if reward.memory_mib:
             lower_limit(resource.RLIMIT_AS, reward.memory_mib * 2**20)
         reward.prepare()
     except UserError as error:
-        return None, _error(error)
+        return None, _encode_error(error)
     except BaseException as error:
         return None, {"error": ["ConfigError", f"cannot be loaded in its process: {describe_error(error, None)}"]}
     return reward, {"values": [], "last": False}
 
 
-def _answer(reward: Reward, samples: Any) -> dict[str, Any]:
+def _answer_request(reward: Reward, samples: Any) -> dict[str, Any]:
     try:
         values: Checked = score_batch(reward, samples)
     except UserError as error:
-        return _error(error)
+        return _encode_error(error)
     rows = [[None if reason else value, reason[:LONGEST_REASON]] for value, reason in values]
     return {"values": rows, "last": any(reason.startswith("MemoryError") for _, reason in values)}
 
 
-def _error(error: UserError) -> dict[str, Any]:
+def _encode_error(error: UserError) -> dict[str, Any]:
     return {"error": [type(error).__name__, str(error)]}

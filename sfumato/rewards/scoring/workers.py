@@ -116,26 +116,26 @@ class Worker:
     def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         too_late = LostError(f"{TIMED_OUT} after {timeout_s:g} s")
-        rest = memoryview(request)
+        unsent = memoryview(request)
         number = self._num_asked
         self._num_asked += 1
-        while rest:
+        while unsent:
             self._wait(self._requests, select.POLLOUT, deadline, too_late)
             try:
-                rest = rest[os.write(self._requests, rest) :]
+                unsent = unsent[os.write(self._requests, unsent) :]
             except BrokenPipeError:
-                raise LostError(self._how_it_ended()) from None
+                raise LostError(self._describe_end()) from None
         answer = bytearray()
-        most = 65536 + 8192 * num_samples
+        max_bytes = 65536 + 8192 * num_samples
         while not answer.endswith(b"\n"):
             self._wait(self._replies, select.POLLIN, deadline, too_late)
             part = os.read(self._replies, 65536)
             answer += part
             if not part:
-                raise LostError(self._how_it_ended())
-            if len(answer) > most:
+                raise LostError(self._describe_end())
+            if len(answer) > max_bytes:
                 raise LostError(NONSENSE)
-        return _parse(bytes(answer), number, num_samples)
+        return _parse_answer(bytes(answer), number, num_samples)
 
     def _wait(self, descriptor: int, event: int, deadline: float, too_late: LostError) -> None:
         """Until the pipe is ready, or closed."""
@@ -145,9 +145,9 @@ class Worker:
             if time.monotonic() >= deadline:
                 raise too_late
             if self._process.poll() is not None and not ready.poll(0):  # what it has started may keep the pipe open
-                raise LostError(self._how_it_ended())
+                raise LostError(self._describe_end())
 
-    def _how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -159,7 +159,7 @@ class Worker:
         return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
 
 
-def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
+def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
     """An answer to the request of that number. Raises what it says is a UserError, and LostError for nonsense."""
     try:
         answer = json.loads(line)
@@ -200,7 +200,7 @@ class WorkerPool:
     def start(self) -> None:
         """Loads the reward in a first process. Raises UserError as ``prepare`` of the reward does, or in its place."""
         try:
-            self._put_back(self._take())
+            self._put_back(self._take_worker())
         except LostError as error:
             raise ConfigError(f"reward {self.reward.label!r}: its process {error}") from error
 
@@ -213,7 +213,7 @@ class WorkerPool:
         worker = None
         keep = False
         try:
-            worker = self._take()
+            worker = self._take_worker()
             values, keep = worker.score(pickled, len(samples))
             return Outcome(values)
         except LostError as error:
@@ -237,7 +237,7 @@ class WorkerPool:
         for worker in busy:  # the thread that waits for it sees it end, and clears up
             worker.kill()
 
-    def _take(self) -> Worker:
+    def _take_worker(self) -> Worker:
         while (worker := self._pop_idle()) is not None and not worker.is_running:
             worker.end()
         worker = worker or Worker(self.reward, self._pickled)

@@ -82,10 +82,10 @@ class Batcher:
         first, self._held_over = self._held_over or await self._queue.get(), None
         jobs = [first]
         num_samples = len(first.samples)
-        until = time.monotonic() + self._max_wait_s
+        wait_until = time.monotonic() + self._max_wait_s
         while self._max_wait_s and num_samples < self._max_batch_size:
             try:
-                job = await asyncio.wait_for(self._queue.get(), max(until - time.monotonic(), 0))
+                job = await asyncio.wait_for(self._queue.get(), max(wait_until - time.monotonic(), 0))
             except TimeoutError:
                 break
             if num_samples + len(job.samples) > self._max_batch_size:
