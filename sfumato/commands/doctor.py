@@ -286,12 +286,12 @@ def _extras() -> Iterator[Finding]:
 def _check_storage() -> Iterator[Finding]:
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     is_small = free_gib < SMALL_DISK_GIB
-    yield Finding("storage", "disk", "ok", f"{free_gib:.1f} GiB free in {Path.cwd()}{': is_small' if is_small else ''}")
+    yield Finding("storage", "disk", "ok", f"{free_gib:.1f} GiB free in {Path.cwd()}{': little' if is_small else ''}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size_mib = shutil.disk_usage(shared).total / 2**20
         remedy = "docker run --shm-size 8g" if size_mib < SMALL_SHARED_MIB else ""
-        detail = f"{size_mib:,.0f} MiB{': is_small for NCCL and data workers' if remedy else ''}"
+        detail = f"{size_mib:,.0f} MiB{': little for NCCL and data workers' if remedy else ''}"
         yield Finding("storage", "shared memory", "ok", detail, remedy)
 
 
