@@ -23,10 +23,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.writing import open_to_append
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 GRACE_S = 10.0
 """Seconds that the other ranks have when one has ended with an error; they notice by themselves, unless they hang."""
@@ -71,8 +74,8 @@ class RankProcesses:
         self.ends: dict[int, End] = {}
         self.was_asked = False
 
-    def forward(self, number: int, _frame: Any) -> None:
-        """Passes a signal on."""
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        """Passes a signal on to the ranks; SIGHUP, which a lost terminal sends, as SIGTERM."""
         self.was_asked = True
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -83,7 +86,10 @@ class RankProcesses:
                 process.send_signal(number)
 
     def wait(self) -> list[End]:
-        """Until all have ended; those that do not follow one that failed are killed, with their stacks taken."""
+        """Waits until all ranks have ended, and returns how, in the order of the ranks.
+
+        Once a rank has failed the others have ``GRACE_S`` to end; what still runs then writes its stacks and is killed.
+        """
         deadline = None
         while self._note_ended():
             if deadline is None and any(end.code for end in self.ends.values()):
@@ -95,7 +101,7 @@ class RankProcesses:
         return [self.ends[rank] for rank in self.ranks]
 
     def _note_ended(self) -> bool:
-        """Takes note of ranks that have ended; whether some have not."""
+        """Notes the ranks that have ended since the last call; returns whether some still run."""
         for rank, process in zip(self.ranks, self.processes, strict=True):
             code = process.poll()
             if code is not None and rank not in self.ends:
@@ -129,7 +135,11 @@ class RankProcesses:
 
 
 def verdict(ends: Sequence[End]) -> tuple[int, str]:
-    """The exit code of the rank that ended first by itself, and what is to be said."""
+    """The exit code of the run, and its message.
+
+    Both are those of the cause: a rank that failed by itself goes before one that hung, and this before those that only
+    lost another rank, however early they noticed. Within a kind the rank that ended first counts.
+    """
     failed = sorted((end for end in ends if end.code and end.kind != "killed"), key=lambda end: end.at)
     if not failed:
         return 0, ""
@@ -175,13 +185,16 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
 
 
 def _loopback_only() -> dict[str, str]:
-    """NCCL's ports on loopback alone, unless a person named a network. gloo's are bound where groups are made."""
+    """Environment that binds NCCL's ports to loopback, unless NCCL_SOCKET_IFNAME is set.
+
+    gloo takes its address where process groups are made.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"NCCL_SOCKET_IFNAME": names[0]} if names and "NCCL_SOCKET_IFNAME" not in os.environ else {}
 
 
 def _append_to_log(pointer: Path, text: str) -> None:
-    """Writes the text into the log of the run, too, where the ranks have said which that is."""
+    """Appends the text to the run's log, if the ranks have written the path of that log into ``pointer``."""
     log = Path(_read_text(pointer))
     try:
         if log.name and log.parent.is_dir():

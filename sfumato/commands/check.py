@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,11 @@ from sfumato.commands.check_data import (
 )
 from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
 from sfumato.commands.find_task import load_for_task
-from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.text import LanguageModelConfig, TrainTextConfig
+from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.files.bad_rows import bad_row_limit
@@ -51,6 +50,11 @@ from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sfumato.commands.find_task import TaskConfig
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 """Exit codes."""
@@ -83,8 +87,10 @@ class Findings:
         """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
         if self.problems:
             return WRONG
-        are_known = self.device_bytes is not None and self.needed_bytes is not None
-        return DOES_NOT_FIT if are_known and self.needed_bytes > self.device_bytes else FITS
+        needed_bytes = self.needed_bytes
+        if self.device_bytes is None or needed_bytes is None:
+            return FITS  # nothing to compare: an unknown machine, or a model whose memory is not predicted
+        return DOES_NOT_FIT if needed_bytes > self.device_bytes else FITS
 
     def to_json(self) -> str:
         """All of it for machines."""
@@ -144,7 +150,7 @@ def check_config(
     _print_progress("building the model without memory, and predicting what it needs", show)
     try:
         findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
-        if isinstance(config.model, LanguageModelConfig):
+        if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
         if (
             isinstance(config, TextRLConfig)
@@ -175,7 +181,8 @@ def _print_progress(doing: str, show: bool) -> None:
         print(f"check: {doing}", file=sys.stderr, flush=True)
 
 
-def _look_at_data(findings: Findings, config: Section) -> None:
+def _look_at_data(findings: Findings, config: TaskConfig) -> None:
+    """Puts what the data holds into the findings; what would stop the run becomes a problem."""
     try:
         if isinstance(config, TrainTextConfig):
             tokenizer, reader = _tokenizer_of(findings, config)
@@ -204,7 +211,7 @@ def _look_at_data(findings: Findings, config: Section) -> None:
     findings.notes.extend(findings.data.notes)
 
 
-def _look_at_model_folder(findings: Findings, config: Any) -> None:
+def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLConfig) -> None:
     """What a language model's folder says that the run follows, leaves out, or refuses."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -215,7 +222,7 @@ def _look_at_model_folder(findings: Findings, config: Any) -> None:
     if jitter := describe_jitter(described):
         (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
-    cls = auto_class._model_mapping.get(type(described), None)
+    cls: Any = auto_class._model_mapping.get(type(described), None)  # stubs of the lazy mapping give no class
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
@@ -224,8 +231,10 @@ def _look_at_model_folder(findings: Findings, config: Any) -> None:
             check_router_settings(findings.layout, config.train.compiles("cuda" if findings.on_gpu else "cpu"))
 
 
-def _tokenizer_of(findings: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
-    """The tokenizer of a language model, and where the data has images what reads these."""
+def _tokenizer_of(
+    findings: Findings, config: TrainTextConfig | TextRLConfig
+) -> tuple[PreTrainedTokenizerFast, ImageReader | None]:
+    """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
     model = made_model(config.model)
     data_type = config.data.data_type
     if not data_type.has_images:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -36,6 +36,13 @@ from sfumato.models.diffusion.encoded import Dataset
 from sfumato.models.language.model_folder import describe_export
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sfumato.config.image_data import PairDataConfig
+    from sfumato.config.omni import TrainImageTokenizerConfig
+    from sfumato.data.media.image_conversation import ImageConversationTransform
 
 FIRST_ROWS = 64
 """Rows that are looked at from the beginning of each source, and as many spread over the rest."""
@@ -88,18 +95,16 @@ class DataFindings:
     tokens_are_exact: bool = False
     """Whether they are counted, which they are when the data has been tokenised before."""
     notes: list[str] = field(default_factory=list)
-    """What is not read, and evaluation rows that are training rows."""
+    """What the run's log would say of the data: what is not read, evaluation rows that are training rows."""
     tokens_per_step: int | None = None
     """Most tokens of one step."""
     images_per_step: int | None = None
-    notes: list[str] = field(default_factory=list)
-    """What the run's log would say of the data."""
     answers: list[str] = field(default_factory=list)
     """How the answers of a language model end, and what its export says of it."""
 
 
 def check_text_data(
-    config: TrainTextConfig, tokenizer: Any, reader: ImageReader | None, layout: Layout
+    config: TrainTextConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None, layout: Layout
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
@@ -142,20 +147,23 @@ def check_text_data(
     return findings
 
 
-def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
+def check_image_data(
+    config: TrainDitConfig | TrainAutoencoderConfig | TrainImageTokenizerConfig, layout: Layout
+) -> DataFindings:
     """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
     data = config.data
     seed = config.train.seed
     held_out = None
     notes: list[str] = []
     if isinstance(config, TrainDitDpoConfig):
-        dataset: Dataset = open_image_pairs(data, seed, notes.append)
-        held_out = open_held_out_pairs(data, seed, config.eval.num_rows)
+        dataset: Dataset = open_image_pairs(config.data, seed, notes.append)
+        held_out = open_held_out_pairs(config.data, seed, config.eval.num_rows)
     else:
         dataset = open_image_text(data, seed, notes.append)
     findings = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
     if held_out is not None:
-        findings.validation = [_look_at_images(data.eval_path or "glyphs", held_out, notes)]
+        eval_path = cast("PairDataConfig", data).eval_path
+        findings.validation = [_look_at_images(eval_path or "glyphs", held_out, notes)]
     with pretended_mesh(layout) as mesh:
         loader = IndexLoader(len(dataset), config.train, mesh, say=notes.append)
     findings.num_steps = loader.total_steps
@@ -178,7 +186,9 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     return findings
 
 
-def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None = None) -> DataFindings:
+def check_text_prompt_data(
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
     data = config.data
     kind = config.rollout.kind
@@ -198,14 +208,17 @@ def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageRe
         check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         lengths = [len(prompt.token_ids) for prompt in prompts]
         path = data.train_path if split == "train" else data.eval_path
-        counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
-        sources.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
+        source = SourceFindings(path or "problems made in code", len(prompts), len(prompts))
+        source.num_samples = len(prompts)
+        source.num_tokens = sum(lengths)
+        source.longest = max(lengths)
+        sources.append(source)
         loaded.append(prompts)
     findings.notes += describe_shared_prompts(*loaded)
     return findings
 
 
-def _describe_answer_end(end: AnswerEnd, tokenizer: Any) -> list[str]:
+def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     lines = [*end.describe(), describe_export(tokenizer)]
     if facts_of(tokenizer).is_pad_added:
         lines.append("the tokenizer has no padding token; the run pads with the end of a text, and exports none")
@@ -224,6 +237,8 @@ def _list_tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
 
 
 def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> SourceFindings:
+    """Transforms some rows of a source of text, and reads the heads of the media files of all others."""
+
     def look(index: int, findings: SourceFindings) -> None:
         for sample in transform(_read_row(rows, index, transform), rows.describe(index)):
             findings.num_samples += 1
@@ -233,24 +248,25 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
 
     findings = _look_at(name, rows, look)
     if getattr(transform, "has_images", False):
-        _look_at_heads(findings, rows, transform)
+        _look_at_heads(findings, rows, cast("ImageConversationTransform", transform))
     return findings
 
 
 def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
-    """A row, which knows the folder of its file where images stand in it."""
+    """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
     return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 
 
-def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTransform) -> None:
-    """Of the rows that have not been looked at, the heads of the files that stand in them."""
+def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageConversationTransform) -> None:
+    """Reads the heads of the media files in the rows that ``sampled_rows`` leaves out; no picture is decoded."""
     read_whole = {*sampled_rows(len(rows))}
     for index in range(len(rows)):
         if index in read_whole:
             continue
         where = rows.describe(index)
         try:
-            for medium in transform.files(_read_row(rows, index, transform), where):
+            row = filed_row(rows, index)
+            for medium in transform.files(row, where):
                 check_head(medium, where)
         except DataError as error:
             findings.bad_rows.append(str(error))
@@ -259,6 +275,7 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTran
 
 
 def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFindings:
+    """Reads captions, pictures and source images of some rows; a note says how many pictures would be enlarged."""
     enlarged: list[bool] = []
 
     def look(index: int, findings: SourceFindings) -> None:
@@ -274,7 +291,8 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
     return findings
 
 
-def _look_at(name: str, rows: Any, look: Callable[[int, SourceFindings], None]) -> SourceFindings:
+def _look_at(name: str, rows: Sized, look: Callable[[int, SourceFindings], None]) -> SourceFindings:
+    """Calls ``look`` with the indices of ``sampled_rows``; a DataError that it raises names a bad row."""
     findings = SourceFindings(name, len(rows))
     for index in sampled_rows(len(rows)):
         findings.num_looked_at += 1

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.algorithms.decay import FROZEN
 from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
-from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_maker
@@ -34,6 +33,14 @@ from sfumato.models.estimate.meta_models import (
 from sfumato.parallel.dropout import refuse_unkeyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
+
+if TYPE_CHECKING:
+    from sfumato.commands.find_task import TaskConfig
+    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+    from sfumato.config.dit import TrainDitConfig
+    from sfumato.config.sections import ModelConfig
+    from sfumato.config.text_data import TextTrainConfig
+    from sfumato.config.text_rl import TextRLTrainConfig
 
 MOST_RANKS = 4096
 """Most ranks that are tried when none are given."""
@@ -87,7 +94,9 @@ def smallest_number_of_ranks(config: ParallelConfig) -> int:
     raise error or ConfigError(f"train: the sizes need more than {MOST_RANKS} processes")
 
 
-def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None, show: bool = False) -> ModelFindings:
+def check_model(
+    config: TaskConfig, layout: Layout, on_gpu: bool, limit: int | None, show: bool = False
+) -> ModelFindings:
     """Builds the model on meta and predicts memory.
 
     Args:
@@ -119,8 +128,10 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     return findings
 
 
-def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None) -> list[RankMemory]:
-    """The memory of the first rank of each stage, with what a task has beside the model that it trains."""
+def _plan_ranks(
+    config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
+) -> list[RankMemory]:
+    """The memory of the first rank of each pipeline stage; in RL of text with critic, engine and previous weights."""
     ranks = plan_memory(planned, _effective_train(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
@@ -130,22 +141,24 @@ def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool,
     return ranks
 
 
-def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
+def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     """The model of a configuration, for ``plan_memory``."""
     train = config.train
     if isinstance(config, TrainTextRewardConfig):
-        return plan_scalar_model(config.model, config.data, train, layout, on_gpu)
+        return plan_scalar_model(config.model, config.data, config.train, layout, on_gpu)
     if isinstance(config, TrainTextConfig):
         reference = isinstance(config, TrainTextKtoConfig)
         if isinstance(config, TrainTextDpoConfig):
             reference = config.dpo.has_reference
-        return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
+        return plan_language_model(made_model(config.model), config.data, config.train, layout, on_gpu, reference)
     if isinstance(config, TextRLConfig):
         has_reference = "reference" in config.algorithm.other_policies
         samples = train.global_batch_size or config.rollout.num_prompts * config.rollout.n
         sizes = config.max_seq_len, samples
         rest = layout, on_gpu, has_reference, config.data.data_type, config.algorithm.entropy_coef != 0
-        return plan_text_policy(made_model(config.model), *sizes, train, *rest)
+        return plan_text_policy(made_model(config.model), *sizes, config.train, *rest)
+    # of omni models no memory is predicted: check_config stops before
+    config = cast("TrainDitConfig | TrainAutoencoderConfig | TrajectoryRLConfig | ForwardRLConfig", config)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
@@ -153,7 +166,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
     is_rl = isinstance(config, DiffusionRLConfig)
     size = (section.height, section.width)
-    sizes = [] if is_rl else section.sizes
+    sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
     set_output(model, (*size, section.num_frames), "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
@@ -192,7 +205,7 @@ def needed(memory: RankMemory, on_gpu: bool) -> int:
     return round(memory.total * (1 + FRAGMENTED)) + CONTEXT_BYTES if on_gpu else memory.total
 
 
-def _effective_train(config: Section) -> TrainConfig:
+def _effective_train(config: TaskConfig) -> TrainConfig:
     """The train section as its task uses it: autoencoders are whole in each process and compute nothing again."""
     if not isinstance(config, TrainAutoencoderConfig):
         return config.train
@@ -200,9 +213,12 @@ def _effective_train(config: Section) -> TrainConfig:
 
 
 def _try_changes(
-    config: Section, layout: Layout, on_gpu: bool, limit: int, show: bool = False
+    config: TaskConfig, layout: Layout, on_gpu: bool, limit: int, show: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Changes, each alone, those that go together, and more processes, with the bytes that are needed then."""
+    """Settings that may help, and the bytes that a rank needs with them.
+
+    Yields each change by itself, then all that can be combined at once, then two, four and eight times the processes.
+    """
     combined: dict[str, Any] = {}
     changes = list(_list_changes(config, layout))
     progress = Progress(len(changes), 0, "check: what would need less memory", enabled=show)
@@ -226,7 +242,7 @@ def _try_changes(
             return
 
 
-def _list_changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Settings of ``train`` that take less memory, and whether they are tried together."""
     train = config.train
     is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
@@ -234,11 +250,12 @@ def _list_changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[s
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
     has_logits = is_text and not isinstance(config, TrainTextRewardConfig)
-    if has_logits and not train.chunked_loss and layout.pp == 1:
+    if has_logits and not cast("TextTrainConfig | TextRLTrainConfig", train).chunked_loss and layout.pp == 1:
         yield "train.chunked_loss true", {"chunked_loss": True}, True
     if train.micro_batch_size > 1:
         yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True
-    if isinstance(config, TrainTextConfig) and train.dyn_bsz and layout.data > 1 and train.data_parallel_mode != "ddp":
+    is_packed = isinstance(config, TrainTextConfig) and config.train.dyn_bsz
+    if is_packed and layout.data > 1 and train.data_parallel_mode != "ddp":
         batch = train.micro_batch_size * layout.data  # one micro-batch a step: no gradients are added up
         changes = {"dyn_bsz": False, "global_batch_size": batch}
         yield f"train.dyn_bsz false and train.global_batch_size {batch}", changes, False
@@ -248,11 +265,11 @@ def _list_changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[s
         yield "train.optimizer adamw8bit", {"optimizer": "adamw8bit"}, False
     if layout.size > 1 and not train.enable_fsdp_offload and train.data_parallel_mode != "ddp":
         yield "train.enable_fsdp_offload true", {"enable_fsdp_offload": True}, False
-    if config.model.lora is None:
-        yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False
+    if cast("LanguageModelConfig | ModelConfig", config.model).lora is None:
+        yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 
 
-def _needed_with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
+def _needed_with(config: TaskConfig, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
     """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
     changes = dict(changes)
     model = config.model

@@ -60,7 +60,7 @@ def _show_data(data: DataFindings, console: Console) -> None:
             table.add_row(escape(printable(f"{kind}{source.name}")), *cells, *(_token_cells(source) if is_text else ()))
     console.print(table)
     parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
-    if is_text:
+    if data.tokens is not None:
         parts.append(f"at most {data.tokens_per_step:,} tokens in each")
         how = "" if data.tokens_are_exact else "about (from the rows looked at) "
         parts.append(f"{how}{_format_count(data.tokens)} tokens in one pass over the data")
@@ -79,16 +79,18 @@ def _token_cells(source: SourceFindings) -> list[str]:
 
 def _show_model(findings: Findings, console: Console) -> None:
     model = findings.model
+    assert model is not None
     parts = [
         f"{model.kind}: {_format_count(model.num_parameters)} parameters, {_format_count(model.num_trained)} trained"
     ]
-    if model.num_active is not None:
+    if model.num_active is not None and model.flops_per_token is not None:  # both are there, or neither
         parts.append(f"{_format_count(model.num_active)} met by each token")
         parts.append(f"{_format_count(model.flops_per_token)} operations for each token of a full row")
     _print(console, "; ".join(parts))
 
 
 def _show_memory(findings: Findings, console: Console) -> None:
+    assert findings.model is not None
     ranks = findings.model.ranks
     unit, name = (2**30, "GiB") if findings.model.largest.total >= 2**30 else (2**20, "MiB")
 

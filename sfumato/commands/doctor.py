@@ -18,12 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.requirements import Requirement
 
 import sfumato
 from sfumato.config.writing import open_new, remove
+
+if TYPE_CHECKING:
+    import torch
 
 State = Literal["ok", "missing", "broken"]
 
@@ -196,7 +199,7 @@ def _devices() -> Iterator[Finding]:
         yield _try_device(f"GPU {index}", partial(_multiply, torch.device("cuda", index)), detail, needed=True)
 
 
-def _multiply(device: Any) -> None:
+def _multiply(device: torch.device) -> None:
     """Multiplies matrices in float32 and bf16 and compares with float64."""
     import torch
 

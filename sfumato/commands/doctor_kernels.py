@@ -40,7 +40,12 @@ def grouped_products(device: str) -> None:
 
     counts = torch.tensor([5, 0, 32, 91])
     tensors = [_random(int(counts.sum()), 64, seed=1), _random(len(counts), 64, 128, seed=2)]
-    _compare("grouped products", lambda *inputs: grouped_matmul(*inputs, counts.to(inputs[0].device)), tensors, device)
+    _compare(
+        "grouped products",
+        lambda rows, weights: grouped_matmul(rows, weights, counts.to(rows.device)),
+        tensors,
+        device,
+    )
 
 
 def compiled_blocks(device: str) -> None:

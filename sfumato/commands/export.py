@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,13 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.tracking.progress import quiet_libraries
+
+if TYPE_CHECKING:
+    from sfumato.config.text_data import TextDataConfig
+    from sfumato.models.language.model import LanguageModel
+    from sfumato.models.language.scalar_head import ScalarModel
+
+    ModelT = TypeVar("ModelT", LanguageModel, ScalarModel)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
@@ -106,8 +113,8 @@ def _build(run: Path) -> Exportable:
     )
 
 
-def _with_template(model: Any, data: Any) -> Any:
-    """A language model that exports the chat template of its data, as the run did."""
+def _with_template(model: ModelT, data: TextDataConfig) -> ModelT:
+    """The model, whose tokenizer is exported with the chat template and the end of answers that its run trained on."""
     from sfumato.data.text.format import build_transform
     from sfumato.data.text.loader import adopt_answer_end
 

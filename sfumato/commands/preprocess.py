@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
@@ -22,6 +22,8 @@ from sfumato.models.language.load import build_reader
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.run import quiet_libraries
+
+ItemT = TypeVar("ItemT")
 
 
 def preprocess(
@@ -73,7 +75,7 @@ def preprocess(
 def _watch(label: str) -> Watch:
     """Shows progress over a loop, given the items and their number."""
 
-    def watched(items: Iterable[Any], count: int) -> Iterator[Any]:
+    def watched(items: Iterable[ItemT], count: int) -> Iterator[ItemT]:
         with Progress(count, 0, label) as progress:
             for number, item in enumerate(items, start=1):
                 yield item

@@ -81,7 +81,9 @@ def schema_of_script(script: Path) -> type[Section] | None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
     names = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "run_task"]
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) and names else ():
+        if not (isinstance(node, ast.ImportFrom) and names):
+            continue
+        for alias in node.names:
             if (alias.asname or alias.name) == getattr(names[-1], "id", None):
                 return getattr(importlib.import_module(str(node.module)), alias.name)
     return None

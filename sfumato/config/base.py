@@ -22,6 +22,9 @@ class Section(BaseModel):
     """A section of the configuration: typed, frozen, and strict about unknown keys and numbers that are not finite.
 
     The string below a field is its help text.
+
+    pyright does not see a default that ``Field`` is given by position, and asks for these fields where a section is
+    built without arguments; such lines carry ``pyright: ignore[reportCallIssue]``.
     """
 
     model_config = ConfigDict(

@@ -160,7 +160,7 @@ class DiffusionRLConfig(RecipeRLConfig):
     """Rollout."""
     algorithm: DiffusionAlgorithmConfig
     """Algorithm."""
-    eval: DiffusionEvalConfig = DiffusionEvalConfig()
+    eval: DiffusionEvalConfig = DiffusionEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
 
     @model_validator(mode="after")

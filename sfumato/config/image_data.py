@@ -28,7 +28,7 @@ def sizes_of_area(height: int, width: int, step: int) -> list[tuple[int, int]]:
     """
     area = height * width
     edge = math.isqrt(area)
-    sizes = {(edge // step * step,) * 2} if edge >= step else set()
+    sizes: set[tuple[int, int]] = {(edge // step * step, edge // step * step)} if edge >= step else set()
     for side in range(-(-edge // (2 * step)) * step, 2 * edge + 1, step):
         other = area // side // step * step
         if 2 * other >= edge:
@@ -47,7 +47,7 @@ class ImageDataConfig(Section):
     """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
     text_key: str = "text"
     """Column of the caption."""
-    glyphs: GlyphConfig = GlyphConfig()
+    glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
     """Words to render when data_type is glyphs."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
     """Height of the training images in pixels."""

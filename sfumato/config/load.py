@@ -379,7 +379,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _describe(
-    error: dict[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
+    error: Mapping[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
 ) -> str:
     """One mistake as lines of text: where it stands, what is wrong, what would be correct."""
     location = tuple(error["loc"])
@@ -394,7 +394,9 @@ def _describe(
     return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
 
 
-def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]) -> str:
+def _describe_one(
+    error: Mapping[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]
+) -> str:
     where = _locate(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from pydantic import model_validator
 
@@ -40,7 +40,7 @@ class RecipeRLConfig(RLConfig):
     @classmethod
     def parts(cls) -> type[RecipeAlgorithmConfig]:
         """The class of the section algorithm."""
-        return cls.model_fields["algorithm"].annotation
+        return cast("type[RecipeAlgorithmConfig]", cls.model_fields["algorithm"].annotation)
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:

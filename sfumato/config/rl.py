@@ -25,7 +25,7 @@ class PromptDataConfig(Section):
     """Column of the prompt."""
     source_image_key: str = "source_image"
     """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
-    glyphs: GlyphConfig = GlyphConfig()
+    glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
     """Words when data_type is glyphs."""
 
     @model_validator(mode="after")
@@ -171,9 +171,9 @@ class RLConfig(Section):
     """Algorithm."""
     train: TrainConfig
     """Training."""
-    eval: EvalConfig = EvalConfig()
+    eval: EvalConfig = EvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
-    runtime: RuntimeConfig = RuntimeConfig()
+    runtime: RuntimeConfig = RuntimeConfig()  # pyright: ignore[reportCallIssue]
     """Processes."""
 
     @property

@@ -43,11 +43,11 @@ class PoolConfig(Section):
 class PoolsConfig(Section):
     """Processes of every role on Ray."""
 
-    actor: PoolConfig = PoolConfig()
+    actor: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Trains; with rollout.hybrid_engine it samples, too."""
-    sampler: PoolConfig = PoolConfig()
+    sampler: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Draws samples, without rollout.hybrid_engine."""
-    scorer: PoolConfig = PoolConfig()
+    scorer: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Scores samples; each process is on its own."""
 
     @property

@@ -251,9 +251,9 @@ class TextRLConfig(RecipeRLConfig):
     """Algorithm."""
     train: TextRLTrainConfig
     """Training."""
-    eval: TextRLEvalConfig = TextRLEvalConfig()
+    eval: TextRLEvalConfig = TextRLEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = CriticConfig()  # pyright: ignore[reportCallIssue]
     """The critic of algorithm.token_advantage gae."""
 
     @property
@@ -271,6 +271,7 @@ class TextRLConfig(RecipeRLConfig):
     def num_updates(self) -> int:
         """Optimiser steps of the run, those that have nothing to learn from included."""
         samples = self.rollout.num_prompts * self.rollout.n
+        assert self.train.max_steps is not None  # RL has no epochs: a validator asks for it
         return self.train.max_steps * (samples // (self.train.global_batch_size or samples))
 
     @property
@@ -306,7 +307,8 @@ class TextRLConfig(RecipeRLConfig):
                 "rollout.top_p and rollout.top_k draw from another distribution than the one that is trained: leave "
                 "them out, or correct for it with algorithm.off_policy decoupled or rejection"
             )
-        if not self.algorithm.token_advantage.needs_values and self.critic != CriticConfig():
+        default = CriticConfig()  # pyright: ignore[reportCallIssue]
+        if not self.algorithm.token_advantage.needs_values and self.critic != default:
             raise ValueError(
                 "critic: algorithm.token_advantage "
                 f"{self.algorithm.token_advantage.type} has none: remove it, or take gae"

@@ -48,7 +48,8 @@ class TextPromptDataConfig(Section):
         if self.synthetic is not None:
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
-            formats = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts") | dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
+            formats: dict[str, str] = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts")
+            formats |= dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
             format_name = formats.get(self.synthetic.problem, "prompts")
             kind = self.data_type.type
             if kind != format_name and {kind, format_name} & {*formats.values()}:

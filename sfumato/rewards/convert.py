@@ -16,12 +16,15 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 WRAPPERS = ("state_dict", "model")
 
@@ -45,8 +48,12 @@ OPEN_CLIP_NAMES = (
 )
 
 
-def read_pickled(path: Path) -> dict[str, Any]:
-    """The tensors of a ``torch.save`` file, or all files of an index; nothing is executed. Raises DataError."""
+def read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a ``torch.save`` file, or of all files of an index. Nothing in them is executed.
+
+    Raises:
+        DataError: the file is damaged, or holds something else than tensors by name.
+    """
     import torch
 
     if path.name.endswith(".index.json"):
@@ -67,9 +74,9 @@ def read_pickled(path: Path) -> dict[str, Any]:
     return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def open_clip_to_transformers(tensors: dict[str, Any]) -> dict[str, Any]:
+def open_clip_to_transformers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of an open_clip model (a vision transformer with its text transformer) for transformers' CLIPModel."""
-    converted: dict[str, Any] = {}
+    converted: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name == "attn_mask":  # a constant that older files hold
             continue
@@ -81,6 +88,7 @@ def open_clip_to_transformers(tensors: dict[str, Any]) -> dict[str, Any]:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 converted[f"{stacked[1]}.self_attn.{part}_proj.{stacked[2]}"] = piece
         else:
+            # open_clip keeps its projections as [in, out], linear layers of torch as [out, in]
             converted[renamed] = tensor.T if name in ("visual.proj", "text_projection") else tensor
     return converted
 

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -205,7 +205,7 @@ class Judge(HttpReward):
     def _build_question(self, samples: tuple[Sample, ...]) -> Content:
         first = samples[0]
         values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind_of(first), **self.variables()}
-        pictures: dict[str, Sequence[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
+        pictures: dict[str, Collection[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
         for name, sample in zip(self.shows, samples, strict=True):
             if sample.text is not None:
                 values[name] = sample.text

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
@@ -170,7 +170,8 @@ class PairwisePreference(Judge):
                 lost[a].append(failure)
                 lost[b].append(failure)
             else:
-                won = (forth + 1 - back) / 2
+                # the mean of both orders, so that a judge's liking for the first place cancels out
+                won = (cast("float", forth) + 1 - cast("float", back)) / 2
                 wins[a].append(won)
                 wins[b].append(1 - won)
         return [

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import AnswerReward, extract_answer, text_of
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.scoring.workers import pool_of
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
@@ -108,7 +111,7 @@ class MathAnswer(AnswerReward):
 
 
 def _are_equal(target: str, text: str) -> bool:
-    """math-verify's verdict; neither of its own time limits is used."""
+    """math-verify's verdict. Its time limits are off: they use SIGALRM, which the caller has set."""
     from math_verify import parse, verify
 
     gold = parse(_in_box(target), parsing_timeout=None)
@@ -123,5 +126,5 @@ def _in_box(text: str) -> str:
     return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
 
 
-def _raise_too_long(number: int, frame: Any) -> None:
+def _raise_too_long(number: int, frame: FrameType | None) -> NoReturn:
     raise _TooLongError

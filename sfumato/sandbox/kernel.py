@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 CLONE_NEWNS = 0x20000
 CLONE_NEWCGROUP = 0x2000000
@@ -163,7 +163,7 @@ def refuse_calls() -> None:
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, packed, 0, 0), "installing the filter of system calls")
 
 
-def _filter(refused: Sequence[int]) -> list[_Instruction]:
+def _filter(refused: Iterable[int]) -> list[_Instruction]:
     """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16."""
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, 4),

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from sfumato.sandbox import kernel
@@ -64,8 +65,10 @@ def _read(source: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _run_guarded(function: Any, request: dict[str, Any], descriptors: list[int], *more: Any) -> NoReturn:
-    """Runs a process of ours to its end; what goes wrong goes to who asked."""
+def _run_guarded(
+    function: Callable[..., None], request: dict[str, Any], descriptors: list[int], *more: object
+) -> NoReturn:
+    """Runs the function of a forked process and ends the process; an error is reported to whoever sent the request."""
     try:
         function(request, descriptors, *more)
     except BaseException as error:
@@ -75,7 +78,7 @@ def _run_guarded(function: Any, request: dict[str, Any], descriptors: list[int],
     os._exit(0)
 
 
-def _send_report(status: int, report: dict[str, Any]) -> None:
+def _send_report(status: int, report: Mapping[str, object]) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 

@@ -13,10 +13,12 @@ import functools
 import ipaddress
 import math
 import resource
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.types import ASGIApp, Scope
+    from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 512
 RESERVED_DESCRIPTORS = 256
@@ -40,7 +42,7 @@ def max_connections() -> int:
     return max(min((soft - RESERVED_DESCRIPTORS) // 2, MAX_CONNECTIONS), 8)
 
 
-def uvicorn_config(app: Any, *, grace_s: int) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, *, grace_s: int) -> uvicorn.Config:
     """The settings of uvicorn for a server of sfumato.
 
     Args:
@@ -64,14 +66,14 @@ def uvicorn_config(app: Any, *, grace_s: int) -> uvicorn.Config:
     )
 
 
-def trust(scope: Any) -> None:
+def trust(scope: Scope) -> None:
     """Notes that the connection of a request has shown the key, or whatever the server asks for."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
         connection.is_trusted = True
 
 
-def is_trusted(scope: Any) -> bool:
+def is_trusted(scope: Scope) -> bool:
     """Whether the connection of a request has shown the key."""
     connection = scope.get("state", {}).get("connection")
     return connection is not None and connection.is_trusted
@@ -95,13 +97,20 @@ def _connection_class() -> type[asyncio.Protocol]:
     class BoundedConnection(H11Protocol):
         """A connection with deadlines, which gives way to a new one where there are too many."""
 
-        def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
+        def __init__(
+            self,
+            config: uvicorn.Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            # uvicorn copies the state into the scope of each request, where ``trust`` and ``is_trusted`` find it
             super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
             self.is_trusted = False
             self._deadline: asyncio.TimerHandle | None = None
             self._stalled: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
             self.opened = self.loop.time()
             self.network = network_of(self.client[0]) if self.client else ""
@@ -109,7 +118,8 @@ def _connection_class() -> type[asyncio.Protocol]:
             self._make_room()
 
         def _make_room(self) -> None:
-            others = [other for other in self.connections if other is not self and other.transport is not None]
+            connections = cast("set[BoundedConnection]", self.connections)  # uvicorn makes all of one class
+            others = [other for other in connections if other is not self and other.transport is not None]
             limit = max_connections()
             same_network = [other for other in others if other.network == self.network]
             if len(same_network) >= max(limit * 3 // 4, 8):  # other addresses find room
@@ -155,7 +165,7 @@ def _connection_class() -> type[asyncio.Protocol]:
                 self._stalled.cancel()
 
         def _set_deadline(self, seconds: float) -> None:
-            """Ends the connection then, unless this is called again; infinity: not."""
+            """Has the connection ended in so many seconds, in the place of an earlier deadline; infinity sets none."""
             if self._deadline is not None:
                 self._deadline.cancel()
             self._deadline = None if seconds == math.inf else self.loop.call_later(seconds, self.transport.abort)

@@ -8,12 +8,13 @@ import ipaddress
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.serving.connections import MIN_BYTES_PER_S, is_trusted
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_START_S = 10.0
 """How long a body may take besides what its size allows it."""
@@ -86,17 +87,17 @@ class RequestGuard:
         remedy: what a person is told whose host is not among them.
     """
 
-    def __init__(self, app: Any, names: Sequence[str] = (), remedy: str = "") -> None:
+    def __init__(self, app: ASGIApp, names: Sequence[str] = (), remedy: str = "") -> None:
         self.app = app
         self.remedy = remedy
         self.names = {name.lower().rstrip(".") for name in (*names, "localhost", socket.gethostname())}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
 
-        async def send_and_close(message: Any) -> None:
-            """A connection that has shown no key is of no use after its answer, whatever it sends on."""
+        async def send_and_close(message: Message) -> None:
+            """Sends an answer, and has the connection closed after it if it failed or has shown no key."""
             if message["type"] == "http.response.start" and (message["status"] >= 400 or not is_trusted(scope)):
                 others = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"connection"]
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
@@ -111,7 +112,7 @@ class RequestGuard:
         status, text = problem
         await PlainTextResponse(f"{text}\n", status)(scope, receive, send_and_close)
 
-    def _find_problem(self, scope: Any) -> tuple[int, str] | None:
+    def _find_problem(self, scope: Scope) -> tuple[int, str] | None:
         """Status and text of a refusal; None where there is nothing to refuse."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = host_of(headers.get(b"host", ""))

@@ -18,6 +18,7 @@ import operator
 import os
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -58,8 +59,15 @@ def receive(file: BinaryIO) -> Any:
 _LISTS = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
 
-def encode(value: Any, other: Any) -> Any:
-    """JSON for plain data, of subclasses what they derive from; ``other`` makes it of anything else."""
+def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """A value as JSON: plain data with a tag for its type, which JSON alone would lose.
+
+    A subclass is sent as the builtin type that it derives from.
+
+    Args:
+        value: any object.
+        other: makes JSON of an object that is no plain data.
+    """
     if type(value) in PLAIN:
         return value
     if isinstance(value, int):
@@ -84,8 +92,16 @@ def encode(value: Any, other: Any) -> Any:
     return other(value)
 
 
-def decode(value: Any, other: Any) -> Any:
-    """The value back, of builtin types only. Raises ValueError, TypeError or KeyError for what is no such JSON."""
+def decode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """The value that ``encode`` made JSON of, of builtin types only.
+
+    Args:
+        value: JSON.
+        other: gives the object for JSON with an unknown tag.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no such JSON.
+    """
     if type(value) in PLAIN:
         return value
     tag = value[0]
@@ -169,7 +185,11 @@ def _describe(error: BaseException) -> list[str]:
 
 
 class Remote:
-    """Something of the answer that is no plain data: it can be called and looked into, and is equal to itself alone."""
+    """Stands in the tests for an object of the answer that is no plain data.
+
+    Calls, attributes and items are asked of the answer's process. It equals itself alone: a comparison that the answer
+    defines would let it pass any test.
+    """
 
     def __init__(self, target: Any, pipes: tuple[BinaryIO, BinaryIO]) -> None:
         self.__dict__["_target"] = target
@@ -202,7 +222,7 @@ class Remote:
     def __deepcopy__(self, memo: Any) -> Any:
         return self
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         iterator = self._ask("iter", ())
         while items := iterator._ask("next", ()):
             yield items[0]
@@ -247,13 +267,16 @@ def _reference(value: Any) -> Any:
 
 
 def _take_over(before: tuple[Any, ...], after: list[Any]) -> None:
-    """What a function without result, such as one that sorts in place, has made of its arguments."""
+    """Brings lists, dicts and sets of the test to the state in which the answer's function left its copies.
+
+    Only for a call that returned None, as a function that sorts in place does.
+    """
     for old, new in zip(before, after, strict=True):
         if type(old) is list and type(new) is list:
             old[:] = new
         elif type(old) in (dict, set) and type(new) is type(old):
             old.clear()
-            old.update(new)
+            old.update(new)  # pyright: ignore[reportAttributeAccessIssue]  # a dict or a set: type() narrows nothing
 
 
 class Space(dict):

@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from typing import cast
 
 from sfumato.errors import ConfigError
 
@@ -171,7 +172,7 @@ def exchange(
 def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key: bool) -> socket.socket:
     """A connection to the first address of the host that answers and may be used."""
     addresses = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
-    usable = [entry for entry in addresses if limits.allow_private or is_public(entry[4][0])]
+    usable = [entry for entry in addresses if limits.allow_private or is_public(cast("str", entry[4][0]))]
     if not usable:
         raise RefusedError(
             "private address",
@@ -180,7 +181,7 @@ def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key:
         )
     failed: OSError = OSError("no address")
     for family, kind, protocol, _, address in usable:
-        if has_key and base.scheme == "http" and is_public(address[0]):
+        if has_key and base.scheme == "http" and is_public(cast("str", address[0])):
             raise RefusedError("key in clear text", f"{base.text}: a key is not sent over http://: use https://")
         opened = socket.socket(family, kind, protocol)
         try:

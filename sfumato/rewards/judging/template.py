@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class JudgeTemplate:
             if name not in used:
                 raise ConfigError(f"{self.name} does not use {{{{ {name} }}}}, so the judge would not see it")
 
-    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Sequence[np.ndarray]]) -> Content:
+    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Collection[np.ndarray]]) -> Content:
         """What the judge is asked.
 
         Args:

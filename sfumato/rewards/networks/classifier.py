@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,7 +43,7 @@ class Classifier:
         self.pad_token = text_config.pad_token_id
 
     def __call__(self, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
-        """The output for each conversation, float32 [B]; NaN where it is too long."""
+        """The output for each conversation, float32 [B] on the CPU; NaN where it is longer than the model reads."""
         rows = [
             torch.tensor(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
             for conversation in conversations
@@ -142,7 +142,7 @@ class StepClassifier:
         step_ends = []
         messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
         begin, text = (
-            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt)
+            cast("str", self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt))
             for chat in (prompt, messages)
         )
         place = len(begin) if text.startswith(begin) else text.rfind(messages[-1]["content"])
@@ -166,7 +166,7 @@ class StepClassifier:
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
         base = getattr(self.model, self.model.base_model_prefix)
         hidden = base(input_ids=pad(rows, batch_first=True).to(self.device), attention_mask=mask).last_hidden_state
-        logits = self.model.score(hidden).float()
+        logits = cast("torch.nn.Linear", self.model.score)(hidden).float()
         return logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0].sigmoid()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from sfumato.rewards.networks.folder import (
     loader_of,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 IMAGE_MODELS = ("clip", "siglip", "dinov2")
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -41,10 +44,10 @@ class Embedder:
         self.device = device
         self.dtype = dtype
         self.lock = threading.Lock()
-        self.tokenizer: Any = None
+        self.tokenizer: PreTrainedTokenizerFast | None = None
         self.model_type = check_model_type(folder, IMAGE_MODELS)
         self.processor = load_image_processor(folder)
-        self.model = load_model(AutoModel, folder, dtype, device)
+        self.model: Any = load_model(AutoModel, folder, dtype, device)  # one of three classes without a common base
 
     @property
     def scale(self) -> torch.Tensor:
@@ -70,6 +73,7 @@ class Embedder:
 
     def texts(self, texts: list[str]) -> torch.Tensor:
         """Embeddings of texts, cut off at the model's number of tokens (77), float32 [B, D] of length 1."""
+        assert self.tokenizer is not None, "an embedder of images alone has no tokenizer"
         length = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         features = self.model.get_text_features(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,12 +20,16 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 from sfumato.rewards import base
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 load_once = functools.partial(base.load_once, lock=threading.RLock())
 """Models are loaded one after the other, whichever rewards ask for them."""
 
 NetworkT = TypeVar("NetworkT")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def pick_device(name: str) -> torch.device:
@@ -86,7 +90,9 @@ def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
     return model_type
 
 
-def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> nn.Module:
+def load_model(
+    auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any
+) -> PreTrainedModel:
     """A transformers model of a folder with safetensors files, frozen and in evaluation mode.
 
     Args:
@@ -123,7 +129,7 @@ def load_image_processor(folder: Path) -> Any:
         raise ConfigError(f"model_path {folder}: transformers cannot load its image processor: {error}") from error
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder. Raises ConfigError."""
     from transformers import AutoTokenizer
 
@@ -145,7 +151,7 @@ def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor
         raise ConfigError(f"{folder / name} is no readable safetensors file: {error}") from error
 
 
-def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
+def assign_tensors(module: ModuleT, tensors: Mapping[str, torch.Tensor], folder: Path) -> ModuleT:
     """The module with exactly these weights, frozen. Raises ConfigError when names or shapes differ, or one is NaN."""
     expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
     shared = expected.keys() & tensors.keys()
@@ -162,7 +168,8 @@ def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
     return module.eval().requires_grad_(False)
 
 
-def _refuse_keys(folder: Path, kinds: dict[str, Any]) -> None:
+def _refuse_keys(folder: Path, kinds: Mapping[str, Iterable[object]]) -> None:
+    """Raises ConfigError for the first kind with keys, such as ``missing_keys``, and names three of them."""
     for kind, keys in kinds.items():
         wrong = sorted(map(str, keys))
         if wrong:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ from sfumato.rewards.networks.folder import (
     loader_of,
     read_json,
 )
+
+if TYPE_CHECKING:
+    from transformers import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 MEAN = 0.16717362830052426
 STD = 1.0333394966054072
@@ -54,13 +58,14 @@ class ImageRewardNetwork:
         self.tokenizer = load_tokenizer(folder)
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
         vision, text, head = split_tensors(tensors)
-        self.vision = _build_vision(vision, folder).to(device, dtype)
-        self.text = _build_text(text, folder, width=self.vision.config.hidden_size).to(device, dtype)
+        self.vision = _build_vision(vision, folder).to(device, dtype)  # pyright: ignore[reportArgumentType]
+        width = self.vision.config.hidden_size
+        self.text = _build_text(text, folder, width).to(device, dtype)  # pyright: ignore[reportArgumentType]
         self.head = build_score_head(head, self.text.config.hidden_size, folder).to(device)
 
     def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
         """Scores of uint8 [H, W, 3] images, float32 [B]. Prompts are cut off at 35 tokens."""
-        size = self.vision.config.image_size
+        size = cast("int", self.vision.config.image_size)  # not a pair: _build_vision sets it
         pixels = torch.stack([prepare_pixels(image, size) for image in images]).to(self.device, self.dtype)
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
@@ -95,10 +100,14 @@ def prepare_pixels(image: np.ndarray, size: int) -> torch.Tensor:
     )
     left, top = round((scaled.width - size) / 2), round((scaled.height - size) / 2)
     pixels = np.asarray(scaled.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
-    return torch.from_numpy((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).permute(2, 0, 1)
+    mean = np.float32(PIXEL_MEAN)  # pyright: ignore[reportArgumentType]  # of a tuple numpy makes an array
+    std = np.float32(PIXEL_STD)  # pyright: ignore[reportArgumentType]
+    return torch.from_numpy((pixels - mean) / std).permute(2, 0, 1)
 
 
-def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict]:
+def split_tensors(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights of the image encoder, the text encoder and the head, each under the names of its module here.
 
     BLIP's projections, which the published file holds as well, take no part in the score.
@@ -119,7 +128,7 @@ def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict
     return vision, text, head
 
 
-def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
+def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> BlipVisionModel:
     """BLIP's image encoder in the size of its weights."""
     from transformers import BlipVisionConfig, BlipVisionModel
 
@@ -136,10 +145,10 @@ def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
         layer_norm_eps=1e-6,
     )
     module = build_on_meta(lambda: BlipVisionModel._from_config(config, attn_implementation="eager"))
-    return assign_tensors(module, tensors, folder)
+    return assign_tensors(cast("BlipVisionModel", module), tensors, folder)
 
 
-def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> Any:
+def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> BlipTextModel:
     """BLIP's text encoder with cross-attention to image features of this width, as ``med_config.json`` describes it."""
     from transformers import BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextModel
@@ -153,4 +162,4 @@ def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> A
     config = BlipTextConfig(**settings, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
     config._attn_implementation = "eager"
     module = build_on_meta(lambda: BlipTextModel(config, add_pooling_layer=False))
-    return assign_tensors(module, tensors, folder)
+    return assign_tensors(cast("BlipTextModel", module), tensors, folder)

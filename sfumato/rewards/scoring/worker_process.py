@@ -18,18 +18,23 @@ import pickle
 import resource
 import select
 import signal
-from typing import Any
+from typing import Any, BinaryIO
 
 from sfumato.config.process_limits import lower_limit
 from sfumato.errors import UserError
-from sfumato.rewards.base import Reward
+from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import Checked, describe_error, score_batch
 
 LONGEST_REASON = 1000
 
 
 def main(request_fd: int, reply_fd: int) -> None:
-    """Answers requests until there are no more."""
+    """Loads the reward and answers requests until the parent closes its end of the pipe.
+
+    Args:
+        request_fd: descriptor of the pipe with requests.
+        reply_fd: descriptor of the pipe for answers.
+    """
     _end_with_parent(request_fd, reply_fd)
     for descriptor in (request_fd, reply_fd):
         os.set_inheritable(descriptor, False)
@@ -48,7 +53,7 @@ def main(request_fd: int, reply_fd: int) -> None:
 
 
 def _end_with_parent(request_fd: int, reply_fd: int) -> None:
-    """Leaves a guard that ends the whole group when nobody can send requests any more, whatever this process does."""
+    """Forks a guard process that kills this process group once the parent is gone, even while ``score`` hangs."""
     if os.fork():
         return
     os.close(reply_fd)
@@ -58,10 +63,11 @@ def _end_with_parent(request_fd: int, reply_fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load_reward(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
+def _load_reward(requests: BinaryIO) -> tuple[Reward | None, dict[str, Any]]:
+    """The prepared reward and the first answer; None and an error where it cannot be loaded."""
     try:
         reward = pickle.load(requests)
-        if reward.memory_mib:
+        if reward.memory_mib:  # before prepare, so that what it loads counts
             lower_limit(resource.RLIMIT_AS, reward.memory_mib * 2**20)
         reward.prepare()
     except UserError as error:
@@ -71,7 +77,7 @@ def _load_reward(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
     return reward, {"values": [], "last": False}
 
 
-def _answer_request(reward: Reward, samples: Any) -> dict[str, Any]:
+def _answer_request(reward: Reward, samples: list[Sample]) -> dict[str, Any]:
     try:
         values: Checked = score_batch(reward, samples)
     except UserError as error:

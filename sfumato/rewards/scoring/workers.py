@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from sfumato import errors
 from sfumato.errors import ConfigError, UserError
@@ -114,6 +114,10 @@ class Worker:
         os.close(self._replies)
 
     def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> dict[str, Any]:
+        """Sends a pickle and returns the answer; see ``score`` for the errors.
+
+        Writing waits as reading does: a process that hangs before it reads leaves the pipe full.
+        """
         deadline = time.monotonic() + timeout_s
         too_late = LostError(f"{TIMED_OUT} after {timeout_s:g} s")
         unsent = memoryview(request)
@@ -126,7 +130,7 @@ class Worker:
             except BrokenPipeError:
                 raise LostError(self._describe_end()) from None
         answer = bytearray()
-        max_bytes = 65536 + 8192 * num_samples
+        max_bytes = 65536 + 8192 * num_samples  # a value and its reason take far less
         while not answer.endswith(b"\n"):
             self._wait(self._replies, select.POLLIN, deadline, too_late)
             part = os.read(self._replies, 65536)
@@ -138,7 +142,7 @@ class Worker:
         return _parse_answer(bytes(answer), number, num_samples)
 
     def _wait(self, descriptor: int, event: int, deadline: float, too_late: LostError) -> None:
-        """Until the pipe is ready, or closed."""
+        """Waits until the pipe is ready or closed. Raises ``too_late`` at the deadline, LostError without a process."""
         ready = select.poll()
         ready.register(descriptor, event)
         while not ready.poll(max(min(_POLL_S, deadline - time.monotonic()), 0) * 1000):
@@ -160,7 +164,17 @@ class Worker:
 
 
 def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
-    """An answer to the request of that number. Raises what it says is a UserError, and LostError for nonsense."""
+    """Checks an answer line and returns it.
+
+    Args:
+        line: JSON, as ``worker_process`` describes it.
+        number: of the request that it must answer.
+        num_samples: values that it must hold, unless it holds an error.
+
+    Raises:
+        UserError: the class that an error names, with its text.
+        LostError: the line is anything else.
+    """
     try:
         answer = json.loads(line)
         if answer["request"] != number:
@@ -169,7 +183,8 @@ def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
             name, text = answer["error"]
             error_class = getattr(errors, str(name), None)
             is_known = isinstance(error_class, type) and issubclass(error_class, UserError)
-            raise (error_class if is_known else ConfigError)(str(text))
+            # a name that sfumato.errors does not hold is a subclass of the reward's own, or nonsense
+            raise (cast("type[UserError]", error_class) if is_known else ConfigError)(str(text))
         rows = [(value, reason) for value, reason in answer["values"]]
         is_valid = len(rows) == num_samples and all(
             isinstance(reason, str) and (value is None if reason else _is_finite(value)) for value, reason in rows

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
@@ -265,8 +265,11 @@ async def _wait_for_hang_up(request: Request) -> None:
 
 
 def _fingerprint(reward: Reward) -> str:
-    """A digest of the fields, the files that they name, and the version, whatever weight the reward has here."""
-    fields = Variant("sfumato.rewards").dump(reward) or {}
+    """A digest of the reward's fields, of the files that they name, and of sfumato's version.
+
+    Fields that do not change a value are left out: the weight and the like are the client's.
+    """
+    fields = cast("dict[str, Any]", Variant("sfumato.rewards").dump(reward) or {})  # a mapping, since not ``short``
     settings = {
         name: value
         for name, value in fields.items()
