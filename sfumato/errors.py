@@ -11,7 +11,7 @@ LONGEST_LINE = 3000
 
 
 def shorten_values(message: str) -> str:
-    """A message in which long values of the user's stand with their beginning, their end and their length."""
+    """A message in which long values of the user's are cut to their beginning and end, with their length."""
 
     def shorten(match: re.Match[str]) -> str:
         text = match[0]

@@ -53,12 +53,13 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands between the braces of the last ``\boxed{}`` that is closed; None when there is none."""
+    r"""The content of the last ``\boxed{}`` whose brace is closed; None when there is none."""
     open_braces: list[int | None] = []  # where the content of a box begins; None for any other brace
     span: tuple[int, int] | None = None
     for match in re.finditer(r"\\f?boxed\s*\{|(?<!\\)[{}]", text):
         if match.group() != "}":
             open_braces.append(None if match.group() == "{" else match.end())
+        # boxes may stand within each other: the one that begins last counts
         elif open_braces and (start := open_braces.pop()) is not None and (span is None or start > span[0]):
             span = (start, match.start())
     return None if span is None else text[slice(*span)]
@@ -78,6 +79,7 @@ def same_text(first: str, second: str) -> bool:
 
 def _normalise_spelling(text: str) -> str:
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    # one pair or full stop at a time: they may stand around each other, as in "Paris."
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
@@ -95,10 +97,17 @@ def text_of(sample: Sample, label: str) -> str:
 
 
 def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) -> Any:
-    """What stands in a column; a dotted key reads within it, as in ``reward_model.ground_truth``.
+    """The value of a column of a row.
+
+    Args:
+        metadata: the row's columns besides the prompt.
+        key: name of the column. Where no column has this name, dots lead into mappings, as in
+            ``reward_model.ground_truth``.
+        label: of the reward, for the message.
+        prompt: of the row, for the message.
 
     Raises:
-        DataError: there is none; the message names reward, column and prompt.
+        DataError: the row has no such value; the message names reward, column and prompt.
     """
     value: Any = metadata
     if key in metadata:
@@ -206,7 +215,10 @@ class MultipleChoice(AnswerReward):
 
 
 def choice_of(text: str) -> str | None:
-    """The letter, in upper case, with which a text begins: ``B``, ``(b)``, ``**B**``, ``B. Paris``; else None."""
+    """The letter of a choice with which a text begins, in upper case: of ``B``, ``(b)``, ``**B**``, ``B. Paris``.
+
+    None where the text begins with something else, such as a word.
+    """
     text = text.strip(_EMPHASIS + "\n$")
     if command := _COMMAND.fullmatch(text):
         text = command.group(1).strip()
@@ -248,8 +260,9 @@ class Format(Reward):
 def has_thought(text: str, *, in_tags: bool) -> bool:
     """Whether a text is a thought, ``</think>``, and an answer, none of them empty.
 
-    ``<think>`` may stand at the beginning and nowhere else: templates of chats often put it into the prompt. With
-    ``in_tags`` the answer is all that follows the thought, in one pair of ``<answer>`` and ``</answer>``.
+    ``<think>`` may stand at the beginning and nowhere else; it may be missing, since chat templates often end the
+    prompt with it. With ``in_tags`` all that follows the thought must stand in one pair of ``<answer>`` and
+    ``</answer>``.
     """
     thought, closed, answer = text.strip().removeprefix("<think>").partition("</think>")
     answer = answer.strip()

@@ -19,11 +19,13 @@ from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _WORKER_FILE = Path(__file__).parent / "coding" / "sandbox_worker.py"
 _MOST_REPORTED = 1 << 20
+"""Bytes of results that are read from the process of the tests."""
 _GRACE_S = 15.0
+"""Seconds beyond a program's own time limit in which its sandbox must have ended."""
 
 
 class _CannotRunError(Exception):
-    """Tests that do not go over the pipes; the answer has no value."""
+    """The tests cannot be run against an answer in another process, so the answer has no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class CodeReward(Reward):
         self._read_tests(prompt, metadata)
 
     def call_timeout_s(self, num_samples: int) -> float:
-        """What they may take in turns."""
+        """Time for all samples, of which ``concurrency`` are tested at once."""
         turns = math.ceil(num_samples / self.concurrency)
         return turns * (self.timeout_s + self.run_timeout_s + _GRACE_S)
 
@@ -119,6 +121,7 @@ class CodeReward(Reward):
                 running.callback(check.close)
                 report_fd = os.dup(results[0])
                 running.callback(os.close, report_fd)
+            # Only the tests' report counts: an answer that ends early or hangs shows as tests that fail.
             report = check.wait(self.run_timeout_s + _GRACE_S)
             if report["code"] and not report["why"]:
                 raise _CannotRunError("the tests could not begin: their setup raises an error")
@@ -133,6 +136,12 @@ def _open_pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _count_passed(written: bytes, most: int) -> int:
+    """How many of the result lines of ``sandbox_worker.check`` say that their test passed.
+
+    Raises:
+        _CannotRunError: a line holds the reason why its test cannot be run.
+    """
+    # what follows the last line break is a line that was cut off when the process was killed, or nothing
     results = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
     if errors := [result for result in results if isinstance(result, str)]:
         raise _CannotRunError(errors[0])

@@ -151,6 +151,7 @@ class Judge(HttpReward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the template needs something that the row does not have."""
+        # nothing has been drawn yet: empty texts in the place of samples show whether the row can fill the template
         placeholders = dict.fromkeys((*self.shows, "source"), "")
         values = {"prompt": prompt, "metadata": metadata, "kind": "image", **placeholders, **self.variables()}
         self._load_template().fill(values, {})

@@ -95,7 +95,7 @@ class QwenVLOcrReward(Judge):
 
 
 _NUM_CANDIDATES = 20  # as many as OpenAI's API and vLLM give
-_AROUND_A_WORD = " \t\n▁Ġ\"'*_.,!"
+_AROUND_A_WORD = " \t\n▁Ġ\"'*_.,!"  # spaces also as tokens of SentencePiece and of byte-level BPE write them
 
 
 @dataclass(frozen=True, kw_only=True)

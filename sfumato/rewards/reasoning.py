@@ -21,9 +21,9 @@ from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 _VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
 _FIELDS = {"task": str, "size": int, "seed": int, "index": int, "parameters": dict}
 _START_S = 300.0
-_LIFE_S = 30 * 24 * 3600.0
+_LIFE_S = 30 * 24 * 3600.0  # the verifier stays for the whole run: the sandbox's time limit must not end it
 _MOST_BYTES = 2048
-"""Of an answer of the verifier for each that it is asked for, and once more."""
+"""Bytes of the verifier's answer for each request, and as many for the line as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ReasoningGym(Reward):
         return self.timeout_s + self._limit_s(num_samples)
 
     def score(self, samples: list[Sample]) -> list[float | Failure]:
-        """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
+        """The verifiers' scores; 0 for an answer in which nothing was found, a Failure where a verifier gave none."""
         values: list[float | Failure] = [0.0] * len(samples)
         requests = []
         rows = []
@@ -99,7 +99,7 @@ class ReasoningGym(Reward):
 
 
 def sandbox() -> Sandbox:
-    """Where verifiers run. Raises MissingDependencyError without reasoning-gym."""
+    """The sandbox that verifiers run in. Raises MissingDependencyError where reasoning-gym is not installed."""
     return Sandbox(ProgramLimits(wall_s=_LIFE_S, memory_mib=4096), readable=_folders())
 
 
@@ -114,7 +114,7 @@ class Verifier:
         self._program: KeptProgram | None = None
 
     def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[Any]:
-        """What it says of each. Raises SandboxError when it ended without a word."""
+        """The verdict on each request, in order. Raises SandboxError when the verifier ended or answers nonsense."""
         with self._lock:
             try:
                 if self._program is None:
@@ -123,7 +123,7 @@ class Verifier:
             except SandboxError as error:
                 self._program = None
                 raise SandboxError(f"the verifier of reasoning-gym gave no scores: {error}") from error
-            except BaseException:
+            except BaseException:  # interrupted: the next line that it writes would answer these requests
                 self._program = None
                 raise
         verdicts = json.loads(reply)
@@ -138,7 +138,7 @@ class Verifier:
         return program
 
     def forget(self) -> None:
-        """In a process that was forked: the program is the parent's."""
+        """Lets go of the program in a process that was forked, since it belongs to the parent."""
         if self._program is not None:
             self._program.close()
         self._lock = threading.Lock()

@@ -81,7 +81,10 @@ class RemoteReward(HttpReward):
         ]
 
     def _split_rows(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
-        """Rows of each request: equally many for every server, within what a request may hold."""
+        """Ranges of samples, one for each request.
+
+        Servers get equally many, within the limits of a request: samples, bytes of the body, decoded pixels.
+        """
         max_rows = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
         pieces = []
         start = 0
@@ -142,7 +145,7 @@ def _check_served(reward: RemoteReward, url: str, description: wire.ServerDescri
 
 
 def _retry_on_wire_error(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
-    """``decode`` that raises what makes a caller ask again."""
+    """``decode`` that raises BadAnswerError for a message that it cannot read, so that the caller asks once more."""
 
     def parse(data: bytes) -> AnswerT:
         try:

@@ -51,7 +51,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CallError(OSError):
-    """A system call was refused; ``doing`` says what it was for."""
+    """A system call failed; ``doing`` says what it was for."""
 
     def __init__(self, doing: str, number: int) -> None:
         super().__init__(number, f"{doing}: {os.strerror(number)}")
@@ -64,7 +64,7 @@ def _check(result: int, doing: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Moves this process, and its children, into new namespaces."""
+    """Moves this process into new namespaces; for those of processes only its children are moved."""
     _check(_libc.unshare(flags), "creating namespaces")
 
 
@@ -80,21 +80,25 @@ def restrict_mount(target: str, *, can_write: bool = False, can_execute: bool = 
     """No devices, no set-user-id, and unless stated no writing, for a mount and all mounts below it."""
     attributes = _ATTR_NOSUID | _ATTR_NODEV
     attributes |= (0 if can_write else _ATTR_RDONLY) | (0 if can_execute else _ATTR_NOEXEC)
-    packed = struct.pack("QQQQ", attributes, 0, 0, 0)
+    packed = struct.pack("QQQQ", attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user namespace
     call = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, packed, len(packed))
     _check(call, f"restricting the mount {target}")
 
 
 def enter_root(folder: str) -> None:
-    """Makes a mount the root, and lets go of everything that was mounted before."""
+    """Makes a mount the root of the file system, and unmounts everything else."""
     os.chdir(folder)
+    # with "." as both places the old root is mounted upon the new one, and the next call can unmount it
     _check(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"."), "changing the root")
     _check(_libc.umount2(b".", _MNT_DETACH), "leaving the old root")
     os.chdir("/")
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one, and whether its files in /proc are its own."""
+    """Sets whether processes of the same user may trace this one, and whether its files in /proc belong to its user.
+
+    Those of a process that may not be traced belong to root.
+    """
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(is_dumpable), 0, 0, 0), "setting who may look into a process")
 
 
@@ -108,7 +112,8 @@ def drop_privileges() -> None:
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # one beyond the last that this kernel knows
-    _check(_libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0), "clearing ambient capabilities")
+    _check(_libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0), "clearing ambient capabilities")  # 4 clears all
+    # version 3 of the interface, this process; two times effective, permitted and inheritable capabilities: none
     header = struct.pack("Ii", 0x20080522, 0)
     data = struct.pack("IIIIII", *([0] * 6))
     _check(_libc.syscall(_SYS_CAPSET, header, data), "dropping capabilities")
@@ -159,12 +164,16 @@ def refuse_calls() -> None:
     """
     program = _filter(REFUSED.values())
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))  # struct sock_fprog
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, packed, 0, 0), "installing the filter of system calls")
 
 
 def _filter(refused: Iterable[int]) -> list[_Instruction]:
-    """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16."""
+    """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16.
+
+    An instruction is its code, how many to skip if a comparison holds, how many if not, and its operand.
+    """
+    # numbers mean other calls in other ABIs (32 bits, x32), so a call of one ends the process
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, 4),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH_X86_64),
@@ -175,9 +184,12 @@ def _filter(refused: Iterable[int]) -> list[_Instruction]:
     ]
     for number in refused:
         lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | _EPERM)]
+    # ENOSYS has libraries fall back to clone, whose flags can be read
     lines += [(_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | _ENOSYS)]
+    # threads and processes may be started, but not with a flag for a new namespace
     lines += [(_JUMP_EQUAL, 0, 4, _CLONE), (_LOAD, 0, 0, 16), (_JUMP_ANY_BIT, 0, 1, ALL_NAMESPACES)]
     lines += [(_RETURN, 0, 0, _REFUSE | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    # of sockets only local ones
     lines += [(_JUMP_EQUAL, 1, 0, _SOCKET), (_JUMP_EQUAL, 0, 3, _SOCKETPAIR)]
     lines += [(_LOAD, 0, 0, 16), (_JUMP_EQUAL, 1, 0, _AF_UNIX), (_RETURN, 0, 0, _REFUSE | _EPERM)]
     return [*lines, (_RETURN, 0, 0, _ALLOW)]

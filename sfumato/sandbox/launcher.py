@@ -41,7 +41,12 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def main(descriptor: int) -> None:
-    """Starts what is asked for until nobody can ask any more."""
+    """Starts a sandbox for each request until the other end of the socket is closed.
+
+    Args:
+        descriptor: of the socket. A request is the length of JSON in 8 bytes, with the descriptors that the program
+            gets (the first one takes the report), and the JSON.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # R is reaped by the kernel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who started this ends it
     requests = socket.socket(fileno=descriptor)
@@ -49,7 +54,7 @@ def main(descriptor: int) -> None:
         header, descriptors, _, _ = socket.recv_fds(requests, 8, MOST_DESCRIPTORS)
         if not header:
             return
-        header += _read(requests, 8 - len(header))
+        header += _read(requests, 8 - len(header))  # a socket may deliver less than was asked for
         request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
         if not os.fork():
             requests.close()
@@ -91,12 +96,12 @@ def _start(request: dict[str, Any], descriptors: list[int]) -> None:
         near_end.close()
         _run_guarded(_enter, request, descriptors, far_end)
     far_end.close()
-    if near_end.recv(1) == b"u":
+    if near_end.recv(1) == b"u":  # C has unshared; it waits for the "m" of mapped
         is_root = os.geteuid() == 0
         if is_root and not _has_user(OUTSIDE_USER):  # root itself is exempt from the limit of processes
             raise kernel.CallError(f"finding user {OUTSIDE_USER} in the user namespace of this root", errno.EPERM)
         for name, outside_id in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-            if name == "gid_map":
+            if name == "gid_map":  # without privileges the kernel takes one only where setgroups is denied
                 _write(f"/proc/{child}/setgroups", "deny")
             _write(f"/proc/{child}/{name}", f"{USER} {OUTSIDE_USER if is_root else outside_id} 1\n")
         near_end.send(b"m")
@@ -214,6 +219,7 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
+        # first out of the way of 0, 1, 2 and on, then to these numbers
         copies = [os.dup2(copied, 200 + place, False) for place, copied in enumerate(descriptors[1:])]
         error = os.dup2(error, 200 + len(copies), False)
         for place, copied in enumerate(copies):
@@ -226,7 +232,7 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        os.set_inheritable(error, False)
+        os.set_inheritable(error, False)  # execve closes it, which tells I that the program has started
         os.execve(request["command"][0], request["command"], request["environment"])
     except BaseException as problem:
         os.write(error, str(problem).encode()[:1000])
@@ -234,7 +240,12 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
 
 
 def _watch(child: int, request: dict[str, Any], status: int, began: float) -> dict[str, Any]:
-    """Until the program ends, is to be ended, or has used too much of time or memory. Then nothing of it is left."""
+    """Waits until the program ends, its end is asked for, or it exceeds its time or memory; then kills all processes.
+
+    Returns:
+        The report: exit code (None when it was killed), ``why`` ("" when it ended by itself), seconds, CPU seconds of
+        all processes that were waited for, and the largest resident memory of one.
+    """
     end_request = select.poll()
     why = ""
     code = None
@@ -271,7 +282,7 @@ def _kill_all() -> None:
 
 
 def _resident_mib() -> float:
-    """Sum over all processes within but this one; what several share counts for each."""
+    """Resident memory of all processes within but this one, in MiB; memory that several share counts for each."""
     total = 0.0
     processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     for name in processes:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from sfumato.sandbox.sandbox import Running, Sandbox, SandboxError, describe_end
 
 _END_S = 20.0
+"""Seconds that the sandbox of a program that has ended may take to report it."""
 _TOLD_BYTES = 4096
+"""Last bytes of the standard error that are read for a message."""
 
 
 class KeptProgram:
@@ -50,13 +52,13 @@ class KeptProgram:
             most: bytes of an answer.
 
         Raises:
-            SandboxError: it has ended, takes too long or says too much. It is ended then: start another.
+            SandboxError: it has ended, takes too long or writes too much. The program is ended then; make another one.
         """
         deadline = time.monotonic() + timeout_s
         try:
             self._write(line + b"\n", deadline)
             answer = self._read(deadline, most)
-        except BaseException:
+        except BaseException:  # even when interrupted: its answer would come as that to the next question
             self.close()
             raise
         return answer
@@ -95,7 +97,7 @@ class KeptProgram:
         return describe_end(report["why"], report["code"], stderr)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the program. May be called several times."""
         if self._running is not None:
             self._running.close()
         for descriptor in (self._input, self._output, self._errors):

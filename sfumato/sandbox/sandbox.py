@@ -122,11 +122,15 @@ class Running:
             self._status.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Lets go of the program, which then is ended."""
+        """Closes the connection to the sandbox, which ends the program."""
         self._status.close()
 
     def poll(self) -> dict[str, Any] | None:
-        """How it ended, once that is known. Raises SandboxError when it could not be started."""
+        """Reads from the sandbox once; the report of ``launcher._watch`` when it is complete, else None.
+
+        Raises:
+            SandboxError: the program could not be started, or the sandbox ended without a report.
+        """
         part = self._status.recv(65536)
         self._report += part
         if part and not self._report.endswith(b"\n"):
@@ -175,7 +179,7 @@ class Sandbox:
         self._readable = [*system_paths, *(str(Path(path).resolve()) for path in readable)]
 
     def check(self) -> None:
-        """Runs a program that looks at its own containment. Raises SandboxError unless it is what it should be."""
+        """Runs a program that tests its own containment. Raises SandboxError unless it finds itself contained."""
         finished = self.run_python(_CONTAINMENT_TEST)
         if finished.stdout != b"contained\n":
             seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
@@ -240,7 +244,11 @@ class Sandbox:
 
 
 def _open_sealed_file(content: bytes) -> int:
-    """A descriptor from which that content can be read, and which is sealed: /proc lets it be opened again to write."""
+    """A descriptor to read the content from.
+
+    The file in memory behind it is sealed and opened anew to read: through /proc a program could otherwise open it
+    again and write to it.
+    """
     writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(writing, "wb", closefd=False) as file:
@@ -254,7 +262,16 @@ def _open_sealed_file(content: bytes) -> int:
 
 
 def _collect_output(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
-    """Reads what a program writes until it has ended."""
+    """Reads what a program writes until it has ended, and asks for its end when it writes too much.
+
+    Args:
+        running: the program.
+        outputs: descriptors of its standard output and standard error; closed here.
+        limits: of the program.
+
+    Raises:
+        SandboxError: it could not be started, or its end is not seen in time.
+    """
     max_bytes = limits.output_kib * 1024
     is_too_much = False
     report = None
@@ -274,6 +291,7 @@ def _collect_output(running: Running, outputs: list[int], limits: ProgramLimits)
                         if (report := running.poll()) is None:
                             selector.register(running, selectors.EVENT_READ)
                     elif part := os.read(key.fd, 65536):
+                        # a byte more than the limit is kept, which shows that there was more
                         written[key.fd] += part[: max_bytes + 1 - len(written[key.fd])]
                         if len(written[key.fd]) > max_bytes and not is_too_much:
                             is_too_much = True
@@ -302,7 +320,7 @@ class _Launcher:
 
     def request(self, content: bytes, descriptors: list[int]) -> None:
         with self._lock:
-            for is_last in (False, True):
+            for is_last in (False, True):  # a launcher that was killed meanwhile is started once more
                 if self._process is None or self._process.poll() is not None:
                     self._start_process()
                 try:
@@ -347,7 +365,7 @@ class _Launcher:
             self._end_process()
 
     def forget(self) -> None:
-        """In a process that was forked: the launcher is the parent's."""
+        """Lets go of the launcher in a process that was forked, since it belongs to the parent."""
         if self._requests is not None:
             self._requests.close()
         self._lock = threading.Lock()

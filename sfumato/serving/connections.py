@@ -35,7 +35,10 @@ MAX_HEADER_BYTES = 16384
 
 
 def max_connections() -> int:
-    """Connections that the open files of this process allow. Clients may live in it, too, so each counts twice."""
+    """Connections that the limit of open files of this process allows.
+
+    Each counts twice, since its client may be in this process, too.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -122,11 +125,13 @@ def _connection_class() -> type[asyncio.Protocol]:
             others = [other for other in connections if other is not self and other.transport is not None]
             limit = max_connections()
             same_network = [other for other in others if other.network == self.network]
-            if len(same_network) >= max(limit * 3 // 4, 8):  # other addresses find room
+            # one network may hold three quarters; beyond that one of its own connections gives way
+            if len(same_network) >= max(limit * 3 // 4, 8):
                 others = same_network
             elif len(others) < limit:
                 return
             oldest = min(others, key=lambda other: (other.is_trusted, other.is_busy, other.opened))
+            # where all are trusted and busy, the new one is refused
             victim = self if oldest.is_trusted and oldest.is_busy else oldest
             victim.connections.discard(victim)  # the loop calls connection_lost later
             victim.transport.abort()
@@ -139,7 +144,7 @@ def _connection_class() -> type[asyncio.Protocol]:
         def handle_events(self) -> None:
             cycle = self.cycle
             super().handle_events()
-            if self.cycle is not cycle and self.is_busy:
+            if self.cycle is not cycle and self.is_busy:  # a request is complete: its answer may take its time
                 self._set_deadline(math.inf)
 
         def on_response_complete(self) -> None:

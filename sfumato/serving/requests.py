@@ -40,7 +40,7 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def share(self) -> Iterator[ByteShare]:
-        """What one request holds, for as long as the block runs."""
+        """A share for one request, which is given back at the end of the block."""
         share = ByteShare(self)
         try:
             yield share
@@ -57,7 +57,7 @@ class ByteShare:
         self.held = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Holds at least so many bytes. Raises RefusedRequestError when others hold too much."""
+        """Grows the share to ``num_bytes``. Raises RefusedRequestError when other requests leave too little."""
         missing = max(num_bytes - self.held, 0)
         if self.budget.held + missing > self.budget.num_bytes:
             raise RefusedRequestError(429, "other requests are too large just now: come back later")
@@ -65,7 +65,10 @@ class ByteShare:
         self.held += missing
 
     async def wait_to_grow(self, num_bytes: int) -> None:
-        """Holds so many bytes, which the whole budget must allow, as soon as others have freed them, in turn."""
+        """Adds ``num_bytes`` to the share, once other requests have freed enough; requests get them in turn.
+
+        ``num_bytes`` must not be more than the whole budget: the wait would never end.
+        """
         budget = self.budget
         async with budget.in_turn:
             while budget.held + num_bytes > budget.num_bytes:

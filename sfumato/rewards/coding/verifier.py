@@ -42,10 +42,14 @@ def score(request: dict[str, Any], problems: Any) -> float | str:
 
 
 def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[float | str]:
-    """A score, or why there is none, for each.
+    """A score for each request, or the reason why there is none.
 
-    The problems of a task, which may take a while, are made once. What is asked twice is answered once: groups of a
-    policy that is sure are full of it.
+    Equal requests are scored once: a policy that is sure gives the same answer many times in a group.
+
+    Args:
+        requests: as the module describes them.
+        problems: data sets by task, size, seed and parameters; those that are missing are added, since making them may
+            take a while.
     """
     scores = []
     score_of = {}
@@ -63,7 +67,7 @@ def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[
 
 
 def in_own_process(request: dict[str, Any], problems: Any) -> float | str:
-    """The same in a fork, which is ended after its time."""
+    """``score`` in a forked process, which is killed after ``limit_s`` with all that it has started."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -102,7 +102,10 @@ def decode_reply(data: bytes) -> ChatReply:
 
 
 def _first_only(reply: Any) -> Any:
-    """The first choice, and the first token of its logprobs with its first candidates: all that is read of a reply."""
+    """A reply cut down to what is read: the first choice, and the first candidates for its first token.
+
+    The rest is not validated, however much of it a server sends.
+    """
     if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
         return reply
     choices = reply["choices"][:1]

@@ -114,12 +114,13 @@ def encode_sample(sample: Sample) -> dict[str, Any]:
 
 
 def encoded_size(sample: dict[str, Any]) -> int:
-    """At least as many bytes as an encoded sample takes in a request."""
+    """An upper bound of the bytes that an encoded sample takes in a request."""
     pictures = [
         sample["source"] or b"",
         *(sample["image"] if isinstance(sample["image"], list) else [sample["image"] or b""]),
     ]
     texts = [sample["text"] or "", sample["prompt"], sample["metadata"]]
+    # a character of UTF-8 takes 4 bytes at most; 8 and 100 are for msgpack's lengths and keys
     return sum(len(picture) + 8 for picture in pictures) + 4 * sum(map(len, texts)) + 100
 
 
@@ -293,7 +294,10 @@ def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
 
 
 def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
-    """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
+    """About the memory that decoding will take, from the headers of the PNGs and the count of values in metadata.
+
+    Nothing is decoded here, so a small body that would unpack to much is refused before it does. Raises WireError.
+    """
     pixel_bytes = metadata_bytes = largest = 0
     for number, sample in enumerate(samples):
         with _prefix_errors(f"samples.{number}"):

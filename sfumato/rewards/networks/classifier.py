@@ -71,8 +71,8 @@ load_classifier = loader_of(Classifier)
 class StepClassifier:
     """Gives the steps of answers probabilities of being right.
 
-    A classifier of sequences with one output is read at the tokens that end steps, a classifier of tokens with one
-    output or two (of which the second is right) as it is.
+    Both kinds of ``STEP_CLASSIFIERS`` are read at the token that ends a step. One output is the logit of being right;
+    of two outputs the second one stands for right.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -161,7 +161,11 @@ class StepClassifier:
         return torch.tensor(encoded["input_ids"]), last_tokens
 
     def _forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """The probability at each token, float32 ``[B, L]``."""
+        """The probability of being right at each token, float32 ``[B, L]``.
+
+        The model's body and its head are called apart: a classifier of sequences would give the output of the last
+        token alone.
+        """
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
         base = getattr(self.model, self.model.base_model_prefix)

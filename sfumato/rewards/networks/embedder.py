@@ -87,7 +87,7 @@ class Embedder:
 
 
 def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
-    """The whole image with black at the shorter sides, and CLIP's normalisation: what HPSv2's package makes of it.
+    """The whole image, padded with black to a square, with CLIP's normalisation, as HPSv2's package prepares images.
 
     Args:
         image: uint8 [H, W, 3].

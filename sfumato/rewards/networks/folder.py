@@ -49,7 +49,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def loader_of(network: Callable[[Path, torch.device, torch.dtype], NetworkT]) -> Callable[[str, str, str], NetworkT]:
-    """The function that makes the network of a folder, a device and a type: one per process and setting."""
+    """A loader that builds ``network`` from a folder and the names of a device and a type, once per process."""
     return load_once(lambda folder, device, dtype: network(Path(folder), pick_device(device), DTYPES[dtype]))
 
 

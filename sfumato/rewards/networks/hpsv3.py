@@ -116,7 +116,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
         elif not name.startswith("lm_head."):
             for pattern, replacement in NAMES:
                 renamed = re.sub(pattern, replacement, name)
-                if renamed != name:
+                if renamed != name:  # the second pattern matches what the first one does, and more
                     break
             body[renamed] = tensor.to(device, dtype)
     config = load_pretrained(AutoConfig, folder)

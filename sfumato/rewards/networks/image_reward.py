@@ -75,7 +75,7 @@ class ImageRewardNetwork:
             input_ids=tokens.input_ids.to(self.device),
             attention_mask=tokens.attention_mask.to(self.device),
             encoder_hidden_states=seen,
-            is_decoder=False,
+            is_decoder=False,  # no causal mask: the text is read, not generated
         ).last_hidden_state[:, 0]
         return (self.head(features.float()) - MEAN) / STD
 

@@ -83,7 +83,10 @@ class ScoreCache:
 
 
 def digest(samples: Sequence[Sample]) -> bytes:
-    """128 bits of all that a reward sees of samples, in their order; their group's number does not count."""
+    """128 bits that identify all that a reward may look at in samples, in their order.
+
+    The number of their group is left out, which says nothing of the sample.
+    """
     content = hashlib.blake2b(digest_size=16)
     for sample in samples:
         seen = [] if sample.images is None else [list(sample.images.find())]
@@ -101,10 +104,12 @@ def _to_buffers(part: Any) -> list[Any]:
 
 
 def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) -> tuple[np.ndarray, list[str], int]:
-    """As ``score_with``, but equal samples, or groups, are scored once; failures are not remembered.
+    """Scores B samples as ``score_with`` does, but equal samples, or equal groups, once.
+
+    Failures are not remembered: what failed may succeed the next time.
 
     Returns:
-        Values float64 [B] and reasons, and the number of samples whose value was there already.
+        Values float64 [B], reasons, and the number of samples whose value was known without scoring them.
     """
     units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
     keys = [digest([samples[index] for index in unit]) for unit in units]
@@ -132,7 +137,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
 
 
 def _mean_of_frames(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Value and reason of a sample from those of its frames: without value when one of them has none."""
+    """Value and reason of a sample from those of its frames: their mean, or NaN when a frame has no value."""
     reasons = [reason for _, reason in checked if reason]
     return (math.nan, reasons[0]) if reasons else (sum(value for value, _ in checked) / len(checked), "")
 

@@ -137,7 +137,11 @@ class Scorer:
         )
 
     def _scored_before(self, samples: list[Sample]) -> Scores:
-        """The scores of samples that bring them. Raises DataError when one of a reward that is optimised is missing."""
+        """The scores of samples that were scored before and carry their values.
+
+        Raises:
+            DataError: the value of an optimised reward is missing, or the combination takes metadata.
+        """
         scores = [sample.scores or {} for sample in samples]
         missing = [reward.label for reward in self.objective if any(reward.label not in values for values in scores)]
         if missing or self.combination.takes_metadata:
@@ -171,7 +175,13 @@ class Scorer:
         metadata: list[dict[str, Any]] | None,
         group_ids: np.ndarray | None,
     ) -> tuple[np.ndarray, Counter[str]]:
-        """Totals float64 [B], and how many the combination left out, by reason."""
+        """Totals float64 [B], and the number of samples by reason for which the combination gave no usable total.
+
+        Args:
+            components: values of every reward by label, float64 [B].
+            metadata: B rows of the data, for a combination that takes them.
+            group_ids: [B]; None where the samples are a part of an iteration, so that nothing is standardised.
+        """
         num_samples = len(next(iter(components.values()))) if components else 0
         if not (self.objective and num_samples):
             return np.full(num_samples, math.nan), Counter()
@@ -179,6 +189,7 @@ class Scorer:
             reward.label: normalised(components[reward.label].copy(), reward.normalise, group_ids)
             for reward in self.objective
         }
+        # copies, since a combination may be a function of the user's that writes into what it is given
         total = self.combination.combine(
             values, {reward.label: reward.weight for reward in self.objective}, copy.deepcopy(metadata)
         )
@@ -190,6 +201,7 @@ class Scorer:
         }
         left_out = np.any(list(reasons.values()), axis=0)
         prefix = f"{_COMBINATION}{self.combination.type} returned"
+        # the plus leaves out reasons that no sample has
         return np.where(has_all & ~left_out, total, math.nan), +Counter(
             {f"{prefix} {reason}": int(rows.sum()) for reason, rows in reasons.items()}
         )

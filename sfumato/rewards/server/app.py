@@ -154,7 +154,7 @@ class RewardServer:
     async def load(self) -> None:
         """Loads all engines and begins to score. Raises what ``prepare`` of a reward raises."""
         await asyncio.to_thread(self.scorer.prepare)
-        if self.state != "loading":
+        if self.state != "loading":  # it was told to stop meanwhile
             return
         self._fingerprints = {reward.label: _fingerprint(reward) for reward in self.scorer.rewards}
         for reward in self.scorer.rewards:
@@ -281,6 +281,7 @@ def _fingerprint(reward: Reward) -> str:
 
 def _file_hash(value: Any) -> str | None:
     """The digest of the file that a field names: a template, a rubric, a function's source. None when it names none."""
+    # before the colon of path.py:function stands the file of a function
     for name in (value, value.rpartition(":")[0]) if isinstance(value, str) else ():
         try:
             return hashlib.sha256(Path(name).read_bytes()).hexdigest()

@@ -118,6 +118,8 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
     reasons = []
     for start in range(0, len(merged), size):
         part_values, part_reasons = _score(reward, merged[start : start + size])
+        # A call that failed as a whole may have done so for the samples of one request, so each is scored alone then;
+        # not after a timeout, which every one of them might wait for again.
         if len(requests) > 1 and all(part_reasons) and not part_reasons[0].startswith(TIMED_OUT):
             return [outcome for samples in requests for outcome in score_requests(reward, [samples], max_batch_size)]
         values += part_values
@@ -127,7 +129,7 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
 
 
 def _score(reward: Reward, samples: list[Sample]) -> RequestScores:
-    """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
+    """Scores samples; a UserError, which ends a training run, is a reason of failure here: it must not end a server."""
     try:
         if any(sample.image is not None and sample.image.ndim == 4 for sample in samples):
             reward.check_video()
