@@ -62,7 +62,7 @@ FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 
 @dataclass
 class Findings:
-    """Everything that was found out about a configuration."""
+    """What ``check_config`` found about a configuration."""
 
     config: str
     task: str
@@ -79,7 +79,7 @@ class Findings:
 
     @property
     def needed_bytes(self) -> int | None:
-        """What the rank that needs most will need, with what is not predicted."""
+        """Bytes of the rank that needs most, with an allowance for what is not predicted; None without a model."""
         return None if self.model is None else needed(self.model.largest, self.on_gpu)
 
     @property
@@ -125,6 +125,8 @@ def check_config(
     quiet_libraries()
     overrides = overrides or {}
     pool = _actor_pool(path, overrides)
+    # twice: the fewest ranks follow from the sizes in the configuration, which is then checked for that many; on Ray
+    # the number of the actor's processes stands in the configuration itself
     name, config = load_for_task(path, overrides, task, None if pool else num_ranks)
     ranks = (
         pool
@@ -166,14 +168,17 @@ def check_config(
 
 
 def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
-    """Processes that train where roles live on Ray, which starts them itself; None elsewhere."""
+    """The number of the actor's processes where roles live on Ray; None elsewhere.
+
+    Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.
+    """
     runtime = merge(read_yaml(path), overrides).get("runtime") or {}
     if not isinstance(runtime, dict) or runtime.get("backend") != "ray":
         return None
     pools = runtime.get("pools")
     actor = pools.get("actor") if isinstance(pools, dict) else None
     count = actor.get("processes", 1) if isinstance(actor, dict) else 1
-    return count if isinstance(count, int) and count > 0 else 1  # what is wrong there is said by the section
+    return count if isinstance(count, int) and count > 0 else 1  # validation names what is wrong with it
 
 
 def _print_progress(doing: str, show: bool) -> None:
@@ -212,7 +217,10 @@ def _look_at_data(findings: Findings, config: TaskConfig) -> None:
 
 
 def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLConfig) -> None:
-    """What a language model's folder says that the run follows, leaves out, or refuses."""
+    """Notes and problems from a language model's own configuration.
+
+    These are fields that the run leaves out, noise in a router, and a router's loss, which the task may refuse.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     model = made_model(config.model)
@@ -245,7 +253,13 @@ def _tokenizer_of(
 
 
 def _describe_device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
-    """Name and memory of one rank's device, and whether it is a GPU."""
+    """Name and bytes of one rank's device (None when not known), and whether it is a GPU.
+
+    Args:
+        wanted: ``train.device``.
+        num_ranks: processes, which share the memory of a CPU.
+        gib: memory of one GPU, if it was given; then no device of this machine is looked at.
+    """
     if gib is not None:
         return f"GPU with {gib:g} GiB", round(gib * 2**30), True
     if torch.cuda.is_available() and wanted != "cpu":

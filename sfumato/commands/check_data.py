@@ -108,8 +108,8 @@ def check_text_data(
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
-    Steps and tokens are counted when text has been tokenised already, and else estimated. Of media the head of every
-    file is read; those of the rows that are looked at are read whole.
+    Steps and tokens are counted when the text has been tokenised before, and otherwise estimated from some rows. Of
+    media files the head is read, of every row; those of the rows that are looked at are decoded.
 
     Raises:
         UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
@@ -219,6 +219,7 @@ def check_text_prompt_data(
 
 
 def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Lines about the tokens that end an answer, and what an export will say of them."""
     lines = [*end.describe(), describe_export(tokenizer)]
     if facts_of(tokenizer).is_pad_added:
         lines.append("the tokenizer has no padding token; the run pads with the end of a text, and exports none")
@@ -226,7 +227,7 @@ def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def sampled_rows(count: int) -> list[int]:
-    """The first rows, and as many spread evenly over the rest, the last one among them."""
+    """Indices of the first rows, and of as many spread evenly over the rest, with the last row."""
     first = min(count, FIRST_ROWS)
     spread = np.linspace(first, count - 1, min(FIRST_ROWS, count - first)).round().astype(int) if count > first else []
     return [*range(first), *dict.fromkeys(map(int, spread))]

@@ -1,4 +1,4 @@
-"""What a configuration's model is, and what of it each rank will hold."""
+"""Builds a configuration's model on the meta device and predicts the memory of each rank."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ NOTABLY_LESS = 0.95
 
 @dataclass
 class ModelFindings:
-    """What was found out about the model."""
+    """Size of the model, its memory in each rank, and what would need less."""
 
     kind: str = ""
     num_parameters: int = 0
     num_trained: int = 0
     num_active: int | None = None
-    """Parameters of matrices that a token meets; None for diffusion models."""
+    """Parameters of matrices that a token is multiplied with; None for diffusion models."""
     flops_per_token: float | None = None
     """Operations of training for each token, in documents of data.max_seq_len tokens."""
     ranks: list[RankMemory] = field(default_factory=list)
@@ -78,10 +78,10 @@ class ModelFindings:
 
 
 def smallest_number_of_ranks(config: ParallelConfig) -> int:
-    """The fewest processes on which the configured sizes are possible.
+    """The fewest processes that the configured parallel sizes allow.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when no number up to ``MOST_RANKS`` does; the last reason.
     """
     error: ConfigError | None = None
     for count in range(config.ranks_per_sample, MOST_RANKS + 1, config.ranks_per_sample):
@@ -188,7 +188,7 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,
         }
-    passes = math.ceil(per_rank / train.micro_batch_size)
+    passes = math.ceil(per_rank / train.micro_batch_size)  # of a step: gradients are added up where it is above 1
     return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)
 
 
@@ -206,7 +206,7 @@ def needed(memory: RankMemory, on_gpu: bool) -> int:
 
 
 def _effective_train(config: TaskConfig) -> TrainConfig:
-    """The train section as its task uses it: autoencoders are whole in each process and compute nothing again."""
+    """The section train as its task uses it: an autoencoder is replicated, and keeps all activations."""
     if not isinstance(config, TrainAutoencoderConfig):
         return config.train
     return config.train.model_copy(update={"data_parallel_mode": "ddp", "activation_checkpointing": "none"})
@@ -243,7 +243,7 @@ def _try_changes(
 
 
 def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Settings of ``train`` that take less memory, and whether they are tried together."""
+    """Settings that may take less memory: a description, the changed fields, and whether they can be combined."""
     train = config.train
     is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
     modes = ("none", "selective", "full")
@@ -270,7 +270,7 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
 
 
 def _needed_with(config: TaskConfig, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
-    """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
+    """Bytes that the largest rank needs with changed fields of ``train``, or another ``model.lora``."""
     changes = dict(changes)
     model = config.model
     if (lora := changes.pop("model.lora", None)) is not None:

@@ -1,4 +1,4 @@
-"""What RL of language models takes in a rank beside the policy and its update: a critic, and the engine that draws."""
+"""Memory that RL of language models takes beside the policy and its update: critic, engine, previous weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ PASSING = (
     "activations outside blocks",
     "loss",
 )
-"""What is there in a forward and backward pass alone: the policy's and the critic's follow each other."""
+"""Parts of the memory that exist during a forward and backward pass alone. The critic's passes follow the policy's, so
+of these parts the larger ones count, and not the sum."""
 
 
 def add_critic(
     memory: RankMemory, config: TextRLConfig, policy: LanguageModelConfig, layout: Layout, on_gpu: bool
 ) -> None:
-    """Adds what a critic holds all the time, and where its passes take more than the policy's, what they take more.
+    """Adds the memory that a critic holds all the time, and what its passes take beyond those of the policy.
 
     Args:
         memory: of the rank, with the policy.
@@ -40,6 +41,7 @@ def add_critic(
     if not config.algorithm.token_advantage.needs_values:
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
+    # a critic takes the optimiser's settings from train, but none that belong to the policy's weights or logits
     overrides = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
     critic_train = config.train.model_copy(update=overrides)
     section = config.critic.of_policy(policy)
@@ -52,7 +54,7 @@ def add_critic(
 
 
 def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
-    """Adds the trained weights before the last update, which an actor keeps for a sampler that lags behind."""
+    """Adds the copy of the trained weights from before the last update, which a sampler that lags behind needs."""
     if config.rollout.staleness > 0:
         for where in (memory.parts, memory.host):
             if "gradients" in where:  # as many numbers of the same precision
@@ -60,8 +62,10 @@ def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
 
 
 def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
-    """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
-    unless a sampler of its own draws them, or the answers of an evaluation."""
+    """The largest load of the embedded engine in a rank of the actor.
+
+    That is the samples of an iteration, unless a sampler of its own draws them, or the answers of an evaluation.
+    """
     rollout = config.rollout
     settings = config.rollout.engine
     embedded = settings if isinstance(settings, Embedded) else Embedded()
@@ -77,8 +81,10 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
-    """Adds what the embedded engine takes in the actor, which evaluates with it also where another sampler draws, but
-    for one with a server.
+    """Adds the memory of the embedded engine in the actor.
+
+    The actor evaluates with it even where another sampler draws for training, unless that sampler is a server, which
+    draws the evaluations, too.
 
     Args:
         memory: of the rank, with all that is there before the first token is drawn.

@@ -162,13 +162,13 @@ def _version(package: str) -> str | None:
 
 
 def _import_problem(package: str) -> str:
-    """What goes wrong when a package is imported; empty when nothing does."""
+    """The error that importing a package raises; empty when it can be imported."""
     names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn", "opencv-python-headless": "cv2"}
     return _describe_failure(lambda: importlib.import_module(names.get(package, package)))
 
 
 def _describe_failure(action: Callable[[], Any]) -> str:
-    """What goes wrong; empty when nothing does. A doctor must survive whatever it finds."""
+    """The first line of the error that an action raises, whatever it is; empty when it raises none."""
     try:
         action()
     except Exception as error:
@@ -212,7 +212,7 @@ def _multiply(device: torch.device) -> None:
 
 
 def _check_process_groups() -> Iterator[Finding]:
-    """Process groups of one rank, really made and used, in processes of their own: a broken backend may hang."""
+    """Makes and uses process groups of one rank, in processes of their own: a broken backend may hang."""
     import torch
     import torch.distributed as dist
 
@@ -250,7 +250,7 @@ def _ranks(backend: str, device: str, count: int = 1) -> None:
 
 
 def _check_kernels() -> Iterator[Finding]:
-    """What the GPUs compute with, tried in processes of their own; on CPUs torch's own tests suffice."""
+    """Tries the kernels of each GPU in processes of their own, which a broken kernel may end."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -299,7 +299,10 @@ def _check_storage() -> Iterator[Finding]:
 
 
 def _shared_folder(folder: Path) -> Finding:
-    """On which file system a folder is, and which machines have left a sign in it within ``SIGN_S``."""
+    """The file system that a folder is on, and the machines that have seen it within ``SIGN_S``.
+
+    Each machine leaves a file with its name there, so calling this on all of them shows whether they share the folder.
+    """
     host = socket.gethostname()
     now = time.time()
     try:
@@ -331,7 +334,7 @@ def _file_system(folder: Path) -> str:
     kind = "an unknown file system"
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         point, mounted_kind = line.split()[1:3]
-        point = point.encode().decode("unicode_escape")
+        point = point.encode().decode("unicode_escape")  # a space in a name stands as \040 there
         if folder.is_relative_to(point) and len(point) >= best:
             best = len(point)
             kind = mounted_kind

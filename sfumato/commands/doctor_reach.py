@@ -44,7 +44,11 @@ class Port:
 
 
 def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
-    """Ports of processes of this user that belong to sfumato, by process."""
+    """Ports at which processes of this user listen that belong to sfumato, in the order of the processes.
+
+    Args:
+        proc: the file system of processes, in which the kernel lists connections by inode and open files by process.
+    """
     listening: dict[str, tuple[str, int]] = {}
     for name in ("tcp", "tcp6"):
         table = proc / "net" / name
@@ -67,7 +71,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
 
 
 def token_problem() -> str:
-    """What is wrong with the file of Ray's token; empty where nothing is, or there is none."""
+    """What is wrong with the authentication of Ray, or with the file of its token; empty where nothing is."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}: whoever reaches a port of Ray runs programs as you"

@@ -56,7 +56,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
 
 
 def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
-    """The run folder and an intact checkpoint in it."""
+    """The run folder and an intact checkpoint in it; lines about damaged ones are added to ``passed_over``."""
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"{checkpoint} {'is no folder' if checkpoint.exists() else 'does not exist'}: give the folder of a run "
@@ -72,7 +72,10 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
 
 
 def _build(run: Path) -> Exportable:
-    """The model of a run, in this process, with the weights that it started from."""
+    """The model of a run, in this process, with the weights that it started from.
+
+    Modules of the tasks are imported in their branches: to export a language model needs no diffusers.
+    """
     try:
         task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:

@@ -88,7 +88,7 @@ def schema_of(task: str) -> type[TaskConfig]:
 
 @contextmanager
 def _world_size(num_ranks: int | None) -> Iterator[None]:
-    """Inside, configurations are checked for so many processes."""
+    """Sets WORLD_SIZE within the block, by which configurations are checked; None leaves it."""
     before = os.environ.get("WORLD_SIZE")
     if num_ranks is not None:
         os.environ["WORLD_SIZE"] = str(num_ranks)

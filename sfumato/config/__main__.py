@@ -33,7 +33,7 @@ class _Deferred:
 
     def __getattr__(self, attribute: str) -> Any:
         name = self.__spec__.name
-        if sys.modules.get(name) is self:
+        if sys.modules.get(name) is self:  # else the module has been loaded, and somebody still holds this object
             del sys.modules[name]
         return getattr(importlib.import_module(name), attribute)
 

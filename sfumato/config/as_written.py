@@ -15,14 +15,14 @@ from sfumato.config.base import Variant
 
 
 def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
-    """A value of a configuration with what was written in the place of what YAML made of it, where a field is text.
+    """A configuration in which text fields hold the text of the file, such as ``no``, and not YAML's reading of it.
 
-    A field that takes both text and what YAML made of it keeps the latter.
+    A field that may also be of the type that YAML has read keeps that value.
 
     Args:
-        value: as YAML reads it.
-        written: the same mappings and lists, in which each scalar is the text that stands for it.
-        annotation: the type that is wanted.
+        value: the configuration as YAML reads it.
+        written: the same mappings and lists with the text of each scalar.
+        annotation: the type of the value: of a section, of a field or of an item.
     """
     kinds = list(_kinds_of(annotation))
     if isinstance(value, dict) and isinstance(written, dict):
@@ -38,7 +38,7 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
 
 
 def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
-    """The types of a union, without what is noted with them, but for a ``Variant``, which stands for itself."""
+    """The members of a union, each without its ``Annotated``; one with a ``Variant`` gives the Variant itself."""
     origin = typing.get_origin(annotation)
     parts = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -52,7 +52,7 @@ def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
 
 
 def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any], Any]:
-    """Types of the entries of a mapping by name, and of all others."""
+    """Types of a mapping's values by key, and the type of the values under all other keys."""
     for kind in kinds:
         if isinstance(kind, Variant):
             try:
@@ -67,7 +67,7 @@ def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any],
 
 
 def _items_of(kinds: list[Any], count: int) -> list[Any]:
-    """Types of the entries of a list."""
+    """Types of the items of a list of ``count`` items."""
     for kind in kinds:
         parts = typing.get_args(kind)
         if typing.get_origin(kind) is tuple and Ellipsis not in parts and len(parts) == count:
@@ -92,7 +92,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether what YAML made is of a type that is wanted."""
+    """Whether a value that YAML has read is of that type."""
     if kind is Any:
         return True
     if typing.get_origin(kind) is typing.Literal:

@@ -42,15 +42,15 @@ class Section(BaseModel):
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Values laid under ``data``, the file with its overrides, such as those of a recipe that it names."""
+        """Defaults that depend on ``data`` (the file with its overrides), such as the parts of a recipe it names."""
         del data
         return {}
 
     @classmethod
     def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
-        """Why values of the file may not go together with the overrides: the reason by the dotted place of a section.
+        """Reasons why overrides do not go together with values of the file, by the dotted place of a section.
 
-        It is said instead of what is wrong with each of the section's fields.
+        Where a section has one, messages give it in the place of the mistakes in the section's fields.
         """
         del data, overrides
         return {}
@@ -60,7 +60,7 @@ NOT_FINITE = "Input should be a finite number"
 
 
 def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything inside that is neither a mapping nor a list, with its place."""
+    """The values of nested mappings and lists that are neither, each with its place: the keys and indices to it."""
     if not isinstance(value, (dict, list)):
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -103,7 +103,7 @@ def names_of(cls: type) -> set[str]:
 
 @functools.cache
 def shared_names(source: str) -> frozenset[str]:
-    """What all classes of a source have, and one from elsewhere must have to stand in their place."""
+    """Names that all classes of a source have, and that a class of the user's must have to be chosen in their place."""
     shared = set.intersection(*map(names_of, find_variants(source).values()))
     return frozenset(shared - {"type"} if "label" in shared else shared)  # a reward's label does without a type
 
@@ -171,6 +171,7 @@ class Variant:
         unknown += [
             {"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": not_finite[loc]} for loc in not_finite
         ]
+        # in JSON mode, which is strict about types and still takes a list for a tuple
         try:
             built = TypeAdapter(cls).validate_json(
                 json.dumps({key: item for key, item in fields.items() if key in names}, default=str), strict=True
@@ -189,7 +190,7 @@ class Variant:
         return built
 
     def dump(self, value: Any) -> dict[str, Any] | str | None:
-        """The mapping, or the type, that builds an equal object again; None of None."""
+        """The value of a configuration that builds an equal object: a mapping, with ``short`` perhaps a type; None of None."""
         if value is None:
             return None
         cls = type(value)

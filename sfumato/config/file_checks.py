@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The same of a file that holds an object; ValueError of any other."""
+    """Reads a file of JSON that holds an object. Raises as ``read_json``, and ValueError for any other value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not a JSON object")

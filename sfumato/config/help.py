@@ -31,7 +31,13 @@ def format_help(schema: type[Section]) -> str:
 
 
 def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]) -> list[str]:
-    """A section's own fields, then the sections inside it. ``presets`` holds what the default recipe sets."""
+    """Lines about the fields of a section, then about the sections inside it.
+
+    Args:
+        schema: the section.
+        prefix: dotted place of the section, with a dot at its end.
+        presets: values that the default recipe sets, which are shown as defaults.
+    """
     lines = []
     for name, field in sorted(
         schema.model_fields.items(), key=lambda pair: inner_section(pair[1].annotation) is not None

@@ -35,14 +35,17 @@ MAX_VALUES = 20_000
 
 
 NO_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null", "timestamp")}
-"""What YAML takes scalars for that stand there without quotes."""
+"""Tags that YAML gives to scalars without quotes where they are no texts."""
 
 
 class _Loader(yaml.SafeLoader):
     """``1e-5`` is a number, a key that stands twice is an error; depth and number of values are bounded."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Counts levels and values while the tree is made, before anything is made of it."""
+        """Counts levels and values while the tree of nodes is built.
+
+        Aliases cost nothing there; only objects made from the tree would take the memory, so the count comes first.
+        """
         event = self.peek_event()
         depth, self.depth = getattr(self, "depth", 0), getattr(self, "depth", 0) + 1
         if self.depth > MAX_DEPTH:
@@ -257,7 +260,10 @@ MAKERS = {"model_path": "made_by", "image_tokenizer": "image_tokenizer_made_by"}
 
 
 def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values without the makers of folders that overrides replace: what they make would not be used."""
+    """The file's values without the ``MAKERS`` of folders that an override replaces.
+
+    What such a configuration makes would not be used, and it would be run for nothing.
+    """
     sections = dict(data)
     for name, override in overrides.items():
         section = sections.get(name)
@@ -289,12 +295,15 @@ def load_config(
         ConfigError: listing every mistake with file, full path, and the nearest valid name.
     """
     overrides = overrides or {}
+    # from below: defaults of the recipe that file or overrides name, the file, the overrides
     data = _without_makers(read_yaml(path), overrides) if path is not None else {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
+    # the same three layers once more with the text of each scalar, for fields that are text
     written = {} if path is None else _without_makers(read_yaml(path, as_written=True), overrides)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
+    # before validation, whose messages repeat values
     secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
     if any(secrets.values()):
         raise _join_mistakes([f"{_locate(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
@@ -339,7 +348,7 @@ def asks_for_help(arguments: list[str]) -> bool:
 
 
 def _join_mistakes(lines: list[str]) -> ConfigError:
-    """Mistakes as one error, each once, in letters that a terminal only shows."""
+    """Mistakes as one error, each once, at most ``MOST_SHOWN`` of them, without characters that a terminal acts on."""
     parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
     lines = ["".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part) for part in parts]
     lines = list(dict.fromkeys(lines))
@@ -425,7 +434,7 @@ def suggest(name: str, names: list[str]) -> str:
 
 
 def _locate(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
-    """``file: a.b.c`` for what stands in the file, ``--a.b.c`` for what an override brought."""
+    """The place of a value for a message: ``file: a.b.c`` if it is from the file, ``--a.b.c`` if from an override."""
     dotted = ".".join(str(part) for part in location)
     node: Any = overrides
     for part in location:

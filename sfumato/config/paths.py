@@ -141,7 +141,7 @@ def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
 
 
 def _refuse_automatic(folder: Path, class_name: str) -> None:
-    """Raises ConfigError when a class that looks for its code in the folder would find some."""
+    """Raises ConfigError when a folder's JSON names code in ``auto_map``, which an Auto class would run."""
     for path in sorted(folder.glob("*.json")):
         if file_problem(path, 2**28) is None and b"auto_map" in path.read_bytes():
             raise ConfigError(
@@ -178,7 +178,7 @@ def check_weights(folder: Path, option: str = "model.model_path") -> None:
 
 
 def _check_index(index: Path, option: str) -> None:
-    """Whether the files of an index lie beside it."""
+    """Raises ConfigError unless an index names safetensors files beside itself, and no paths elsewhere."""
     try:
         names = set(read_json_object(index)["weight_map"].values())
         wrong = sorted(str(path) for path in names if Path(path).name != path or not path.endswith(".safetensors"))

@@ -23,7 +23,7 @@ _COUNT = re.compile("layers|blocks|experts|depth")
 _trusts_code = True  # a task's configuration is that of the person who starts it
 
 _named_code: dict[str, None] = {}
-"""What of it a configuration has named in this process, in order."""
+"""Code that configurations have named in this process, as keys in the order of the naming."""
 
 
 def trusts_code() -> bool:
@@ -33,7 +33,7 @@ def trusts_code() -> bool:
 
 @contextmanager
 def code_of_configurations(trusted: bool) -> Iterator[None]:
-    """Inside, code that configurations name runs, or is refused."""
+    """Within the block code that configurations name runs if ``trusted``, and is otherwise refused."""
     global _trusts_code
     previous, _trusts_code = _trusts_code, trusted
     try:
@@ -91,8 +91,10 @@ def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = Fals
 
 
 def _check_counts(folder: Path) -> None:
-    """Raises ValueError when a configuration tells of more layers, blocks or experts than any model has: libraries make
-    them one by one, or a list of them, before anything is compared with the weights."""
+    """Raises ValueError when a model's configuration names more layers, blocks or experts than any model has.
+
+    Libraries make them one by one, or a list of them, before they compare anything with the weights.
+    """
     for file in (folder / "config.json", *folder.glob("*/config.json")):
         try:
             pending = [read_json(file)]
@@ -113,9 +115,11 @@ def _check_counts(folder: Path) -> None:
 
 @contextmanager
 def _broken_files_as_value_errors() -> Iterator[None]:
-    """What libraries raise for files with values that they do not expect becomes a ValueError of one line: tokenizers
-    raise a bare Exception, huggingface_hub classes of its own, and code that meets a list in the place of a mapping
-    whatever comes of it."""
+    """Turns unexpected errors of libraries about broken files into a ValueError of one line.
+
+    For such files tokenizers raise a bare Exception, huggingface_hub classes of its own, and code that finds a list
+    where it expects a mapping raises any error.
+    """
     try:
         yield
     except RecursionError as error:
@@ -129,15 +133,18 @@ def _broken_files_as_value_errors() -> Iterator[None]:
 
 
 def _trust_argument(cls: Any, trust_remote_code: bool) -> dict[str, bool]:
-    """The argument, for classes that know it: models of diffusers take it for a field of their configuration."""
+    """The argument ``trust_remote_code`` for classes that have it; diffusers' models would store it as a field."""
     bases = getattr(cls, "__mro__", ())
     is_diffusers = any(base.__name__ == "ModelMixin" and base.__module__.startswith("diffusers.") for base in bases)
     return {} if is_diffusers else {"trust_remote_code": trust_remote_code}
 
 
 def _disable_questions() -> None:
-    """transformers asks on stdin whether to run code where a class within another is loaded without the argument, and
-    runs it on a yes. Without time for an answer it refuses."""
+    """Keeps transformers from asking on stdin whether code may run.
+
+    It asks where a class within another is loaded without the argument, and runs the code on a yes. Without time for an
+    answer it refuses.
+    """
     import transformers.dynamic_module_utils
 
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

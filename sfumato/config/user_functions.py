@@ -1,4 +1,4 @@
-"""Functions of one's own, named by import path in a configuration."""
+"""Functions of the user's that a configuration names by import path."""
 
 from __future__ import annotations
 

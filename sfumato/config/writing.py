@@ -29,10 +29,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of another one when all of it is on disk.
+    """Opens a new file that replaces ``path`` at the end of the block, when all of it is on disk.
 
-    What is written until then is a file that did not exist, of a name that nobody can guess. A link of the file's name
-    is replaced, not followed.
+    Until then it lies beside it under a name that nobody can guess, made anew. A link at ``path`` is replaced, not
+    followed. If the block raises, the new file is removed and ``path`` stays as it was.
     """
     building = path.with_name(f"{path.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
