@@ -190,7 +190,7 @@ class Variant:
         return built
 
     def dump(self, value: Any) -> dict[str, Any] | str | None:
-        """The value of a configuration that builds an equal object: a mapping, with ``short`` perhaps a type; None of None."""
+        """The value of a configuration that builds an equal object: a mapping, or with ``short`` perhaps a type alone."""
         if value is None:
             return None
         cls = type(value)
