@@ -18,9 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
+    # only these two read a configuration, whose fields the rest may override
     if rest and options.run not in (_run_check, _run_preprocess):
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     options.overrides = rest
+    # before a command imports torch: MKL reads the environment when it computes for the first time
     choose_kernels()
     try:
         return options.run(options)
@@ -113,12 +115,14 @@ def _parse_memory(text: str) -> float:
 
 
 def _run_check(options: argparse.Namespace) -> int:
+    # commands import what they need themselves: the others, and --help, stay quick
     from sfumato.commands.find_task import load_for_task
     from sfumato.config.load import parse_overrides
 
     overrides = parse_overrides(options.overrides)
     with code_of_configurations(options.trust_code):
         load_for_task(options.config, overrides, options.task, options.ranks)  # before the slow imports
+    # torch and transformers are imported here, so that a mistake in the file was named without waiting for them
     from rich.console import Console
 
     from sfumato.commands.check import check_config

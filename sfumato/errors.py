@@ -18,6 +18,7 @@ def shorten_values(message: str) -> str:
         return f"{text[:160]}...({len(text):,} letters)...{text[-40:]}"
 
     lines = LONG_VALUE.sub(shorten, message).split("\n")
+    # a line may still be long without one long value, such as a list of many names
     cut = (
         f"{line[:2000]}...({len(line):,} letters)...{line[-600:]}" if len(line) > LONGEST_LINE else line
         for line in lines

@@ -90,6 +90,7 @@ class RankProcesses:
 
         Once a rank has failed the others have ``GRACE_S`` to end; what still runs then writes its stacks and is killed.
         """
+        # no deadline while all is well: a step may take as long as it takes, also after a signal to stop
         deadline = None
         while self._note_ended():
             if deadline is None and any(end.code for end in self.ends.values()):
@@ -113,6 +114,7 @@ class RankProcesses:
         record = _read_text(self.folder / f"{rank}.json")
         if record:
             return End(rank, code, **{"stacks": stacks, **json.loads(record)})
+        # without a record the rank ended before it could write one, or was killed
         if code >= 0:
             return End(rank, code, at=time.time())
         if code == -signal.SIGTERM and self.was_asked:
@@ -143,6 +145,7 @@ def verdict(ends: Sequence[End]) -> tuple[int, str]:
     failed = sorted((end for end in ends if end.code and end.kind != "killed"), key=lambda end: end.at)
     if not failed:
         return 0, ""
+    # a rank that lost another one may end before the one that is the cause
     order = {"own": 0, "hang": 1, "lost": 2}
     first = min(failed, key=lambda end: order[end.kind])
     text = first.text
@@ -167,6 +170,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # all cores in each rank would be too many threads
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # no C++ stacks when a rank has ended
     }
+    # here ranks of this node leave how they ended and which log is the run's; on one node their store lies here, too
     folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
     if nnodes == 1:
         environment |= {"SFUMATO_STORE": str(folder / "store"), **_loopback_only()}

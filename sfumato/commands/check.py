@@ -144,7 +144,7 @@ def check_config(
         check_trackers(config.train.trackers)
     except UserError as error:
         findings.problems.append(str(error))
-    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):
+    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):  # planned_of does not know their models
         findings.notes.append(
             f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
         )
@@ -209,6 +209,7 @@ def _look_at_data(findings: Findings, config: TaskConfig) -> None:
     except UserError as error:
         findings.problems.append(str(error))
         return
+    # a run leaves out that many bad rows; the prompts of RL have no such field
     limit = getattr(config.data, "max_bad_rows", 0)
     for part in (findings.data.training, findings.data.validation):
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))

@@ -138,6 +138,7 @@ def check_text_data(
         findings.tokens = loader.tokens_per_epoch
         findings.tokens_are_exact = True
         return findings
+    # no store of tokens yet: the rows that were looked at stand for the rest of their source
     findings.tokens = sum(source.tokens for source in findings.training)
     samples = max(sum(source.samples for source in findings.training), 1)
     tokens_per_step = findings.tokens_per_step if train.dyn_bsz else global_batch * findings.tokens / samples
@@ -164,6 +165,7 @@ def check_image_data(
     if held_out is not None:
         eval_path = cast("PairDataConfig", data).eval_path
         findings.validation = [_look_at_images(eval_path or "glyphs", held_out, notes)]
+    # the run's own loader counts the steps, on a mesh that only pretends to have processes
     with pretended_mesh(layout) as mesh:
         loader = IndexLoader(len(dataset), config.train, mesh, say=notes.append)
     findings.num_steps = loader.total_steps

@@ -122,6 +122,7 @@ def check_model(
         findings.num_active = flops.active_weights
         findings.flops_per_token = flops.training([length]) / length
     findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
+    # advice only where it does not fit: each change builds and plans the model once more
     if limit is not None and needed(findings.largest, on_gpu) > limit:
         changes = _try_changes(config, layout, on_gpu, limit, show)
         findings.advice = [change for change in changes if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
@@ -233,6 +234,7 @@ def _try_changes(
     progress.close()
     if len(combined) > 1:
         yield "these together: " + ", ".join(combined), _needed_with(config, combined, layout, on_gpu, limit)
+    # more processes do not help where each holds the whole model
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
@@ -247,6 +249,7 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
     train = config.train
     is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
     modes = ("none", "selective", "full")
+    # only modes that keep fewer activations than the present one
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
     has_logits = is_text and not isinstance(config, TrainTextRewardConfig)

@@ -100,6 +100,7 @@ def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layo
     drawing_parts = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
     if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in drawing_parts:
         resident = ("weights", "critic: weights", "frozen reference", "moving average")
+        # keys and values get half of what the weights, and the other parts of the engine, leave free
         held = sum(memory.parts.get(name, 0) for name in resident)
         free = limit - held - sum(size for name, size in drawing_parts.items() if name != KEYS_AND_VALUES)
         drawing_parts[KEYS_AND_VALUES] = min(drawing_parts[KEYS_AND_VALUES], max(free, 0) // 2)

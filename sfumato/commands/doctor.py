@@ -311,6 +311,7 @@ def _shared_folder(folder: Path) -> Finding:
         with open_new(folder / f"{SIGN}{host}") as file:
             file.write(str(now).encode())
         signs = {path.name.removeprefix(SIGN): now - path.stat().st_mtime for path in folder.glob(f"{SIGN}*")}
+        # a machine that was there long ago may be gone
         for name in [name for name, age in signs.items() if age > SIGN_S]:
             (folder / f"{SIGN}{name}").unlink(missing_ok=True)
             del signs[name]
@@ -335,6 +336,7 @@ def _file_system(folder: Path) -> str:
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
         point, mounted_kind = line.split()[1:3]
         point = point.encode().decode("unicode_escape")  # a space in a name stands as \040 there
+        # the deepest mount counts, and of several at one place the last, which hides the others
         if folder.is_relative_to(point) and len(point) >= best:
             best = len(point)
             kind = mounted_kind

@@ -62,6 +62,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if not PROGRAMS.search(command):
                 continue
+            # an open socket is a link to "socket:[inode]", by which it is found in the kernel's tables
             links = {os.readlink(link) for link in (folder / "fd").iterdir()}
         except OSError:  # it has ended, or may not be looked into
             continue

@@ -58,6 +58,7 @@ def preprocess(
     if data.datasets_type != "mapping":
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
     tokenizer, reader = build_reader(made_model(config.model), train, data.data_type)
+    # what changes tokens must be set as in the run itself, or the run would not find these
     facts = facts_of(tokenizer)
     facts.date = run_date(train)
     facts.appends_end = not isinstance(config, TrainTextRewardConfig)

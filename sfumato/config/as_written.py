@@ -28,6 +28,7 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
     if isinstance(value, dict) and isinstance(written, dict):
         fields, rest = _fields_of(value, kinds)
         return {key: with_written_texts(item, written.get(key), fields.get(key, rest)) for key, item in value.items()}
+    # both were read from one text, so mappings and lists have the same keys and lengths
     if isinstance(value, list) and isinstance(written, list):
         item_types = _items_of(kinds, len(value))
         return [with_written_texts(*item_args) for item_args in zip(value, written, item_types, strict=True)]
@@ -58,7 +59,7 @@ def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any],
             try:
                 return _hints(kind.resolve(str(value.get("type")))), Any
             except PydanticCustomError:
-                continue  # said when it is validated
+                continue  # validation names the unknown type
         if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
             return _hints(kind), Any
         if typing.get_origin(kind) is dict:

@@ -160,6 +160,7 @@ class Variant:
             raise PydanticCustomError(
                 "variant_type", "needs a key 'type', one of {known}", {"known": ", ".join(find_variants(self.source))}
             )
+        # Unknown keys are collected here, since pydantic passes over those of a plain dataclass.
         cls = self.resolve(str(value["type"]))
         fields = {key: item for key, item in value.items() if key != "type"}
         names = [field.name for field in dataclasses.fields(cls) if field.init]
@@ -167,6 +168,7 @@ class Variant:
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in fields if key not in names
         ]
         numbers = {loc: number for loc, number in leaves(fields) if isinstance(number, float)}
+        # json.dumps writes NaN and Infinity, which pydantic would take for numbers
         not_finite = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
         unknown += [
             {"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": not_finite[loc]} for loc in not_finite
@@ -190,7 +192,7 @@ class Variant:
         return built
 
     def dump(self, value: Any) -> dict[str, Any] | str | None:
-        """The value of a configuration that builds an equal object: a mapping, or with ``short`` perhaps a type alone."""
+        """The value of a configuration that builds an equal object: a mapping, or with ``short`` a type alone."""
         if value is None:
             return None
         cls = type(value)

@@ -39,6 +39,7 @@ def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]
         presets: values that the default recipe sets, which are shown as defaults.
     """
     lines = []
+    # plain fields first: after a section's heading its own fields would seem to belong to that section
     for name, field in sorted(
         schema.model_fields.items(), key=lambda pair: inner_section(pair[1].annotation) is not None
     ):
@@ -73,6 +74,7 @@ def _variant_lines(cls: type, path: str) -> list[str]:
 def attribute_docs(cls: type) -> dict[str, str]:
     """The strings that stand below the fields of a dataclass and of its bases, by field name."""
     docs: dict[str, str] = {}
+    # Python keeps no strings below fields, so they are read from the source; a subclass's go over those of its bases
     for base in reversed(cls.__mro__[:-1]):
         module = sys.modules.get(base.__module__)
         try:

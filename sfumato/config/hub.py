@@ -57,6 +57,7 @@ def wanted_files(files: list[str]) -> list[str]:
     its chat templates.
     """
     readable = [file for file in files if file.endswith(ENDINGS)]
+    # some repositories hold the weights several times: in other precisions, or in one file beside the parts
     if "model_index.json" in readable:
         return [file for file in readable if file.count("/") == 1 and not VARIANT.search(file)] + ["model_index.json"]
     top = [file for file in readable if "/" not in file and not file.startswith("consolidated")]

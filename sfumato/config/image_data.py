@@ -29,6 +29,7 @@ def sizes_of_area(height: int, width: int, step: int) -> list[tuple[int, int]]:
     area = height * width
     edge = math.isqrt(area)
     sizes: set[tuple[int, int]] = {(edge // step * step, edge // step * step)} if edge >= step else set()
+    # sides from half of the edge to twice as much; for each the longest other side that stays within the area
     for side in range(-(-edge // (2 * step)) * step, 2 * edge + 1, step):
         other = area // side // step * step
         if 2 * other >= edge:

@@ -232,6 +232,7 @@ def merge(base: Any, override: Any, path: str = "") -> Any:
     A mapping with another ``type`` replaces the base, since the fields of one variant mean nothing to another.
     ``path`` is the dotted place of both, for the message of the ConfigError that a list index out of range raises.
     """
+    # --a.0.b changes one entry of a list
     if isinstance(base, list) and isinstance(override, dict) and override and all(str(k).isdigit() for k in override):
         merged_list = list(base)
         for key, value in sorted(override.items(), key=lambda item: int(item[0])):
@@ -307,10 +308,12 @@ def load_config(
     secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
     if any(secrets.values()):
         raise _join_mistakes([f"{_locate(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
+    # validation takes any whole number, which would fail far from the configuration
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
     if too_large := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
         raise _join_mistakes([f"{_locate(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
     try:
+        # as JSON, in which a strict schema still takes lists for tuples
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
         reasons = schema.reasons(data, overrides)

@@ -134,6 +134,7 @@ def read_launched() -> Launched:
 
 
 def _read_number(name: str, default: int, least: int) -> int:
+    # isdigit alone takes digits of all scripts and superscripts, some of which int() refuses
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise ConfigError(

@@ -55,6 +55,7 @@ class RecipeRLConfig(RLConfig):
         section = data.get("algorithm")
         override = overrides.get("algorithm")
         parts = cls.parts()
+        # the file's lines lie over the parts of any recipe, so they would mix with those of the overriding one
         if not isinstance(section, dict) or not isinstance(override, dict):
             return {}
         own_recipe = parts.recipe_in(section)

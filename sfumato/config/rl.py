@@ -191,6 +191,7 @@ class RLConfig(Section):
                 raise ValueError(
                     f"{name}.num_prompts {count} leaves some of the {num_ranks} data-parallel processes without work"
                 )
+        # all ranks gather sharded weights together: one with fewer forward passes would leave the others waiting
         if self.train.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
             raise ValueError(
                 f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the {num_ranks} data-parallel "
@@ -236,6 +237,7 @@ class RLConfig(Section):
                 f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
                 f"itself, so {setting} would mean nothing: leave it out"
             )
+        # rewards score micro-batches, so one must hold whole groups
         groupwise = [reward.label for reward in self.reward.rewards if reward.groupwise]
         if groupwise and self.rollout.micro_batch_size % self.rollout.n:
             raise ValueError(

@@ -53,6 +53,7 @@ class PoolsConfig(Section):
     @property
     def shared_gpus(self) -> bool:
         """Whether the actor's and the sampler's processes of one number are on one GPU."""
+        # fractions of a GPU that make up one at most, so that a process of each role fits on it
         parts = self.actor.gpus, self.sampler.gpus
         return min(parts) > 0 and sum(parts) <= 1 and self.actor.processes == self.sampler.processes
 

@@ -100,7 +100,7 @@ def _check_counts(folder: Path) -> None:
             pending = [read_json(file)]
         except (OSError, ValueError):
             continue  # whoever loads it says so
-        while pending:
+        while pending:  # without recursion: the JSON is a stranger's, and may be nested deeply
             value = pending.pop()
             if isinstance(value, dict):
                 for name, count in value.items():

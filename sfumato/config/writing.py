@@ -38,6 +38,7 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with os.fdopen(os.open(building, NEW, 0o666), "wb") as file:
             yield file
+            # on disk before the name changes, or a crash could leave the new name with no content
             file.flush()
             os.fsync(file.fileno())
         os.replace(building, path)
@@ -65,7 +66,7 @@ def make_new_folder(folder: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a folder with all that is in it; links are not followed. It may be missing."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir() and not path.is_symlink():  # is_dir follows links
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

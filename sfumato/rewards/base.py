@@ -163,7 +163,7 @@ class Reward(ABC):
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
         self._check_positive("frame_step")
-        if not isinstance(self.normalise, str):
+        if not isinstance(self.normalise, str):  # a range that is mapped to 0 to 1
             low, high = self.normalise
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
                 raise ConfigError(

@@ -83,6 +83,7 @@ def open_clip_to_transformers(tensors: dict[str, torch.Tensor]) -> dict[str, tor
         renamed = name
         for pattern, replacement in OPEN_CLIP_NAMES:
             renamed = re.sub(pattern, replacement, renamed)
+        # open_clip keeps the projections of queries, keys and values in one matrix, transformers in three
         stacked = re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", renamed)
         if stacked:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):

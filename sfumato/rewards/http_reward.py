@@ -73,6 +73,7 @@ class HttpReward(Reward):
         key = ""
         if self.api_key_env:
             key = os.environ.get(self.api_key_env, "").strip()
+            # what is not printable ASCII cannot stand in a header
             if not (key.isascii() and key.isprintable() and key):
                 raise ConfigError(
                     f"reward {self.label!r} takes its key from the environment variable {self.api_key_env}, which is "

@@ -114,7 +114,7 @@ class Judge(HttpReward):
         if not self.model:
             raise ConfigError(f"model of reward {self.label!r} is empty: give the name that the server calls it by")
         self._check_positive("max_tokens", "concurrency")
-        self._read_extra_body()
+        self._read_extra_body()  # raises for what is no JSON object
 
     @abstractmethod
     def read(self, reply: ChatReply, *samples: Sample) -> float:
@@ -139,6 +139,7 @@ class Judge(HttpReward):
         """
         self._load_template()
         for url in self.base_urls:
+            # a server may still load its model, but a wrong address should not hold the run for the whole timeout
             deadline = time.monotonic() + min(START_WAIT_S, self.call_deadline() - time.monotonic())
             try:
                 reply = self._ask(self.caller(url), "Reply with the word Yes.", deadline)

@@ -93,12 +93,14 @@ class MathAnswer(AnswerReward):
     def _score_one(self, sample: Sample) -> float | Failure:
         target = self._read_target(sample.prompt, sample.metadata)
         text = text_of(sample, self.label)
+        # with extract all, math-verify looks for the mathematics in the answer itself
         if self.extract != "all":
             answer = extract_answer(text, self.extract, self.marker)
             if answer is None:
                 return 0.0
             text = _in_box(answer)
-        limit_s = 0.8 * self.timeout_s  # before the process is killed, which has to be started anew
+        # An alarm before timeout_s: at timeout_s the process is killed, and another one has to load sympy.
+        limit_s = 0.8 * self.timeout_s
         previous_handler = signal.signal(signal.SIGALRM, _raise_too_long)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:

@@ -179,6 +179,7 @@ class OcrReward(Reward):
             RuntimeError: Tesseract failed; the message is its own.
             TimeoutError, subprocess.TimeoutExpired: Tesseract took longer than ``timeout_s``.
         """
+        # a recogniser takes the whole picture for one line: without its empty border the text is larger
         if not self.detect:
             crops = [crop_to_ink(image) for image in images]
             texts = iter(self._read_parts([crop for crop in crops if crop is not None]))
@@ -266,6 +267,7 @@ def _read_with_tesseract(image: np.ndarray, page_mode: str, deadline: float) -> 
     picture = Image.fromarray(image)
     if picture.height < _TESSERACT_MIN_HEIGHT:
         picture = ImageOps.scale(picture, -(-_TESSERACT_MIN_HEIGHT // picture.height))
+    # the border has the colour of the picture's first and last row, so that it adds no edge
     background = tuple(int(value) for value in np.median(image[[0, -1]].reshape(-1, 3), axis=0))
     buffer = io.BytesIO()
     ImageOps.expand(picture, _TESSERACT_BORDER, background).save(buffer, "PNG")

@@ -188,6 +188,7 @@ class HpsV3(PretrainedReward):
 
     def score_batch(self, network: HpsV3Network, samples: list[Sample]) -> torch.Tensor:
         """The mean of the predicted distribution of the preference for each sample, [B]."""
+        # samples of a reward server come without check_row
         for sample in samples:
             self.check_row(sample.prompt, sample.metadata)
         return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])[:, 0]

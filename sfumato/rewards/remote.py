@@ -58,9 +58,11 @@ class RemoteReward(HttpReward):
 
     def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """The server's values; a Failure for samples of which it gave none in time."""
+        # from before the servers are asked what they serve, which counts as time of the call
         deadline = self.call_deadline()
         served = _ask_servers(self)
         label = self.reward or next(iter(served.rewards))
+        # each sample is encoded once, whichever request it goes into; its size decides where requests are cut
         encoded = [wire.encode_sample(sample) for sample in samples]
         sizes = [max(wire.encoded_size(sample), 1) for sample in encoded]
 
@@ -118,6 +120,7 @@ def _ask_servers(reward: RemoteReward) -> wire.ServerDescription:
         _check_served(reward, url, description)
     served = list(descriptions.values())
     label = reward.reward or next(iter(served[0].rewards))
+    # equal fingerprints mean equal settings and versions, so it does not matter which server answers
     prints = {url: description.rewards[label].fingerprint for url, description in descriptions.items()}
     if len(set(prints.values())) > 1:
         raise ConfigError(

@@ -232,6 +232,7 @@ class Sandbox:
             "disk_mib": limits.disk_mib,
             "rlimits": rlimits,
         }
+        # the program ends when near_end is closed, by ``close`` or because this process has died
         near_end, far_end = socket.socketpair()
         try:
             _launcher.request(json.dumps(request).encode(), [far_end.fileno(), *descriptors])
@@ -385,6 +386,7 @@ def _refuse_other_systems() -> None:
             f"programs are only contained on Linux on x86_64, not on {platform.system()} on {platform.machine()}: run "
             "what needs the sandbox there, such as a reward server"
         )
+    # an older kernel counts a user's processes over all sandboxes, so that one could exhaust those of the others
     release = platform.release()
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None or tuple(map(int, version.groups())) < _OLDEST_KERNEL:

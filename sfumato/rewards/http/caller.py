@@ -170,6 +170,7 @@ class HttpCaller:
             answer = request.parse(data)
         except BadAnswerError as error:
             raise BadAnswerError(f"{server.base.text}: {error}") from error
+        # any success ends the outage for all requests
         with self._lock:
             server.failures = 0
             self._failing_since = None
@@ -190,6 +191,7 @@ class HttpCaller:
                 tried_s = min(self._retry_for_s, request.deadline - request.started)
                 raise HttpError(f"{'; '.join(last_words.values())}; tried for {tried_s:.3g} s")
         time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
+        # picked again: while this request slept, others may have taken the server or found it down
         with self._lock:
             server, _ = self._pick_server(request, time.monotonic())
             server.outstanding += 1
@@ -240,6 +242,7 @@ class HttpCaller:
                 if now >= server.rests_until:  # requests that fail together are one failure
                     server.failures += 1
                     server.rests_until = now + self._delay_s(server.failures)
+                # a little later than the server asked for, so that not all requests come back at once
                 server.closed_until = max(
                     server.closed_until, now + error.retry_after_s * self._jitter.uniform(1.0, 1.25)
                 )

@@ -149,6 +149,7 @@ def exchange(
         RefusedError: a redirect, a private address, a wrong certificate, or a status that blames the request.
     """
     try:
+        # http.client is given an open socket: it would look the name up by itself, and knows no deadline over a request
         with _connect(base, limits, tls, has_key="Authorization" in headers) as opened:
             connection = http.client.HTTPConnection(base.host, base.port)
             connection.sock = _TimedSocket(opened, limits.deadline)  # type: ignore[assignment]
@@ -179,6 +180,7 @@ def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key:
             f"{base.text}: {base.host} is the private address {addresses[0][4][0]}, which is refused: set "
             "allow_private: true if the server is yours",
         )
+    # The checked address is connected to itself: a second look-up of the name could give another one.
     failed: OSError = OSError("no address")
     for family, kind, protocol, _, address in usable:
         if has_key and base.scheme == "http" and is_public(cast("str", address[0])):

@@ -133,7 +133,7 @@ def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
     """Metadata as JSON. Raises DataError that names the prompt and the column that is no JSON."""
     try:
         return json.dumps(metadata)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # once more, column by column, to name the one that is to blame
         for name, value in metadata.items():
             try:
                 json.dumps({name: value})
@@ -173,7 +173,7 @@ def read_request(data: bytes | bytearray, is_given_up: Callable[[], bool] = lamb
                 if is_given_up():
                     raise WireError("nobody waits for it any more")
                 samples.append(_read_sample(reader, f"samples.{number}"))
-    reader.end()
+    reader.end()  # nothing may follow the message
     if not samples:
         raise WireError("samples: there must be at least 1 item")
     return EncodedRequest(reward, samples, _decoded_bytes(samples))
@@ -346,6 +346,7 @@ def _decode_pixels(data: bytes | list[bytes] | None) -> np.ndarray | None:
         return None if data is None else _decode_png(data)
     if not data:
         raise WireError("a video without frames")
+    # one array for all frames, so that they are not held twice
     first = _decode_png(data[0])
     frames = np.empty((len(data), *first.shape), np.uint8)
     for number, png in enumerate(data):

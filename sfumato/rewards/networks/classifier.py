@@ -122,6 +122,7 @@ class StepClassifier:
             rows.append(ids)
             ends.append(step_ends)
         step_probabilities = [torch.zeros(0)] * len(rows)
+        # rows without steps, or too long, keep their empty tensor: they have no reward, and cost no pass
         fitting = [index for index, row in enumerate(rows) if 0 < len(row) <= self.max_length]
         if fitting:
             probabilities = self._forward([rows[index] for index in fitting]).cpu()
@@ -145,6 +146,8 @@ class StepClassifier:
             cast("str", self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt))
             for chat in (prompt, messages)
         )
+        # Steps are looked for behind the prompt, which may hold the same text. Where the template writes the prompt
+        # otherwise when an answer follows, the text of the whole answer is looked for instead, from the end.
         place = len(begin) if text.startswith(begin) else text.rfind(messages[-1]["content"])
         for step in steps:
             begin_of_step = text.find(step, max(place, 0))

@@ -74,6 +74,7 @@ class Embedder:
     def texts(self, texts: list[str]) -> torch.Tensor:
         """Embeddings of texts, cut off at the model's number of tokens (77), float32 [B, D] of length 1."""
         assert self.tokenizer is not None, "an embedder of images alone has no tokenizer"
+        # padded to the full length, as CLIP was trained
         length = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         features = self.model.get_text_features(
@@ -115,6 +116,7 @@ load_embedder = loader_of(Embedder)
 def load_clip(folder: str, device: str, dtype: str) -> Embedder:
     """The embedder of a folder with a CLIP model, with its tokenizer. Raises ConfigError for another model."""
     check_model_type(Path(folder), ("clip",))
+    # the embedder is shared with rewards of images alone, which load it without a tokenizer
     tokenizer = load_tokenizer(Path(folder))
     embedder = load_embedder(folder, device, dtype)
     embedder.tokenizer = tokenizer

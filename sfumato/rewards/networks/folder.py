@@ -105,6 +105,7 @@ def load_model(
     Raises:
         ConfigError: no or broken files, weights of another model, or such that are not finite.
     """
+    # first, since these messages say what to do about the files; transformers' errors would not
     check_weights(folder, "model_path")
     check_folder(folder, "config.json", "*.safetensors")
     try:
@@ -113,6 +114,7 @@ def load_model(
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load it: {error}") from error
+    # transformers only warns of weights that the files lack, and makes random ones
     _refuse_keys(folder, {kind: report.get(kind) or () for kind in ("missing_keys", "mismatched_keys")})
     refuse_not_finite(model, folder)
     return model.eval().requires_grad_(False).to(device)

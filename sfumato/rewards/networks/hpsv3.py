@@ -86,6 +86,7 @@ load_hpsv3 = loader_of(HpsV3Network)
 def resize(image: np.ndarray) -> Image.Image:
     """Scales an image, uint8 [H, W, 3], bicubic, so that it has close to 448 x 448 pixels and sides of 28 times n."""
     height, width = image.shape[:2]
+    # Qwen2-VL's patches of 14 pixels are merged two by two, so sides are multiples of 28
     sides = [max(28, round(side / 28) * 28) for side in (height, width)]
     if math.prod(sides) > NUM_PIXELS:
         shrink = math.sqrt(height * width / NUM_PIXELS)

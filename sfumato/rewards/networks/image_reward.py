@@ -135,6 +135,7 @@ def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> BlipVisionM
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     patches = shapes.get("embeddings.patch_embedding.weight", (HEAD_WIDTH, 3, 16, 16))
     positions = shapes.get("embeddings.position_embedding", (1, 197, HEAD_WIDTH))[1]
+    # the published files come without a configuration of the image encoder; the shapes of its weights tell its size
     config = BlipVisionConfig(
         hidden_size=patches[0],
         intermediate_size=4 * patches[0],

@@ -69,6 +69,7 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
 
 
 def _standardise(values: np.ndarray) -> np.ndarray:
+    # equal values become exactly 0; their standard deviation may be a rounding error above 0
     if len(values) == 0 or values.min() == values.max():
         return np.zeros_like(values)
     return (values - values.mean()) / max(values.std(), LEAST_STD)

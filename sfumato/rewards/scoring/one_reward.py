@@ -39,6 +39,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
     lost_in_a_row = 0
     most_lost = 2 if reward.process else 1
     for indices in reward.plan_calls(samples):
+        # a video may be several samples of the batch: its frames
         parts = [reward.seen(samples[index]) for index in indices]
         batch = [image for part in parts for image in part]
         if given_up:
@@ -119,6 +120,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
         if cached_values[key] is None:
             new.setdefault(key, unit)
     rows = sorted(index for unit in new.values() for index in unit)
+    # all new units in one call, so that a reward can batch them
     new_values, new_reasons = score_with(reward, [samples[index] for index in rows])
     place = {index: row for row, index in enumerate(rows)}
     values = np.full(len(samples), math.nan)

@@ -117,12 +117,14 @@ class Scorer:
             else:
                 values, reasons = score_with(reward, undamaged)
             seconds[reward.label] = time.perf_counter() - started
+            # damaged samples keep NaN
             components[reward.label] = np.full(len(samples), math.nan)
             components[reward.label][undamaged_rows] = values
             failed.update(f"{_failure_prefix(reward)}{reason}" for reason in reasons if reason)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
         metadata = [sample.metadata for sample in samples] if self.combination.takes_metadata else None
+        # without group_ids nothing is standardised: that needs the other samples of the iteration, see ``finish``
         level, left_out = self._combine(components, metadata, None)
         return Scores(
             total=level,

@@ -50,9 +50,10 @@ class Worker:
     def __init__(self, reward: Reward, pickled: bytes) -> None:
         self.reward = reward
         self._num_asked = 0
+        # pipes of their own and not stdin and stdout, which a reward's libraries may write to
         child_requests, self._requests = os.pipe()
         self._replies, child_replies = os.pipe()
-        os.set_blocking(self._requests, False)
+        os.set_blocking(self._requests, False)  # a write that waits for a process that hangs would have no deadline
         command = [sys.executable, "-X", "faulthandler", "-c", _PROGRAM]
         try:
             self._process = subprocess.Popen(

@@ -197,6 +197,7 @@ class RewardServer:
 
         started = time.monotonic()
         status = 500
+        # counted before anything is checked, so that ``stop`` waits for every request that was begun
         self.num_accepted += 1
         try:
             self._check_token(request)
@@ -221,6 +222,7 @@ class RewardServer:
             too_large = f"the request is larger than max_request_mib {max_mib}"
             body = await read_body(request, max_mib * 2**20, too_large, READ_TIMEOUT_S, held)
             self.metrics.bytes_received += len(body)
+            # only once the body is read: both receive messages of the same connection
             hung_up = asyncio.create_task(_wait_for_hang_up(request))
             try:
                 label, samples = await self._decode(body, decoded, hung_up.done)

@@ -18,6 +18,7 @@ class Histogram:
 
     def observe(self, seconds: float) -> None:
         """Counts one."""
+        # the first bucket whose bound is not exceeded; ``lines`` adds them up, as Prometheus counts
         self.counts[sum(seconds > bound for bound in BUCKETS_S)] += 1
         self.sum_s += seconds
 
