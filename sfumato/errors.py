@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 LONG_VALUE = re.compile(r"(?<![^\s(\[{=:,])(['\"])((?:(?!\1)[^\n]){400,})\1|\S{1000,}")
-"""What an error repeats of the user's data and nobody reads to its end: in quotes, or without a space."""
+"""Long values of the user's data in a message: 400 characters in quotes, or 1,000 without a space."""
 
 LONGEST_LINE = 3000
 """Letters of the longest line of an error."""

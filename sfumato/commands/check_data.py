@@ -77,7 +77,7 @@ class SourceFindings:
 
     @property
     def samples(self) -> float:
-        """Samples of the whole source, estimated likewise."""
+        """Samples of the whole source, estimated from the rows that were looked at."""
         return self.num_samples / max(self.num_looked_at, 1) * self.num_rows
 
 

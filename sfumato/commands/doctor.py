@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
 
@@ -167,7 +167,7 @@ def _import_problem(package: str) -> str:
     return _describe_failure(lambda: importlib.import_module(names.get(package, package)))
 
 
-def _describe_failure(action: Callable[[], Any]) -> str:
+def _describe_failure(action: Callable[[], object]) -> str:
     """The first line of the error that an action raises, whatever it is; empty when it raises none."""
     try:
         action()

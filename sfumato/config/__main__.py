@@ -12,13 +12,17 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
 from sfumato.config.load import asks_for_help, parse_config
 from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 class _Deferred:
@@ -48,13 +52,15 @@ class _LoadedAlready(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, package: str) -> None:
         self.prefix = f"{package}."
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if not (name.startswith(self.prefix) and name in sys.modules):
             return None
         # The loader gives the module's own spec back: importlib writes this one into it meanwhile.
         return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
     def exec_module(self, module: Any) -> None:

@@ -9,13 +9,16 @@ import inspect
 import json
 import math
 import pkgutil
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
 from sfumato.config.trust import refuse_code
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
 
 
 class Section(BaseModel):
@@ -59,7 +62,7 @@ class Section(BaseModel):
 NOT_FINITE = "Input should be a finite number"
 
 
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(value: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
     """The values of nested mappings and lists that are neither, each with its place: the keys and indices to it."""
     if not isinstance(value, (dict, list)):
         yield place, value
@@ -203,7 +206,7 @@ class Variant:
             return name
         return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
 
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self.validate, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
         )

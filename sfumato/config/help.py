@@ -12,11 +12,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from sfumato.config.base import Section, Variant, find_variants
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 USAGE = """usage: {command}
 
@@ -117,7 +120,7 @@ def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
     return [f"  --{path} {kind}  (default: {default})", *(f"      {line}" for line in wrapped)]
 
 
-def _default(field: Any, variant: Variant | None) -> str:
+def _default(field: FieldInfo, variant: Variant | None) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -126,7 +129,7 @@ def _default(field: Any, variant: Variant | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _metadata(field: Any) -> list[Any]:
+def _metadata(field: FieldInfo) -> list[Any]:
     """Annotations of a field and of the items of a list field."""
     items = typing.get_args(field.annotation)
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]

@@ -41,7 +41,7 @@ NO_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "nu
 class _Loader(yaml.SafeLoader):
     """``1e-5`` is a number, a key that stands twice is an error; depth and number of values are bounded."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Counts levels and values while the tree of nodes is built.
 
         Aliases cost nothing there; only objects made from the tree would take the memory, so the count comes first.
@@ -67,7 +67,7 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping without keys that stand twice; keys are texts, as they are written."""
         seen: set[Hashable] = set()
         node.value = [(_as_text(key_node), value_node) for key_node, value_node in node.value]
@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _as_text(node: Any) -> Any:
+def _as_text(node: yaml.Node) -> yaml.Node:
     """The node of a scalar as one of text, where YAML would take it for something else."""
     if not isinstance(node, yaml.ScalarNode) or node.tag not in NO_TEXTS:
         return node
@@ -92,7 +92,7 @@ def _as_text(node: Any) -> Any:
 class _TextLoader(_Loader):
     """Every scalar is the text that stands for it."""
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         return super().construct_object(_as_text(node), deep)
 
 
@@ -104,7 +104,7 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the f
 
 
 def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
-    """What a YAML text stands for.
+    """The value of a YAML text.
 
     Args:
         text: of one document.
@@ -132,7 +132,7 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
         raise ConfigError(f"{name} is not valid YAML: a value that its tag or form does not allow: {error}") from error
 
 
-def _format_mark(mark: Any) -> str:
+def _format_mark(mark: yaml.Mark) -> str:
     return f"{mark.name}:{mark.line + 1}"
 
 
@@ -174,12 +174,12 @@ def read_yaml(path: str | Path, as_written: bool = False) -> dict[str, Any]:
 
 
 class Overrides(dict[str, Any]):
-    """A nested mapping of what overrides say."""
+    """Overrides as a nested mapping."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[str, Any] = {}
-        """The same, with each scalar as the text that stands for it."""
+        """The same mapping, with the text of each scalar as it was written."""
 
 
 def parse_overrides(arguments: list[str]) -> Overrides:
@@ -420,7 +420,7 @@ def _describe_one(
     return f"{where}: {message}{shown}"
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """A value as a message shows it, its middle left out where it is long."""
     return _cut(repr(value), LONGEST_SHOWN)
 
@@ -430,13 +430,13 @@ def _cut(text: str, longest: int) -> str:
 
 
 def suggest(name: str, names: list[str]) -> str:
-    """The end of a message about an unknown name: the nearest valid one, and all of them."""
+    """The end of a message about an unknown name: the nearest valid name, if one is near, and all valid names."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
 
 
-def _locate(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
+def _locate(location: tuple[Hashable, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
     """The place of a value for a message: ``file: a.b.c`` if it is from the file, ``--a.b.c`` if from an override."""
     dotted = ".".join(str(part) for part in location)
     node: Any = overrides
@@ -449,7 +449,7 @@ def _locate(location: tuple[Any, ...], path: str | Path | None, overrides: dict[
     return f"--{dotted}" if location else str(path or "configuration")
 
 
-def _field_names(schema: Any, location: tuple[Any, ...]) -> list[str]:
+def _field_names(schema: type[BaseModel] | None, location: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the section at that place."""
     for part in location:
         if isinstance(part, int) or schema is None:

@@ -37,7 +37,7 @@ def check_path(path: str) -> str:
 
 
 def check_paths(paths: str) -> str:
-    """The same for several paths with commas between them."""
+    """``check_path`` of several paths with commas between them."""
     return ",".join(check_path(part) for part in paths.split(","))
 
 
@@ -49,7 +49,7 @@ FilePaths = Annotated[str, AfterValidator(check_paths)]
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What a model is called on the hub: an owner and a name."""
+"""Form of a model's name on the hub: an owner and a name."""
 
 
 def find_model_folder(name: str) -> str:
@@ -105,8 +105,10 @@ def refuse_missing_model(folder: Path, option: str) -> None:
 
 
 def hub_hint(name: str | Path) -> str:
-    """How to get a model that is called by its name on the hub: the end of a message; empty where it is no such name,
-    or a folder that exists."""
+    """The end of a message about a model that is not there: how to fetch it from the hub.
+
+    Empty for a folder that exists, and for a text that is no name on the hub.
+    """
     if HUB_NAME.fullmatch(str(name)) is None or Path(name).exists():
         return ""
     return f", and not in the local hub cache. If it is a name on the hub: hf download {name}"

@@ -22,7 +22,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def secret_problem(place: Iterable[Hashable], value: object) -> str:
-    """What is wrong with a value of a configuration that is a secret, without repeating it; empty where it is none.
+    """A message about a value of a configuration that is a secret, which does not repeat it; empty for other values.
 
     Args:
         place: names and numbers that lead to the value.

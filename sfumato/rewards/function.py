@@ -15,7 +15,7 @@ from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
 
 CALL_OVERHEAD_S = 1.0
-"""What a call of many coroutines may take besides them, before its process is taken to hang."""
+"""Seconds that a call of many coroutines may take beyond their own timeouts, before its process is taken to hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class FunctionReward(Reward):
         return results[0] if self.groupwise else results
 
     async def _score_together(self, function: Callable[..., Any], samples: list[Sample]) -> list[Any]:
+        """What the async function returns for each sample, ``concurrency`` at a time; a Failure where it raised."""
         free = asyncio.Semaphore(self.concurrency)
 
         async def score_one(sample: Sample) -> Any:

@@ -42,7 +42,7 @@ class UnreadableError(ValueError):
 
 
 def final_text(reply: ChatReply) -> str:
-    """What a reply says in the end, after any ``<think>`` block.
+    """The text of a reply after any ``<think>`` block.
 
     Raises:
         UnreadableError: the judge refused, was cut off, or broke off.
@@ -122,20 +122,21 @@ class Judge(HttpReward):
 
     @property
     def tally(self) -> Tally:
-        """Counts of this judge, the same object whenever it is asked for."""
+        """Counts of this judge; equal judges of a process share one object, since a frozen dataclass holds no state."""
         return _build_tally(self)
 
     def variables(self) -> dict[str, Any]:
-        """What a template may use besides prompt, metadata, kind, source and the samples."""
+        """Further variables of the template, besides prompt, metadata, kind, source and the samples."""
         return {}
 
     def check_reply(self, reply: ChatReply) -> None:
         """Raises ConfigError when the server did not give what ``read`` needs."""
 
     def prepare(self) -> None:
-        """Reads the template and asks every server a little question.
+        """Reads the template and asks every server one short question.
 
-        Raises ConfigError that names what the template lacks, or the server, the model and what it said.
+        Raises:
+            ConfigError: a variable is missing in the template, or a server did not answer; the message names it.
         """
         self._load_template()
         for url in self.base_urls:
@@ -158,7 +159,7 @@ class Judge(HttpReward):
         self._load_template().fill(values, {})
 
     def take_notes(self) -> list[str]:
-        """Attempts that failed, and questions of which a value could do without the reply."""
+        """Attempts that failed, and events that subclasses have noted in the tally."""
         return super().take_notes() + self.tally.take_notes()
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
@@ -240,7 +241,7 @@ def _kind_of(sample: Sample) -> str:
 
 @dataclass
 class Tally:
-    """What became of a judge's replies since it was last asked. Threads may share it."""
+    """Counts of a judge's replies, and notes, since they were last taken. Threads may share it."""
 
     num_unread: int = 0
     num_replies: int = 0
@@ -253,19 +254,19 @@ class Tally:
             self.num_replies += num_replies
 
     def note(self, text: str) -> None:
-        """Counts something that people should know."""
+        """Counts an event that the log should mention."""
         with _lock:
             self.notes[text] += 1
 
     def take_counts(self) -> tuple[int, int]:
-        """Replies that could not be read, and all."""
+        """The number of unreadable replies and of all replies, since the last call."""
         with _lock:
             counts = self.num_unread, self.num_replies
             self.num_unread = self.num_replies = 0
         return counts
 
     def take_notes(self) -> list[str]:
-        """The notes, each with how often."""
+        """The notes since the last call, each with its count."""
         with _lock:
             notes, self.notes = self.notes, Counter()
         return [f"{text} ({count})" for text, count in notes.items()]

@@ -113,7 +113,7 @@ class Verifier:
         self._lock = threading.Lock()
         self._program: KeptProgram | None = None
 
-    def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[Any]:
+    def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[object]:
         """The verdict on each request, in order. Raises SandboxError when the verifier ended or answers nonsense."""
         with self._lock:
             try:

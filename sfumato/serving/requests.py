@@ -1,4 +1,4 @@
-"""What a request must be before a server looks at it: for this server, of no web page, small enough, and on its way."""
+"""Refuses requests before a server handles them: for another host, from a web page, too large, or too slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY_START_S = 10.0
 
 
 class RefusedRequestError(Exception):
-    """A request that is not looked at, as its sender is told."""
+    """A request that is refused; its sender is told the status and the text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)

@@ -25,12 +25,12 @@ MAX_CANDIDATES = 1000
 _EXCERPT_CHARACTERS = 200
 
 Content = str | list[dict[str, Any]]
-"""What a message says: a text, or parts that are texts and images."""
+"""Content of a message: a text, or a list of parts that are texts and images."""
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """What a model answered."""
+    """The reply of a model."""
 
     text: str
     refusal: str
@@ -42,7 +42,7 @@ class ChatReply:
 
     @property
     def excerpt(self) -> str:
-        """The beginning of what was said, for messages."""
+        """The beginning of the refusal or of the text, for messages."""
         return (self.refusal or self.text)[:_EXCERPT_CHARACTERS]
 
 

@@ -37,7 +37,7 @@ MAX_PIXEL_BYTES = 2**31
 MAX_PICTURE_PIXELS = 2**26
 """Pixels of one picture or frame."""
 PICTURE_BYTES = 7
-"""What a pixel takes besides while its picture is decoded: four bytes in Pillow's image, three in its copy."""
+"""Bytes that a pixel takes for a while when its picture is decoded: four in Pillow's image, three in its copy."""
 MAX_METADATA_BYTES = 2**29
 """Memory of the metadata of one request, as far as values are counted without being read."""
 MAX_METADATA_VALUES = 2**20
@@ -61,7 +61,7 @@ _MAX_REASON = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """A sample as it arrived: nothing of it is decoded yet."""
+    """A sample as it arrived, with pictures and metadata not yet decoded."""
 
     image: bytes | list[bytes] | None
     text: str | None
@@ -83,7 +83,7 @@ class EncodedRequest:
 
 @dataclass(frozen=True)
 class ServedReward:
-    """What a client has to know of a reward of a server."""
+    """A reward of a server, as clients are told of it."""
 
     groupwise: bool
     fingerprint: str
@@ -92,7 +92,7 @@ class ServedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDescription:
-    """What a server serves, and how much it takes at once."""
+    """The rewards of a server, and the limits of a request."""
 
     rewards: dict[str, ServedReward]
     max_batch_size: int
@@ -125,7 +125,7 @@ def encoded_size(sample: dict[str, Any]) -> int:
 
 
 def pixel_bytes(sample: Sample) -> int:
-    """What a sample counts towards MAX_PIXEL_BYTES."""
+    """Bytes of a sample's pixels, which count towards MAX_PIXEL_BYTES."""
     return sum(pixels.nbytes for pixels in (sample.image, sample.source) if pixels is not None)
 
 
@@ -218,7 +218,7 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
 
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
-    """What a server says of each sample. Raises WireError for anything but one value or failure per sample."""
+    """A server's value, or failure, of each sample. Raises WireError unless there is one for every sample."""
     reader = MessageReader(data)
     lists = {"values": [], "failures": []}
     kinds: dict[str, tuple[type | None, ...]] = {"values": (float, None), "failures": (str, None)}
@@ -236,12 +236,12 @@ def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
 
 
 def encode_description(description: ServerDescription) -> bytes:
-    """The body that says what a server serves."""
+    """The body that describes a server."""
     return import_msgpack().packb({"version": VERSION, **dataclasses.asdict(description)})
 
 
 def decode_description(data: bytes) -> ServerDescription:
-    """What a server serves. Raises WireError."""
+    """Reads the body that describes a server. Raises WireError."""
     reader = MessageReader(data)
     fields: dict[str, Any] = {}
     for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):

@@ -96,7 +96,7 @@ load_template = functools.cache(JudgeTemplate)
 
 
 def read_file(path: Path) -> str:
-    """A text that somebody wrote. Raises ConfigError when it is not UTF-8."""
+    """Reads a text file. Raises ConfigError when it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,7 +104,14 @@ def read_file(path: Path) -> str:
 
 
 def _read_source(source: str) -> tuple[str, str]:
-    """What messages call a template, and its text."""
+    """A name of the template for messages, and its text.
+
+    Args:
+        source: the text itself, if it has Jinja's braces; else the name of a shipped template, or a path.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     if "{{" in source or "{%" in source:
         return "the judge's template", source
     shipped = _SHIPPED / f"{source}.jinja"

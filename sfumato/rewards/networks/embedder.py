@@ -143,7 +143,7 @@ class ScoreHead(nn.Module):
 
 
 def build_score_head(tensors: Mapping[str, torch.Tensor], num_features: int, folder: Path) -> ScoreHead:
-    """A float32 head with these weights, frozen. Raises ConfigError when they are not those of such a head."""
+    """A frozen float32 head with these weights. Raises ConfigError when their names or shapes do not fit."""
     return assign_tensors(ScoreHead(num_features), {name: tensor.float() for name, tensor in tensors.items()}, folder)
 
 

@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
-    """The ``model_type`` of ``config.json``. Raises ConfigError when it is none of those allowed."""
+    """The ``model_type`` in ``config.json``. Raises ConfigError when it is not in ``allowed``."""
     check_folder(folder, "config.json")
     model_type = str(read_json(folder / "config.json").get("model_type"))
     if model_type not in allowed:

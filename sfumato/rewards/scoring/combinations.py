@@ -1,4 +1,4 @@
-"""What is optimised, made of the values of the rewards, each normalised before."""
+"""Combines the values of several rewards, each normalised before, into the total that is optimised."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def digest(samples: Sequence[Sample]) -> bytes:
     return content.digest()
 
 
-def _to_buffers(part: Any) -> list[Any]:
+def _to_buffers(part: object) -> list[bytes | memoryview]:
+    """What identifies a part of a sample: of an array its shape and its bytes, of anything else its pickle."""
     if isinstance(part, np.ndarray):
         return [repr(part.shape).encode(), np.ascontiguousarray(part).data.cast("B")]
     return [pickle.dumps(part, protocol=5)]  # equal bytes are equal values, whatever types metadata has

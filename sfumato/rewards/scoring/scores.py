@@ -1,4 +1,4 @@
-"""What rewards gave a batch, and what of it is logged."""
+"""The scores of a batch, and the metrics and records that are logged of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sfumato.tracking.samples import SampleRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a batch of B samples was given."""
+    """Scores of a batch of B samples."""
 
     total: np.ndarray
     """What is optimised, float64 [B]; NaN where a reward of non-zero weight failed."""
     level: np.ndarray
-    """The same without standardising within groups or the iteration, so that it can be compared over time."""
+    """The total without standardising within groups or the iteration, float64 [B]: comparable over time."""
     components: dict[str, np.ndarray]
     """Values of every reward by label, as it gave them, float64 [B]; NaN where it failed."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -76,11 +76,14 @@ class Scores:
 
     @property
     def messages(self) -> list[str]:
-        """What could not be scored, and what else the rewards have to say, each once."""
+        """Failures and notes for the log, each once."""
         return list(dict.fromkeys([*(f"failed: {failure}" for failure in self.failures), *self.notes]))
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Means of what could be scored, spreads, and the fractions that failed, of several rewards of each."""
+        """Metrics by name: means, spreads and failed fractions, also of each reward where there are several.
+
+        Samples without a value count in the fractions alone.
+        """
         numbers = {f"{prefix}reward/total": _mean(self.level)}
         numbers |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():

@@ -199,7 +199,7 @@ def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
     raise LostError(NONSENSE)
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 

@@ -183,7 +183,7 @@ class RewardServer:
             task.cancel()
 
     def describe(self) -> wire.ServerDescription:
-        """What is served."""
+        """The description that clients are sent."""
         served = {
             reward.label: wire.ServedReward(groupwise=reward.groupwise, fingerprint=self._fingerprints[reward.label])
             for reward in self.scorer.rewards
@@ -240,7 +240,11 @@ class RewardServer:
     async def _decode(
         self, body: bytearray, decoded: ByteShare, is_given_up: Callable[[], bool]
     ) -> tuple[str, list[Sample]]:
-        """The reward's label and the samples, in a thread, which looks between samples whether somebody still waits."""
+        """The reward's label and the samples of a request.
+
+        They are decoded in a thread, once the budget of decoded bytes has room. Between samples the thread asks
+        ``is_given_up``, so that a request whose client has hung up takes no more time.
+        """
         try:
             encoded = await asyncio.to_thread(wire.read_request, body, is_given_up)
             await decoded.wait_to_grow(encoded.decoded_bytes)
@@ -281,7 +285,7 @@ def _fingerprint(reward: Reward) -> str:
     return hashlib.sha256(json.dumps([sfumato.__version__, settings, files], sort_keys=True).encode()).hexdigest()
 
 
-def _file_hash(value: Any) -> str | None:
+def _file_hash(value: object) -> str | None:
     """The digest of the file that a field names: a template, a rubric, a function's source. None when it names none."""
     # before the colon of path.py:function stands the file of a function
     for name in (value, value.rpartition(":")[0]) if isinstance(value, str) else ():

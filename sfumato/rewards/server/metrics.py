@@ -1,4 +1,4 @@
-"""What a reward server counts, in the text format of Prometheus."""
+"""Counters of a reward server in the text format of Prometheus."""
 
 from __future__ import annotations
 
