@@ -4,20 +4,21 @@ import re
 from collections.abc import Sequence
 
 LONG_VALUE = re.compile(r"(?<![^\s(\[{=:,])(['\"])((?:(?!\1)[^\n]){400,})\1|\S{1000,}")
-"""What an error repeats of the user's data and nobody reads to its end: in quotes, or without a space."""
+"""Long values of the user's data in a message: 400 characters in quotes, or 1,000 without a space."""
 
 LONGEST_LINE = 3000
 """Letters of the longest line of an error."""
 
 
 def shorten_values(message: str) -> str:
-    """A message in which long values of the user's stand with their beginning, their end and their length."""
+    """A message in which long values of the user's are cut to their beginning and end, with their length."""
 
-    def shorten(found: re.Match[str]) -> str:
-        text = found[0]
+    def shorten(match: re.Match[str]) -> str:
+        text = match[0]
         return f"{text[:160]}...({len(text):,} letters)...{text[-40:]}"
 
     lines = LONG_VALUE.sub(shorten, message).split("\n")
+    # a line may still be long without one long value, such as a list of many names
     cut = (
         f"{line[:2000]}...({len(line):,} letters)...{line[-600:]}" if len(line) > LONGEST_LINE else line
         for line in lines
@@ -31,7 +32,7 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(shorten_values(given) if isinstance(given, str) else given for given in arguments))
+        super().__init__(*(shorten_values(part) if isinstance(part, str) else part for part in arguments))
 
 
 class ConfigError(UserError):
@@ -100,7 +101,9 @@ class RoleLostError(RuntimeError):
     def __init__(self, role: str, ranks: Sequence[int], reason: str) -> None:
         """Names the role, or ``ray`` without ranks, the ranks that are lost, and why, with what they last wrote."""
         super().__init__(role, tuple(ranks), reason)
-        self.role, self.ranks, self.reason = role, tuple(ranks), reason
+        self.role = role
+        self.ranks = tuple(ranks)
+        self.reason = reason
 
     def __str__(self) -> str:
         if not self.ranks:

@@ -23,10 +23,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.writing import open_to_append
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 GRACE_S = 10.0
 """Seconds that the other ranks have when one has ended with an error; they notice by themselves, unless they hang."""
@@ -71,8 +74,8 @@ class RankProcesses:
         self.ends: dict[int, End] = {}
         self.was_asked = False
 
-    def forward(self, number: int, _frame: Any) -> None:
-        """Passes a signal on."""
+    def forward(self, number: int, _frame: FrameType | None) -> None:
+        """Passes a signal on to the ranks; SIGHUP, which a lost terminal sends, as SIGTERM."""
         self.was_asked = True
         self.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
@@ -83,9 +86,13 @@ class RankProcesses:
                 process.send_signal(number)
 
     def wait(self) -> list[End]:
-        """Until all have ended; those that do not follow one that failed are killed, with their stacks taken."""
+        """Waits until all ranks have ended, and returns how, in the order of the ranks.
+
+        Once a rank has failed the others have ``GRACE_S`` to end; what still runs then writes its stacks and is killed.
+        """
+        # no deadline while all is well: a step may take as long as it takes, also after a signal to stop
         deadline = None
-        while self._look():
+        while self._note_ended():
             if deadline is None and any(end.code for end in self.ends.values()):
                 deadline = time.monotonic() + GRACE_S
             if deadline is not None and time.monotonic() > deadline:
@@ -94,19 +101,20 @@ class RankProcesses:
             time.sleep(0.05)
         return [self.ends[rank] for rank in self.ranks]
 
-    def _look(self) -> bool:
-        """Takes note of ranks that have ended; whether some have not."""
+    def _note_ended(self) -> bool:
+        """Notes the ranks that have ended since the last call; returns whether some still run."""
         for rank, process in zip(self.ranks, self.processes, strict=True):
             code = process.poll()
             if code is not None and rank not in self.ends:
-                self.ends[rank] = self._end(rank, code)
+                self.ends[rank] = self._read_end(rank, code)
         return len(self.ends) < len(self.processes)
 
-    def _end(self, rank: int, code: int) -> End:
-        stacks = _text(self.folder / f"{rank}.stacks")
-        said = _text(self.folder / f"{rank}.json")
-        if said:
-            return End(rank, code, **{"stacks": stacks, **json.loads(said)})
+    def _read_end(self, rank: int, code: int) -> End:
+        stacks = _read_text(self.folder / f"{rank}.stacks")
+        record = _read_text(self.folder / f"{rank}.json")
+        if record:
+            return End(rank, code, **{"stacks": stacks, **json.loads(record)})
+        # without a record the rank ended before it could write one, or was killed
         if code >= 0:
             return End(rank, code, at=time.time())
         if code == -signal.SIGTERM and self.was_asked:
@@ -124,15 +132,20 @@ class RankProcesses:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                self.ends[rank] = End(rank, LOST, kind="killed", stacks=_text(self.folder / f"{rank}.stacks"))
-        self._look()
+                self.ends[rank] = End(rank, LOST, kind="killed", stacks=_read_text(self.folder / f"{rank}.stacks"))
+        self._note_ended()
 
 
 def verdict(ends: Sequence[End]) -> tuple[int, str]:
-    """The exit code of the rank that ended first by itself, and what is to be said."""
+    """The exit code of the run, and its message.
+
+    Both are those of the cause: a rank that failed by itself goes before one that hung, and this before those that only
+    lost another rank, however early they noticed. Within a kind the rank that ended first counts.
+    """
     failed = sorted((end for end in ends if end.code and end.kind != "killed"), key=lambda end: end.at)
     if not failed:
         return 0, ""
+    # a rank that lost another one may end before the one that is the cause
     order = {"own": 0, "hang": 1, "lost": 2}
     first = min(failed, key=lambda end: order[end.kind])
     text = first.text
@@ -157,9 +170,10 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # all cores in each rank would be too many threads
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # no C++ stacks when a rank has ended
     }
+    # here ranks of this node leave how they ended and which log is the run's; on one node their store lies here, too
     folder = Path(tempfile.mkdtemp(prefix="sfumato_ends_"))
     if nnodes == 1:
-        environment |= {"SFUMATO_STORE": str(folder / "store"), **_only_here()}
+        environment |= {"SFUMATO_STORE": str(folder / "store"), **_loopback_only()}
     places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     try:
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
@@ -168,21 +182,24 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         code, text = verdict(ranks.wait())
         if text:
             print(printable(text), file=sys.stderr, flush=True)
-            _append(folder / "log", text)
+            _append_to_log(folder / "log", text)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return code
 
 
-def _only_here() -> dict[str, str]:
-    """NCCL's ports on loopback alone, unless a person named a network. gloo's are bound where groups are made."""
+def _loopback_only() -> dict[str, str]:
+    """Environment that binds NCCL's ports to loopback, unless NCCL_SOCKET_IFNAME is set.
+
+    gloo takes its address where process groups are made.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return {"NCCL_SOCKET_IFNAME": names[0]} if names and "NCCL_SOCKET_IFNAME" not in os.environ else {}
 
 
-def _append(pointer: Path, text: str) -> None:
-    """Writes the text into the log of the run, too, where the ranks have said which that is."""
-    log = Path(_text(pointer))
+def _append_to_log(pointer: Path, text: str) -> None:
+    """Appends the text to the run's log, if the ranks have written the path of that log into ``pointer``."""
+    log = Path(_read_text(pointer))
     try:
         if log.name and log.parent.is_dir():
             with open_to_append(log) as file:
@@ -191,7 +208,7 @@ def _append(pointer: Path, text: str) -> None:
         print(f"{log}: {error.strerror}", file=sys.stderr)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -211,14 +228,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--master-addr", default="127.0.0.1")
     parser.add_argument("--master-port", type=int, default=0, help="0 takes one that is free")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="task with its arguments")
-    given = parser.parse_args(arguments)
-    with socket.socket() as kept:  # bound, so that nobody else is given the port before rank 0 listens at it
-        port = given.master_port
+    options = parser.parse_args(arguments)
+    with socket.socket() as reserved:  # bound, so that nobody else is given the port before rank 0 listens at it
+        port = options.master_port
         if port == 0:
-            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            kept.bind(("", 0))
-            port = kept.getsockname()[1]
-        return launch(given.nnodes, given.node_rank, given.nproc_per_node, given.master_addr, port, given.command)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("", 0))
+            port = reserved.getsockname()[1]
+        return launch(
+            options.nnodes, options.node_rank, options.nproc_per_node, options.master_addr, port, options.command
+        )
 
 
 if __name__ == "__main__":

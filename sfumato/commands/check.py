@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,11 @@ from sfumato.commands.check_data import (
 )
 from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
 from sfumato.commands.find_task import load_for_task
-from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.text import LanguageModelConfig, TrainTextConfig
+from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.files.bad_rows import bad_row_limit
@@ -52,13 +51,18 @@ from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sfumato.commands.find_task import TaskConfig
+
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 """Exit codes."""
 
 
 @dataclass
 class Findings:
-    """Everything that was found out about a configuration."""
+    """What ``check_config`` found about a configuration."""
 
     config: str
     task: str
@@ -75,7 +79,7 @@ class Findings:
 
     @property
     def needed_bytes(self) -> int | None:
-        """What the rank that needs most will need, with what is not predicted."""
+        """Bytes of the rank that needs most, with an allowance for what is not predicted; None without a model."""
         return None if self.model is None else needed(self.model.largest, self.on_gpu)
 
     @property
@@ -83,8 +87,10 @@ class Findings:
         """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
         if self.problems:
             return WRONG
-        known = self.device_bytes is not None and self.needed_bytes is not None
-        return DOES_NOT_FIT if known and self.needed_bytes > self.device_bytes else FITS
+        needed_bytes = self.needed_bytes
+        if self.device_bytes is None or needed_bytes is None:
+            return FITS  # nothing to compare: an unknown machine, or a model whose memory is not predicted
+        return DOES_NOT_FIT if needed_bytes > self.device_bytes else FITS
 
     def to_json(self) -> str:
         """All of it for machines."""
@@ -119,6 +125,8 @@ def check_config(
     quiet_libraries()
     overrides = overrides or {}
     pool = _actor_pool(path, overrides)
+    # twice: the fewest ranks follow from the sizes in the configuration, which is then checked for that many; on Ray
+    # the number of the actor's processes stands in the configuration itself
     name, config = load_for_task(path, overrides, task, None if pool else num_ranks)
     ranks = (
         pool
@@ -128,111 +136,131 @@ def check_config(
     )
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
     layout = Layout.of(config.train, ranks)
-    found = Findings(str(path), name, layout, *_device(config.train.device, ranks, device_gib))
+    findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
     if with_data:
-        _say("looking at the data", show)
-        _look_at_data(found, config)
+        _print_progress("looking at the data", show)
+        _look_at_data(findings, config)
     try:
         check_trackers(config.train.trackers)
     except UserError as error:
-        found.problems.append(str(error))
-    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):
-        found.notes.append(f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)")
-        return found
-    _say("building the model without memory, and predicting what it needs", show)
+        findings.problems.append(str(error))
+    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):  # planned_of does not know their models
+        findings.notes.append(
+            f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
+        )
+        return findings
+    _print_progress("building the model without memory, and predicting what it needs", show)
     try:
-        found.model = check_model(config, layout, found.on_gpu, found.device_bytes, show)
-        if isinstance(config.model, LanguageModelConfig):
-            _look_at_model_folder(found, config)
+        findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
+        if isinstance(config, (TrainTextConfig, TextRLConfig)):
+            _look_at_model_folder(findings, config)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
-            and KEYS_AND_VALUES not in found.model.largest.parts
+            and KEYS_AND_VALUES not in findings.model.largest.parts
         ):
-            found.notes.append(
+            findings.notes.append(
                 "not predicted: what this model keeps of tokens while they are drawn, no keys and values"
             )
     except UserError as error:
-        found.problems.append(str(error))
-    return found
+        findings.problems.append(str(error))
+    return findings
 
 
 def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
-    """Processes that train where roles live on Ray, which starts them itself; None elsewhere."""
+    """The number of the actor's processes where roles live on Ray; None elsewhere.
+
+    Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.
+    """
     runtime = merge(read_yaml(path), overrides).get("runtime") or {}
     if not isinstance(runtime, dict) or runtime.get("backend") != "ray":
         return None
     pools = runtime.get("pools")
     actor = pools.get("actor") if isinstance(pools, dict) else None
     count = actor.get("processes", 1) if isinstance(actor, dict) else 1
-    return count if isinstance(count, int) and count > 0 else 1  # what is wrong there is said by the section
+    return count if isinstance(count, int) and count > 0 else 1  # validation names what is wrong with it
 
 
-def _say(what: str, show: bool) -> None:
+def _print_progress(doing: str, show: bool) -> None:
     if show:
-        print(f"check: {what}", file=sys.stderr, flush=True)
+        print(f"check: {doing}", file=sys.stderr, flush=True)
 
 
-def _look_at_data(found: Findings, config: Section) -> None:
+def _look_at_data(findings: Findings, config: TaskConfig) -> None:
+    """Puts what the data holds into the findings; what would stop the run becomes a problem."""
     try:
         if isinstance(config, TrainTextConfig):
-            tokenizer, reader = _tokenizer_of(found, config)
+            tokenizer, reader = _tokenizer_of(findings, config)
             facts = facts_of(tokenizer)
             facts.date = run_date(config.train)
             facts.appends_end = not isinstance(config, TrainTextRewardConfig)
-            found.data = check_text_data(config, tokenizer, reader, found.layout)
+            findings.data = check_text_data(config, tokenizer, reader, findings.layout)
         elif isinstance(config, TextRLConfig):
-            tokenizer, reader = _tokenizer_of(found, config)
+            tokenizer, reader = _tokenizer_of(findings, config)
             facts_of(tokenizer).date = run_date(config.train)
-            found.data = check_text_prompt_data(config, tokenizer, reader)
+            findings.data = check_text_prompt_data(config, tokenizer, reader)
         elif isinstance(config, DiffusionRLConfig):
-            found.data = check_prompt_data(config)
+            findings.data = check_prompt_data(config)
         elif isinstance(config, TrainOmniConfig):
-            found.notes.append("the data was not looked at: its images have no size before the parts are read")
+            findings.notes.append("the data was not looked at: its images have no size before the parts are read")
             return
         else:
-            found.data = check_image_data(config, found.layout)
+            findings.data = check_image_data(config, findings.layout)
     except UserError as error:
-        found.problems.append(str(error))
+        findings.problems.append(str(error))
         return
+    # a run leaves out that many bad rows; the prompts of RL have no such field
     limit = getattr(config.data, "max_bad_rows", 0)
-    for part in (found.data.training, found.data.validation):
+    for part in (findings.data.training, findings.data.validation):
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
-        (found.problems if stops else found.notes).extend(lines)
-    found.notes.extend(found.data.notes)
+        (findings.problems if stops else findings.notes).extend(lines)
+    findings.notes.extend(findings.data.notes)
 
 
-def _look_at_model_folder(found: Findings, config: Any) -> None:
-    """What a language model's folder says that the run follows, leaves out, or refuses."""
+def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLConfig) -> None:
+    """Notes and problems from a language model's own configuration.
+
+    These are fields that the run leaves out, noise in a router, and a router's loss, which the task may refuse.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    model, sees = made_model(config.model), config.data.data_type.has_images
-    described = read_model_config(model, sees)
-    found.notes.extend(describe_left_out(described))
+    model = made_model(config.model)
+    has_images = config.data.data_type.has_images
+    described = read_model_config(model, has_images)
+    findings.notes.extend(describe_left_out(described))
     if jitter := describe_jitter(described):
-        (found.problems if config.train.probe == "stop" else found.notes).append(jitter)
-    auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
-    cls = auto_class._model_mapping.get(type(described), None)
+        (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
+    auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
+    cls: Any = auto_class._model_mapping.get(type(described), None)  # stubs of the lazy mapping give no class
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
-        found.notes.extend(describe_router_loss(cls, described))
+        findings.notes.extend(describe_router_loss(cls, described))
         if asked_coefficient(described) and adds_router_loss(cls):
-            check_router_settings(found.layout, config.train.compiles("cuda" if found.on_gpu else "cpu"))
+            check_router_settings(findings.layout, config.train.compiles("cuda" if findings.on_gpu else "cpu"))
 
 
-def _tokenizer_of(found: Findings, config: TrainTextConfig | TextRLConfig) -> tuple[Any, ImageReader | None]:
-    """The tokenizer of a language model, and where the data has images what reads these."""
-    model, data_type = made_model(config.model), config.data.data_type
+def _tokenizer_of(
+    findings: Findings, config: TrainTextConfig | TextRLConfig
+) -> tuple[PreTrainedTokenizerFast, ImageReader | None]:
+    """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
+    model = made_model(config.model)
+    data_type = config.data.data_type
     if not data_type.has_images:
         return build_tokenizer(model), None
-    found.notes.append("predicted as if every token were one of an image, which takes the most memory")
-    reader = vision_on_meta(model, language_model_on_meta(model, found.on_gpu, sees=True), data_type).reader
+    findings.notes.append("predicted as if every token were one of an image, which takes the most memory")
+    reader = vision_on_meta(model, language_model_on_meta(model, findings.on_gpu, sees=True), data_type).reader
     return reader.tokenizer, reader
 
 
-def _device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
-    """Name and memory of one rank's device, and whether it is a GPU."""
+def _describe_device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
+    """Name and bytes of one rank's device (None when not known), and whether it is a GPU.
+
+    Args:
+        wanted: ``train.device``.
+        num_ranks: processes, which share the memory of a CPU.
+        gib: memory of one GPU, if it was given; then no device of this machine is looked at.
+    """
     if gib is not None:
         return f"GPU with {gib:g} GiB", round(gib * 2**30), True
     if torch.cuda.is_available() and wanted != "cpu":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -36,6 +36,13 @@ from sfumato.models.diffusion.encoded import Dataset
 from sfumato.models.language.model_folder import describe_export
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from sfumato.config.image_data import PairDataConfig
+    from sfumato.config.omni import TrainImageTokenizerConfig
+    from sfumato.data.media.image_conversation import ImageConversationTransform
 
 FIRST_ROWS = 64
 """Rows that are looked at from the beginning of each source, and as many spread over the rest."""
@@ -70,7 +77,7 @@ class SourceFindings:
 
     @property
     def samples(self) -> float:
-        """Samples of the whole source, estimated likewise."""
+        """Samples of the whole source, estimated from the rows that were looked at."""
         return self.num_samples / max(self.num_looked_at, 1) * self.num_rows
 
 
@@ -88,39 +95,38 @@ class DataFindings:
     tokens_are_exact: bool = False
     """Whether they are counted, which they are when the data has been tokenised before."""
     notes: list[str] = field(default_factory=list)
-    """What is not read, and evaluation rows that are training rows."""
+    """What the run's log would say of the data: what is not read, evaluation rows that are training rows."""
     tokens_per_step: int | None = None
     """Most tokens of one step."""
     images_per_step: int | None = None
-    notes: list[str] = field(default_factory=list)
-    """What the run's log would say of the data."""
     answers: list[str] = field(default_factory=list)
     """How the answers of a language model end, and what its export says of it."""
 
 
 def check_text_data(
-    config: TrainTextConfig, tokenizer: Any, reader: ImageReader | None, layout: Layout
+    config: TrainTextConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None, layout: Layout
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
-    Steps and tokens are counted when text has been tokenised already, and else estimated. Of media the head of every
-    file is read; those of the rows that are looked at are read whole.
+    Steps and tokens are counted when the text has been tokenised before, and otherwise estimated from some rows. Of
+    media files the head is read, of every row; those of the rows that are looked at are decoded.
 
     Raises:
         UserError: when a file or a setting is wrong. Bad rows raise nothing: they are in the findings.
     """
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     transform = build_transform(data, tokenizer, reader)
     sources = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # rows are looked at everywhere
     validation = open_validation(data)
-    found = DataFindings([_look_at_text(*table, transform) for table in _tables(sources)])
-    found.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
-    found.validation = [_look_at_text(*table, transform) for table in _tables(validation)]
+    findings = DataFindings([_look_at_text(*table, transform) for table in _list_tables(sources)])
+    findings.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
+    findings.validation = [_look_at_text(*table, transform) for table in _list_tables(validation)]
     if not isinstance(config, TrainTextRewardConfig):
-        found.answers = _answers(adopt_answer_end(transform, tokenizer), tokenizer)
+        findings.answers = _describe_answer_end(adopt_answer_end(transform, tokenizer), tokenizer)
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
-    found.tokens_per_step = global_batch * per_sample
+    findings.tokens_per_step = global_batch * per_sample
     store = None
     if data.datasets_type == "mapping" and reader is None:
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
@@ -128,78 +134,94 @@ def check_text_data(
     if store is not None:
         with pretended_mesh(layout) as mesh:
             loader = build_text_loader(data, train, 0, transform, sources, mesh, lambda text: None)
-        found.num_steps, found.tokens = loader.total_steps, loader.tokens_per_epoch
-        found.tokens_are_exact = True
-        return found
-    found.tokens = sum(source.tokens for source in found.training)
-    samples = max(sum(source.samples for source in found.training), 1)
-    per_step = found.tokens_per_step if train.dyn_bsz else global_batch * found.tokens / samples
-    found.steps_are_exact = train.max_steps is not None
-    wanted = data.train_size or train.num_train_epochs * found.tokens
-    found.num_steps = train.max_steps or max(round(wanted / max(per_step, 1)), 1)
-    return found
+        findings.num_steps = loader.total_steps
+        findings.tokens = loader.tokens_per_epoch
+        findings.tokens_are_exact = True
+        return findings
+    # no store of tokens yet: the rows that were looked at stand for the rest of their source
+    findings.tokens = sum(source.tokens for source in findings.training)
+    samples = max(sum(source.samples for source in findings.training), 1)
+    tokens_per_step = findings.tokens_per_step if train.dyn_bsz else global_batch * findings.tokens / samples
+    findings.steps_are_exact = train.max_steps is not None
+    total_tokens = data.train_size or train.num_train_epochs * findings.tokens
+    findings.num_steps = train.max_steps or max(round(total_tokens / max(tokens_per_step, 1)), 1)
+    return findings
 
 
-def check_image_data(config: TrainDitConfig | TrainAutoencoderConfig, layout: Layout) -> DataFindings:
+def check_image_data(
+    config: TrainDitConfig | TrainAutoencoderConfig | TrainImageTokenizerConfig, layout: Layout
+) -> DataFindings:
     """Looks at images or videos, or pairs, their captions and perhaps source images. Raises as ``check_text_data``."""
-    data, seed, held_out = config.data, config.train.seed, None
+    data = config.data
+    seed = config.train.seed
+    held_out = None
     notes: list[str] = []
     if isinstance(config, TrainDitDpoConfig):
-        dataset: Dataset = open_image_pairs(data, seed, notes.append)
-        held_out = open_held_out_pairs(data, seed, config.eval.num_rows)
+        dataset: Dataset = open_image_pairs(config.data, seed, notes.append)
+        held_out = open_held_out_pairs(config.data, seed, config.eval.num_rows)
     else:
         dataset = open_image_text(data, seed, notes.append)
-    found = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
+    findings = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
     if held_out is not None:
-        found.validation = [_look_at_images(data.eval_path or "glyphs", held_out, notes)]
+        eval_path = cast("PairDataConfig", data).eval_path
+        findings.validation = [_look_at_images(eval_path or "glyphs", held_out, notes)]
+    # the run's own loader counts the steps, on a mesh that only pretends to have processes
     with pretended_mesh(layout) as mesh:
         loader = IndexLoader(len(dataset), config.train, mesh, say=notes.append)
-    found.num_steps = loader.total_steps
-    found.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
-    return found
+    findings.num_steps = loader.total_steps
+    findings.images_per_step = loader.global_batch_size * (2 if dataset.is_paired else 1)
+    return findings
 
 
 def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
     """Looks at all prompts, as the rewards do. Raises as ``check_text_data``."""
-    found = DataFindings(num_steps=config.train.max_steps)
-    found.images_per_step = config.rollout.num_prompts * config.rollout.n
-    for split, listed in (("train", found.training), ("eval", found.validation)):
+    findings = DataFindings(num_steps=config.train.max_steps)
+    findings.images_per_step = config.rollout.num_prompts * config.rollout.n
+    for split, sources in (("train", findings.training), ("eval", findings.validation)):
         prompts = load_prompts(config.data, split, config.eval.num_prompts if split == "eval" else None)
         check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
                 prompt.check_source(config.rollout.height, config.rollout.width)
         path = config.data.train_path if split == "train" else config.data.eval_path
-        listed.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
-    return found
+        sources.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
+    return findings
 
 
-def check_text_prompt_data(config: TextRLConfig, tokenizer: Any, reader: ImageReader | None = None) -> DataFindings:
+def check_text_prompt_data(
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
-    data, kind, found = config.data, config.rollout.kind, DataFindings(num_steps=config.train.max_steps)
+    data = config.data
+    kind = config.rollout.kind
+    findings = DataFindings(num_steps=config.train.max_steps)
     template = build_prompt_template(data, tokenizer, reader)
     kind.prepare(template)
     if template.chat is not None:
         template.chat.adopt()
-    found.answers = _answers(template.answer_end, tokenizer)
+    findings.answers = _describe_answer_end(template.answer_end, tokenizer)
     if config.rollout.stop:
-        found.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
+        findings.answers.append(f"drawing stops at the texts {', '.join(map(repr, config.rollout.stop))}, too")
     loaded: list[list[TextPrompt]] = []
-    for split, listed in (("train", found.training), ("eval", found.validation)):
+    for split, sources in (("train", findings.training), ("eval", findings.validation)):
         limit = config.eval.num_prompts if split == "eval" else None
         settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
-        prompts = load_text_prompts(data, template, split, **settings, log=found.notes.append)
+        prompts = load_text_prompts(data, template, split, **settings, log=findings.notes.append)
         check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         lengths = [len(prompt.token_ids) for prompt in prompts]
         path = data.train_path if split == "train" else data.eval_path
-        counts = {"num_samples": len(prompts), "num_tokens": sum(lengths), "longest": max(lengths)}
-        listed.append(SourceFindings(path or "problems made in code", len(prompts), len(prompts), **counts))
+        source = SourceFindings(path or "problems made in code", len(prompts), len(prompts))
+        source.num_samples = len(prompts)
+        source.num_tokens = sum(lengths)
+        source.longest = max(lengths)
+        sources.append(source)
         loaded.append(prompts)
-    found.notes += describe_shared_prompts(*loaded)
-    return found
+    findings.notes += describe_shared_prompts(*loaded)
+    return findings
 
 
-def _answers(end: AnswerEnd, tokenizer: Any) -> list[str]:
+def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Lines about the tokens that end an answer, and what an export will say of them."""
     lines = [*end.describe(), describe_export(tokenizer)]
     if facts_of(tokenizer).is_pad_added:
         lines.append("the tokenizer has no padding token; the run pads with the end of a text, and exports none")
@@ -207,19 +229,21 @@ def _answers(end: AnswerEnd, tokenizer: Any) -> list[str]:
 
 
 def sampled_rows(count: int) -> list[int]:
-    """The first rows, and as many spread evenly over the rest, the last one among them."""
+    """Indices of the first rows, and of as many spread evenly over the rest, with the last row."""
     first = min(count, FIRST_ROWS)
     spread = np.linspace(first, count - 1, min(FIRST_ROWS, count - first)).round().astype(int) if count > first else []
     return [*range(first), *dict.fromkeys(map(int, spread))]
 
 
-def _tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
+def _list_tables(sources: Sources | None) -> list[tuple[str, RowTable]]:
     return [] if sources is None else list(zip(sources.names, sources.rows, strict=True))
 
 
 def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> SourceFindings:
+    """Transforms some rows of a source of text, and reads the heads of the media files of all others."""
+
     def look(index: int, findings: SourceFindings) -> None:
-        for sample in transform(_row(rows, index, transform), rows.describe(index)):
+        for sample in transform(_read_row(rows, index, transform), rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
@@ -227,32 +251,34 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
 
     findings = _look_at(name, rows, look)
     if getattr(transform, "has_images", False):
-        _look_at_heads(findings, rows, transform)
+        _look_at_heads(findings, rows, cast("ImageConversationTransform", transform))
     return findings
 
 
-def _row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
-    """A row, which knows the folder of its file where images stand in it."""
+def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
+    """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
     return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 
 
-def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: TextTransform) -> None:
-    """Of the rows that have not been looked at, the heads of the files that stand in them."""
-    known = {*sampled_rows(len(rows))}
+def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageConversationTransform) -> None:
+    """Reads the heads of the media files in the rows that ``sampled_rows`` leaves out; no picture is decoded."""
+    read_whole = {*sampled_rows(len(rows))}
     for index in range(len(rows)):
-        if index in known:
+        if index in read_whole:
             continue
         where = rows.describe(index)
         try:
-            for medium in transform.files(_row(rows, index, transform), where):
+            row = filed_row(rows, index)
+            for medium in transform.files(row, where):
                 check_head(medium, where)
         except DataError as error:
             findings.bad_rows.append(str(error))
             findings.is_fatal |= error.fatal
-    findings.num_heads = len(rows) - len(known)
+    findings.num_heads = len(rows) - len(read_whole)
 
 
 def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFindings:
+    """Reads captions, pictures and source images of some rows; a note says how many pictures would be enlarged."""
     enlarged: list[bool] = []
 
     def look(index: int, findings: SourceFindings) -> None:
@@ -268,7 +294,8 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
     return findings
 
 
-def _look_at(name: str, rows: Any, look: Callable[[int, SourceFindings], None]) -> SourceFindings:
+def _look_at(name: str, rows: Sized, look: Callable[[int, SourceFindings], None]) -> SourceFindings:
+    """Calls ``look`` with the indices of ``sampled_rows``; a DataError that it raises names a bad row."""
     findings = SourceFindings(name, len(rows))
     for index in sampled_rows(len(rows)):
         findings.num_looked_at += 1

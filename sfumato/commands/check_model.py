@@ -1,4 +1,4 @@
-"""What a configuration's model is, and what of it each rank will hold."""
+"""Builds a configuration's model on the meta device and predicts the memory of each rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.algorithms.decay import FROZEN
 from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
-from sfumato.config.base import Section
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_maker
@@ -35,6 +34,14 @@ from sfumato.parallel.dropout import refuse_unkeyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
 
+if TYPE_CHECKING:
+    from sfumato.commands.find_task import TaskConfig
+    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+    from sfumato.config.dit import TrainDitConfig
+    from sfumato.config.sections import ModelConfig
+    from sfumato.config.text_data import TextTrainConfig
+    from sfumato.config.text_rl import TextRLTrainConfig
+
 MOST_RANKS = 4096
 """Most ranks that are tried when none are given."""
 
@@ -50,13 +57,13 @@ NOTABLY_LESS = 0.95
 
 @dataclass
 class ModelFindings:
-    """What was found out about the model."""
+    """Size of the model, its memory in each rank, and what would need less."""
 
     kind: str = ""
     num_parameters: int = 0
     num_trained: int = 0
     num_active: int | None = None
-    """Parameters of matrices that a token meets; None for diffusion models."""
+    """Parameters of matrices that a token is multiplied with; None for diffusion models."""
     flops_per_token: float | None = None
     """Operations of training for each token, in documents of data.max_seq_len tokens."""
     ranks: list[RankMemory] = field(default_factory=list)
@@ -71,23 +78,25 @@ class ModelFindings:
 
 
 def smallest_number_of_ranks(config: ParallelConfig) -> int:
-    """The fewest processes on which the configured sizes are possible.
+    """The fewest processes that the configured parallel sizes allow.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when no number up to ``MOST_RANKS`` does; the last reason.
     """
     error: ConfigError | None = None
     for count in range(config.ranks_per_sample, MOST_RANKS + 1, config.ranks_per_sample):
         try:
             Layout.of(config, count)
-        except ConfigError as found:
-            error = found
+        except ConfigError as size_error:
+            error = size_error
             continue
         return count
     raise error or ConfigError(f"train: the sizes need more than {MOST_RANKS} processes")
 
 
-def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None, show: bool = False) -> ModelFindings:
+def check_model(
+    config: TaskConfig, layout: Layout, on_gpu: bool, limit: int | None, show: bool = False
+) -> ModelFindings:
     """Builds the model on meta and predicts memory.
 
     Args:
@@ -104,22 +113,27 @@ def check_model(config: Section, layout: Layout, on_gpu: bool, limit: int | None
     module = planned.build()
     if isinstance(config.model, LanguageModelConfig):
         refuse_unkeyed_dropout(module)
-    found = ModelFindings(type(module).__name__)
-    found.num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    found.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    findings = ModelFindings(type(module).__name__)
+    findings.num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    findings.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     if isinstance(config, TrainTextConfig):
-        flops, length = FlopCount(module, planned.vision), config.data.max_seq_len
-        found.num_active, found.flops_per_token = flops.active_weights, flops.training([length]) / length
-    found.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
-    if limit is not None and needed(found.largest, on_gpu) > limit:
-        tried = _what_helps(config, layout, on_gpu, limit, show)
-        found.advice = [change for change in tried if change[1] < NOTABLY_LESS * needed(found.largest, on_gpu)]
-    return found
+        flops = FlopCount(module, planned.vision)
+        length = config.data.max_seq_len
+        findings.num_active = flops.active_weights
+        findings.flops_per_token = flops.training([length]) / length
+    findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
+    # advice only where it does not fit: each change builds and plans the model once more
+    if limit is not None and needed(findings.largest, on_gpu) > limit:
+        changes = _try_changes(config, layout, on_gpu, limit, show)
+        findings.advice = [change for change in changes if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
+    return findings
 
 
-def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None) -> list[RankMemory]:
-    """The memory of the first rank of each stage, with what a task has beside the model that it trains."""
-    ranks = plan_memory(planned, _used(config), layout.size)
+def _plan_ranks(
+    config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
+) -> list[RankMemory]:
+    """The memory of the first rank of each pipeline stage; in RL of text with critic, engine and previous weights."""
+    ranks = plan_memory(planned, _effective_train(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
         add_previous(rank, config)
@@ -128,29 +142,32 @@ def _plan_ranks(config: Section, planned: Planned, layout: Layout, on_gpu: bool,
     return ranks
 
 
-def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
+def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     """The model of a configuration, for ``plan_memory``."""
     train = config.train
     if isinstance(config, TrainTextRewardConfig):
-        return plan_scalar_model(config.model, config.data, train, layout, on_gpu)
+        return plan_scalar_model(config.model, config.data, config.train, layout, on_gpu)
     if isinstance(config, TrainTextConfig):
         reference = isinstance(config, TrainTextKtoConfig)
         if isinstance(config, TrainTextDpoConfig):
             reference = config.dpo.has_reference
-        return plan_language_model(made_model(config.model), config.data, train, layout, on_gpu, reference)
+        return plan_language_model(made_model(config.model), config.data, config.train, layout, on_gpu, reference)
     if isinstance(config, TextRLConfig):
         has_reference = "reference" in config.algorithm.other_policies
         samples = train.global_batch_size or config.rollout.num_prompts * config.rollout.n
         sizes = config.max_seq_len, samples
         rest = layout, on_gpu, has_reference, config.data.data_type, config.algorithm.entropy_coef != 0
-        return plan_text_policy(made_model(config.model), *sizes, train, *rest)
+        return plan_text_policy(made_model(config.model), *sizes, config.train, *rest)
+    # of omni models no memory is predicted: check_config stops before
+    config = cast("TrainDitConfig | TrainAutoencoderConfig | TrajectoryRLConfig | ForwardRLConfig", config)
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
-    is_rl, size = isinstance(config, DiffusionRLConfig), (section.height, section.width)
-    sizes = [] if is_rl else section.sizes
+    is_rl = isinstance(config, DiffusionRLConfig)
+    size = (section.height, section.width)
+    sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
     set_output(model, (*size, section.num_frames), "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
@@ -161,7 +178,8 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
         "offload_idle": config.model.offload_idle,
     }
     if isinstance(config, DiffusionRLConfig):
-        rollout, algorithm = config.rollout, config.algorithm
+        rollout = config.rollout
+        algorithm = config.algorithm
         others = algorithm.other_policies
         is_frozen = others.get("reference") == FROZEN
         per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
@@ -171,7 +189,7 @@ def planned_of(config: Section, layout: Layout, on_gpu: bool) -> Planned:
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,
         }
-    passes = math.ceil(per_rank / train.micro_batch_size)
+    passes = math.ceil(per_rank / train.micro_batch_size)  # of a step: gradients are added up where it is above 1
     return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)
 
 
@@ -188,52 +206,59 @@ def needed(memory: RankMemory, on_gpu: bool) -> int:
     return round(memory.total * (1 + FRAGMENTED)) + CONTEXT_BYTES if on_gpu else memory.total
 
 
-def _used(config: Section) -> TrainConfig:
-    """The train section as its task uses it: autoencoders are whole in each process and compute nothing again."""
+def _effective_train(config: TaskConfig) -> TrainConfig:
+    """The section train as its task uses it: an autoencoder is replicated, and keeps all activations."""
     if not isinstance(config, TrainAutoencoderConfig):
         return config.train
     return config.train.model_copy(update={"data_parallel_mode": "ddp", "activation_checkpointing": "none"})
 
 
-def _what_helps(
-    config: Section, layout: Layout, on_gpu: bool, limit: int, show: bool = False
+def _try_changes(
+    config: TaskConfig, layout: Layout, on_gpu: bool, limit: int, show: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Changes, each alone, those that go together, and more processes, with the bytes that are needed then."""
-    together: dict[str, Any] = {}
-    alone = list(_changes(config, layout))
-    progress = Progress(len(alone), 0, "check: what would need less memory", enabled=show)
-    for number, (name, changes, is_combined) in enumerate(alone, start=1):
-        together |= changes if is_combined else {}
+    """Settings that may help, and the bytes that a rank needs with them.
+
+    Yields each change by itself, then all that can be combined at once, then two, four and eight times the processes.
+    """
+    combined: dict[str, Any] = {}
+    changes = list(_list_changes(config, layout))
+    progress = Progress(len(changes), 0, "check: what would need less memory", enabled=show)
+    for number, (name, settings, is_combined) in enumerate(changes, start=1):
+        combined |= settings if is_combined else {}
         try:
-            yield name, _with(config, changes, layout, on_gpu, limit)
+            yield name, _needed_with(config, settings, layout, on_gpu, limit)
         except UserError:  # a change that this model does not allow is no advice
             continue
         finally:
             progress.update(number)
     progress.close()
-    if len(together) > 1:
-        yield "these together: " + ", ".join(together), _with(config, together, layout, on_gpu, limit)
+    if len(combined) > 1:
+        yield "these together: " + ", ".join(combined), _needed_with(config, combined, layout, on_gpu, limit)
+    # more processes do not help where each holds the whole model
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
         more = Layout.of(config.train, layout.size * times)
-        yield f"{more.size} processes instead of {layout.size}", (size := _with(config, {}, more, on_gpu, limit))
+        yield f"{more.size} processes instead of {layout.size}", (size := _needed_with(config, {}, more, on_gpu, limit))
         if size <= limit:
             return
 
 
-def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Settings of ``train`` that take less memory, and whether they are tried together."""
-    train, is_text = config.train, isinstance(config, (TrainTextConfig, TextRLConfig))
+def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Settings that may take less memory: a description, the changed fields, and whether they can be combined."""
+    train = config.train
+    is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
     modes = ("none", "selective", "full")
+    # only modes that keep fewer activations than the present one
     for mode in modes[modes.index(train.activation_checkpointing) + 1 :]:
         yield f"train.activation_checkpointing {mode}", {"activation_checkpointing": mode}, mode == "full"
     has_logits = is_text and not isinstance(config, TrainTextRewardConfig)
-    if has_logits and not train.chunked_loss and layout.pp == 1:
+    if has_logits and not cast("TextTrainConfig | TextRLTrainConfig", train).chunked_loss and layout.pp == 1:
         yield "train.chunked_loss true", {"chunked_loss": True}, True
     if train.micro_batch_size > 1:
         yield "train.micro_batch_size 1", {"micro_batch_size": 1}, True
-    if isinstance(config, TrainTextConfig) and train.dyn_bsz and layout.data > 1 and train.data_parallel_mode != "ddp":
+    is_packed = isinstance(config, TrainTextConfig) and config.train.dyn_bsz
+    if is_packed and layout.data > 1 and train.data_parallel_mode != "ddp":
         batch = train.micro_batch_size * layout.data  # one micro-batch a step: no gradients are added up
         changes = {"dyn_bsz": False, "global_batch_size": batch}
         yield f"train.dyn_bsz false and train.global_batch_size {batch}", changes, False
@@ -243,13 +268,14 @@ def _changes(config: Section, layout: Layout) -> Iterator[tuple[str, dict[str, A
         yield "train.optimizer adamw8bit", {"optimizer": "adamw8bit"}, False
     if layout.size > 1 and not train.enable_fsdp_offload and train.data_parallel_mode != "ddp":
         yield "train.enable_fsdp_offload true", {"enable_fsdp_offload": True}, False
-    if config.model.lora is None:
-        yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False
+    if cast("LanguageModelConfig | ModelConfig", config.model).lora is None:
+        yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 
 
-def _with(config: Section, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
-    """Bytes that are needed when settings are changed: fields of ``train``, or ``model.lora``."""
-    changes, model = dict(changes), config.model
+def _needed_with(config: TaskConfig, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
+    """Bytes that the largest rank needs with changed fields of ``train``, or another ``model.lora``."""
+    changes = dict(changes)
+    model = config.model
     if (lora := changes.pop("model.lora", None)) is not None:
         model = model.model_copy(update={"lora": lora, "dtype": "bf16"})
     train = config.train.model_copy(update=changes)

@@ -14,36 +14,40 @@ from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
 from sfumato.config.characters import printable
 
 
-def show_findings(found: Findings, console: Console) -> None:
+def show_findings(findings: Findings, console: Console) -> None:
     """Prints everything, the verdict last."""
-    layout = found.layout
+    layout = findings.layout
     axes = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp", "ep")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
     shape = f" ({sizes})" if sizes else ""
-    _print(console, f"{found.config}: tasks/{found.task}.py on {_plural(layout.size, 'process')}{shape}")
-    if found.data is not None:
-        _show_data(found.data, console)
-    if found.model is not None:
-        _show_model(found, console)
-        _show_memory(found, console)
-    for note in found.notes:
+    _print(console, f"{findings.config}: tasks/{findings.task}.py on {_plural(layout.size, 'process')}{shape}")
+    if findings.data is not None:
+        _show_data(findings.data, console)
+    if findings.model is not None:
+        _show_model(findings, console)
+        _show_memory(findings, console)
+    for note in findings.notes:
         _print(console, f"note: {note}")
-    for problem in found.problems:
+    for problem in findings.problems:
         _print(console, f"error: {problem}")
-    _print(console, _verdict(found))
+    _print(console, _format_verdict(findings))
 
 
-def _verdict(found: Findings) -> str:
-    if found.exit_code == WRONG:
-        return f"{_plural(len(found.problems), 'problem')}: the run would stop"
-    if found.exit_code == DOES_NOT_FIT:
-        return f"does not fit: {_gib(found.needed_bytes)} needed, {_gib(found.device_bytes)} there ({found.device})"
-    if found.needed_bytes is None:
+def _format_verdict(findings: Findings) -> str:
+    if findings.exit_code == WRONG:
+        return f"{_plural(len(findings.problems), 'problem')}: the run would stop"
+    if findings.exit_code == DOES_NOT_FIT:
+        available = f"{_format_bytes(findings.device_bytes)} there ({findings.device})"
+        return f"does not fit: {_format_bytes(findings.needed_bytes)} needed, {available}"
+    if findings.needed_bytes is None:
         return "nothing is wrong"
-    if found.device_bytes is None:
-        return f"nothing is wrong; {_gib(found.needed_bytes)} needed on each device; memory {found.device}"
-    fraction = found.needed_bytes / found.device_bytes
-    return f"fits: {_gib(found.needed_bytes)} needed, {fraction:.0%} of {_gib(found.device_bytes)} ({found.device})"
+    if findings.device_bytes is None:
+        return (
+            f"nothing is wrong; {_format_bytes(findings.needed_bytes)} needed on each device; memory {findings.device}"
+        )
+    fraction = findings.needed_bytes / findings.device_bytes
+    available = f"{_format_bytes(findings.device_bytes)} ({findings.device})"
+    return f"fits: {_format_bytes(findings.needed_bytes)} needed, {fraction:.0%} of {available}"
 
 
 def _show_data(data: DataFindings, console: Console) -> None:
@@ -53,15 +57,13 @@ def _show_data(data: DataFindings, console: Console) -> None:
     for kind, sources in (("", data.training), ("validation: ", data.validation)):
         for source in sources:
             cells = [f"{source.num_rows:,}", f"{source.num_looked_at:,}", f"{len(source.bad_rows):,}"]
-            table.add_row(
-                escape(printable(f"{kind}{source.name}")), *cells, *(_about_tokens(source) if is_text else ())
-            )
+            table.add_row(escape(printable(f"{kind}{source.name}")), *cells, *(_token_cells(source) if is_text else ()))
     console.print(table)
     parts = [f"{'' if data.steps_are_exact else 'about '}{data.num_steps:,} steps"] if data.num_steps else []
-    if is_text:
+    if data.tokens is not None:
         parts.append(f"at most {data.tokens_per_step:,} tokens in each")
         how = "" if data.tokens_are_exact else "about (from the rows looked at) "
-        parts.append(f"{how}{_short(data.tokens)} tokens in one pass over the data")
+        parts.append(f"{how}{_format_count(data.tokens)} tokens in one pass over the data")
     if data.images_per_step:
         parts.append(f"{data.images_per_step:,} images in each")
     _print(console, "; ".join(parts))
@@ -69,24 +71,28 @@ def _show_data(data: DataFindings, console: Console) -> None:
         _print(console, line)
 
 
-def _about_tokens(source: SourceFindings) -> list[str]:
+def _token_cells(source: SourceFindings) -> list[str]:
     if not source.num_tokens:
         return []
-    return [_short(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
+    return [_format_count(source.tokens), f"{source.num_learned / source.num_tokens:.0%}", f"{source.longest:,}"]
 
 
-def _show_model(found: Findings, console: Console) -> None:
-    model = found.model
-    parts = [f"{model.kind}: {_short(model.num_parameters)} parameters, {_short(model.num_trained)} trained"]
-    if model.num_active is not None:
-        parts.append(f"{_short(model.num_active)} met by each token")
-        parts.append(f"{_short(model.flops_per_token)} operations for each token of a full row")
+def _show_model(findings: Findings, console: Console) -> None:
+    model = findings.model
+    assert model is not None
+    parts = [
+        f"{model.kind}: {_format_count(model.num_parameters)} parameters, {_format_count(model.num_trained)} trained"
+    ]
+    if model.num_active is not None and model.flops_per_token is not None:  # both are there, or neither
+        parts.append(f"{_format_count(model.num_active)} met by each token")
+        parts.append(f"{_format_count(model.flops_per_token)} operations for each token of a full row")
     _print(console, "; ".join(parts))
 
 
-def _show_memory(found: Findings, console: Console) -> None:
-    ranks = found.model.ranks
-    unit, name = (2**30, "GiB") if found.model.largest.total >= 2**30 else (2**20, "MiB")
+def _show_memory(findings: Findings, console: Console) -> None:
+    assert findings.model is not None
+    ranks = findings.model.ranks
+    unit, name = (2**30, "GiB") if findings.model.largest.total >= 2**30 else (2**20, "MiB")
 
     def cells(sizes: Iterable[float]) -> list[str]:
         return [f"{size / unit:,.2f}" if size else "" for size in sizes]
@@ -97,26 +103,26 @@ def _show_memory(found: Findings, console: Console) -> None:
         table.add_row(part, *cells(rank.parts.get(part, 0) for rank in ranks))
     table.add_section()
     table.add_row("all of it at once", *cells(rank.total for rank in ranks))
-    if found.on_gpu:
+    if findings.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
         table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))
     table.add_section()
     for part in dict.fromkeys(part for rank in ranks for part in rank.host):
         table.add_row(f"in CPU memory: {part}", *cells(rank.host.get(part, 0) for rank in ranks))
     console.print(table)
-    if found.model.advice:
+    if findings.model.advice:
         advice = Table("what would help", f"{name} needed", "", title_justify="left")
-        for change, size in found.model.advice:
-            advice.add_row(change, *cells([size]), "fits" if size <= (found.device_bytes or 0) else "")
+        for change, size in findings.model.advice:
+            advice.add_row(change, *cells([size]), "fits" if size <= (findings.device_bytes or 0) else "")
         console.print(advice)
 
 
-def _gib(num_bytes: int | None) -> str:
+def _format_bytes(num_bytes: int | None) -> str:
     size = num_bytes or 0
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.0f} MiB"
 
 
-def _short(value: float) -> str:
+def _format_count(value: float) -> str:
     for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.2f} {name}"

@@ -1,4 +1,4 @@
-"""What RL of language models takes in a rank beside the policy and its update: a critic, and the engine that draws."""
+"""Memory that RL of language models takes beside the policy and its update: critic, engine, previous weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ PASSING = (
     "activations outside blocks",
     "loss",
 )
-"""What is there in a forward and backward pass alone: the policy's and the critic's follow each other."""
+"""Parts of the memory that exist during a forward and backward pass alone. The critic's passes follow the policy's, so
+of these parts the larger ones count, and not the sum."""
 
 
 def add_critic(
     memory: RankMemory, config: TextRLConfig, policy: LanguageModelConfig, layout: Layout, on_gpu: bool
 ) -> None:
-    """Adds what a critic holds all the time, and where its passes take more than the policy's, what they take more.
+    """Adds the memory that a critic holds all the time, and what its passes take beyond those of the policy.
 
     Args:
         memory: of the rank, with the policy.
@@ -40,11 +41,12 @@ def add_critic(
     if not config.algorithm.token_advantage.needs_values:
         return
     samples = config.train.global_batch_size or config.rollout.num_prompts * config.rollout.n
-    without = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
-    own = config.train.model_copy(update=without)
+    # a critic takes the optimiser's settings from train, but none that belong to the policy's weights or logits
+    overrides = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
+    critic_train = config.train.model_copy(update=overrides)
     section = config.critic.of_policy(policy)
-    planned = plan_critic(section, config.max_seq_len, samples, own, layout, on_gpu)
-    (critic,) = plan_memory(planned, own, layout.size)
+    planned = plan_critic(section, config.max_seq_len, samples, critic_train, layout, on_gpu)
+    (critic,) = plan_memory(planned, critic_train, layout.size)
     passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)
     memory.parts |= {f"critic: {name}": size for name, size in critic.parts.items() if name not in PASSING}
     memory.parts |= {"critic: passes beyond the policy's": passing} if passing > 0 else {}
@@ -52,7 +54,7 @@ def add_critic(
 
 
 def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
-    """Adds the trained weights before the last update, which an actor keeps for a sampler that lags behind."""
+    """Adds the copy of the trained weights from before the last update, which a sampler that lags behind needs."""
     if config.rollout.staleness > 0:
         for where in (memory.parts, memory.host):
             if "gradients" in where:  # as many numbers of the same precision
@@ -60,13 +62,17 @@ def add_previous(memory: RankMemory, config: TextRLConfig) -> None:
 
 
 def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
-    """The most that the embedded engine of a rank of the actor is asked for at a time: the samples of an iteration,
-    unless a sampler of its own draws them, or the answers of an evaluation."""
-    rollout, settings = config.rollout, config.rollout.engine
+    """The largest load of the embedded engine in a rank of the actor.
+
+    That is the samples of an iteration, unless a sampler of its own draws them, or the answers of an evaluation.
+    """
+    rollout = config.rollout
+    settings = config.rollout.engine
     embedded = settings if isinstance(settings, Embedded) else Embedded()
     groups = (rollout.over_sampling_batch_size or rollout.num_prompts) if rollout.hybrid_engine else 0
     trained, evaluated = (-(-count // layout.data) for count in (groups, config.eval.num_prompts))
-    prompt, longest = config.data.max_prompt_tokens, config.eval.max_new_tokens or rollout.max_new_tokens
+    prompt = config.data.max_prompt_tokens
+    longest = config.eval.max_new_tokens or rollout.max_new_tokens
     if rollout.hybrid_engine and rollout.load_dump is None:
         longest = max(longest, rollout.max_new_tokens)
     count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)
@@ -75,8 +81,10 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:
-    """Adds what the embedded engine takes in the actor, which evaluates with it also where another sampler draws, but
-    for one with a server.
+    """Adds the memory of the embedded engine in the actor.
+
+    The actor evaluates with it even where another sampler draws for training, unless that sampler is a server, which
+    draws the evaluations, too.
 
     Args:
         memory: of the rank, with all that is there before the first token is drawn.
@@ -89,10 +97,11 @@ def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layo
     if config.sampler_evaluates:
         return
     drawn = drawn_at_a_time(config, layout)
-    found = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
-    if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in found:
-        there = ("weights", "critic: weights", "frozen reference", "moving average")
-        held = sum(memory.parts.get(name, 0) for name in there)
-        free = limit - held - sum(size for name, size in found.items() if name != KEYS_AND_VALUES)
-        found[KEYS_AND_VALUES] = min(found[KEYS_AND_VALUES], max(free, 0) // 2)
-    memory.parts |= found
+    drawing_parts = drawing_bytes(planned, drawn, layout, config.train.data_parallel_mode)
+    if drawn.cache_bytes is None and limit is not None and KEYS_AND_VALUES in drawing_parts:
+        resident = ("weights", "critic: weights", "frozen reference", "moving average")
+        # keys and values get half of what the weights, and the other parts of the engine, leave free
+        held = sum(memory.parts.get(name, 0) for name in resident)
+        free = limit - held - sum(size for name, size in drawing_parts.items() if name != KEYS_AND_VALUES)
+        drawing_parts[KEYS_AND_VALUES] = min(drawing_parts[KEYS_AND_VALUES], max(free, 0) // 2)
+    memory.parts |= drawing_parts

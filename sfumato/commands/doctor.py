@@ -18,12 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
 
 import sfumato
 from sfumato.config.writing import open_new, remove
+
+if TYPE_CHECKING:
+    import torch
 
 State = Literal["ok", "missing", "broken"]
 
@@ -56,7 +59,8 @@ OBJECT_STORE_FRACTION = 0.3
 """Fraction of the memory that Ray gives its object store by default, as long as shared memory is that large."""
 
 
-SIGN, SIGN_S = ".seen-by-", 3600.0
+SIGN = ".seen-by-"
+SIGN_S = 3600.0
 """Files that machines leave in a folder, and seconds for which they count."""
 
 LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs")
@@ -97,20 +101,20 @@ def run_doctor(as_json: bool = False, start_ray: bool = False, folder: Path | No
 
 def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Finding]:
     """All findings, in order."""
-    yield from _platform()
-    yield from _packages()
+    yield from _check_platform()
+    yield from _check_packages()
     yield from _devices()
-    yield from _groups()
-    yield from _kernels()
+    yield from _check_process_groups()
+    yield from _check_kernels()
     yield from _extras()
-    yield from _storage()
+    yield from _check_storage()
     if folder is not None:
         yield _shared_folder(folder.expanduser())
     yield from _ray(start_ray)
-    yield from _reach()
+    yield from _check_reach()
 
 
-def _platform() -> Iterator[Finding]:
+def _check_platform() -> Iterator[Finding]:
     version = platform.python_version()
     fits = sys.version_info >= (3, 11)
     yield Finding(
@@ -120,14 +124,14 @@ def _platform() -> Iterator[Finding]:
     yield Finding("platform", "system", "ok", platform.platform())
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     """Each package that sfumato requires, against the range it asks for, and whether it can be imported."""
     try:
-        wanted = importlib.metadata.requires("sfumato") or []
+        requirements = importlib.metadata.requires("sfumato") or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "sfumato", "broken", "run from its folder, not installed", "pip install -e .", True)
         return
-    for text in wanted:
+    for text in requirements:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -135,14 +139,15 @@ def _packages() -> Iterator[Finding]:
 
 
 def _package(requirement: Requirement) -> Finding:
-    name, wanted = requirement.name, str(requirement.specifier)
+    name = requirement.name
+    version_range = str(requirement.specifier)
     remedy = f"pip install '{requirement}'"
     version = _version(name)
     if version is None:
-        return Finding("packages", name, "missing", f"needed: {wanted}", remedy, True)
+        return Finding("packages", name, "missing", f"needed: {version_range}", remedy, True)
     if not requirement.specifier.contains(version, prereleases=True):
-        return Finding("packages", name, "broken", f"{version}, needed: {wanted}", remedy, True)
-    imported = _imports(name)
+        return Finding("packages", name, "broken", f"{version}, needed: {version_range}", remedy, True)
+    imported = _import_problem(name)
     if imported:
         return Finding("packages", name, "broken", f"{version}, cannot be imported: {imported}", remedy, True)
     return Finding("packages", name, "ok", version, is_needed=True)
@@ -156,14 +161,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _imports(package: str) -> str:
-    """What goes wrong when a package is imported; empty when nothing does."""
+def _import_problem(package: str) -> str:
+    """The error that importing a package raises; empty when it can be imported."""
     names = {"pillow": "PIL", "pyyaml": "yaml", "flash-attn": "flash_attn", "opencv-python-headless": "cv2"}
-    return _attempt(lambda: importlib.import_module(names.get(package, package)))
+    return _describe_failure(lambda: importlib.import_module(names.get(package, package)))
 
 
-def _attempt(action: Callable[[], Any]) -> str:
-    """What goes wrong; empty when nothing does. A doctor must survive whatever it finds."""
+def _describe_failure(action: Callable[[], object]) -> str:
+    """The first line of the error that an action raises, whatever it is; empty when it raises none."""
     try:
         action()
     except Exception as error:
@@ -180,7 +185,9 @@ def _devices() -> Iterator[Finding]:
     built = " ".join(f"{kind} {version}" for kind, version in kinds if version)
     detail = f"built for {built or 'CPUs only'}, {torch.get_num_threads()} CPU threads"
     yield Finding("devices", "build of torch", "ok", detail)
-    yield _works("CPU", partial(_multiply, torch.device("cpu")), "float32 and bf16 products are correct", needed=True)
+    yield _try_device(
+        "CPU", partial(_multiply, torch.device("cpu")), "float32 and bf16 products are correct", needed=True
+    )
     if built and not torch.cuda.is_available():
         yield Finding(
             "devices", "GPU", "missing", "torch was built for GPUs but finds none", "check driver and nvidia-smi"
@@ -189,23 +196,23 @@ def _devices() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         detail = f"{properties.name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free; bf16 products are correct"
-        yield _works(f"GPU {index}", partial(_multiply, torch.device("cuda", index)), detail, needed=True)
+        yield _try_device(f"GPU {index}", partial(_multiply, torch.device("cuda", index)), detail, needed=True)
 
 
-def _multiply(device: Any) -> None:
+def _multiply(device: torch.device) -> None:
     """Multiplies matrices in float32 and bf16 and compares with float64."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+    factor, other_factor = (torch.randn(64, 64, generator=generator, dtype=torch.float64) for _ in range(2))
     for dtype, tolerance in ((torch.float32, 0.05), (torch.bfloat16, 0.5)):
-        found = (left.to(device, dtype) @ right.to(device, dtype)).double().cpu()
-        if (error := float((found - left @ right).abs().max())) > tolerance:
+        product = (factor.to(device, dtype) @ other_factor.to(device, dtype)).double().cpu()
+        if (error := float((product - factor @ other_factor).abs().max())) > tolerance:
             raise RuntimeError(f"a product of {dtype} matrices is wrong by {error:g}")
 
 
-def _groups() -> Iterator[Finding]:
-    """Process groups of one rank, really made and used, in processes of their own: a broken backend may hang."""
+def _check_process_groups() -> Iterator[Finding]:
+    """Makes and uses process groups of one rank, in processes of their own: a broken backend may hang."""
     import torch
     import torch.distributed as dist
 
@@ -213,9 +220,9 @@ def _groups() -> Iterator[Finding]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends.append(("nccl", "cuda"))
     for backend, device in backends:
-        yield _works(f"process group {backend}", partial(_ranks, backend, device), "one rank works", needed=True)
+        yield _try_device(f"process group {backend}", partial(_ranks, backend, device), "one rank works", needed=True)
     if torch.cuda.device_count() > 1 and dist.is_nccl_available():
-        yield _works("two GPUs", partial(_ranks, "nccl", "cuda", 2), "two ranks of nccl reach each other")
+        yield _try_device("two GPUs", partial(_ranks, "nccl", "cuda", 2), "two ranks of nccl reach each other")
     if not backends:
         yield Finding(
             "devices", "process group", "broken", "torch was built without gloo", "install torch from PyPI", True
@@ -242,22 +249,22 @@ def _ranks(backend: str, device: str, count: int = 1) -> None:
             future.result()
 
 
-def _kernels() -> Iterator[Finding]:
-    """What the GPUs compute with, tried in processes of their own; on CPUs torch's own tests suffice."""
+def _check_kernels() -> Iterator[Finding]:
+    """Tries the kernels of each GPU in processes of their own, which a broken kernel may end."""
     import torch
 
     for index in range(torch.cuda.device_count()):
         for name in ("attention", "grouped products", "compiled blocks"):
             detail = "bf16 is correct, with its gradients"
-            yield _works(f"{name}, GPU {index}", partial(_kernel, name, f"cuda:{index}"), detail)
+            yield _try_device(f"{name}, GPU {index}", partial(_kernel, name, f"cuda:{index}"), detail)
 
 
 def _kernel(name: str, device: str) -> None:
     _run([sys.executable, "-m", "sfumato.commands.doctor_kernels", name, device], timeout_s=300)
 
 
-def _works(name: str, action: Callable[[], None], detail: str, needed: bool = False) -> Finding:
-    wrong = _attempt(action)
+def _try_device(name: str, action: Callable[[], None], detail: str, needed: bool = False) -> Finding:
+    wrong = _describe_failure(action)
     if wrong:
         return Finding("devices", name, "broken", wrong, "reinstall torch for this machine: pytorch.org", needed)
     return Finding("devices", name, "ok", detail, is_needed=needed)
@@ -269,20 +276,20 @@ def _extras() -> Iterator[Finding]:
         if version is None:
             yield Finding("extras", name, "missing", use, remedy)
             continue
-        wrong = "" if name in SLOW else _imports(name)
+        wrong = "" if name in SLOW else _import_problem(name)
         if wrong:
             yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", remedy)
         else:
             yield Finding("extras", name, "ok", f"{version}: {use}")
-    found = shutil.which("tesseract")
-    remedy = "" if found else "apt-get install tesseract-ocr"
-    yield Finding("extras", "tesseract", "ok" if found else "missing", found or "the program, for OCR", remedy)
+    program = shutil.which("tesseract")
+    remedy = "" if program else "apt-get install tesseract-ocr"
+    yield Finding("extras", "tesseract", "ok" if program else "missing", program or "the program, for OCR", remedy)
 
 
-def _storage() -> Iterator[Finding]:
+def _check_storage() -> Iterator[Finding]:
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
-    little = free_gib < SMALL_DISK_GIB
-    yield Finding("storage", "disk", "ok", f"{free_gib:.1f} GiB free in {Path.cwd()}{': little' if little else ''}")
+    is_small = free_gib < SMALL_DISK_GIB
+    yield Finding("storage", "disk", "ok", f"{free_gib:.1f} GiB free in {Path.cwd()}{': little' if is_small else ''}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         size_mib = shutil.disk_usage(shared).total / 2**20
@@ -292,14 +299,19 @@ def _storage() -> Iterator[Finding]:
 
 
 def _shared_folder(folder: Path) -> Finding:
-    """On which file system a folder is, and which machines have left a sign in it within ``SIGN_S``."""
-    host, now = socket.gethostname(), time.time()
+    """The file system that a folder is on, and the machines that have seen it within ``SIGN_S``.
+
+    Each machine leaves a file with its name there, so calling this on all of them shows whether they share the folder.
+    """
+    host = socket.gethostname()
+    now = time.time()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove(folder / f"{SIGN}{host}")
         with open_new(folder / f"{SIGN}{host}") as file:
             file.write(str(now).encode())
         signs = {path.name.removeprefix(SIGN): now - path.stat().st_mtime for path in folder.glob(f"{SIGN}*")}
+        # a machine that was there long ago may be gone
         for name in [name for name, age in signs.items() if age > SIGN_S]:
             (folder / f"{SIGN}{name}").unlink(missing_ok=True)
             del signs[name]
@@ -309,9 +321,9 @@ def _shared_folder(folder: Path) -> Finding:
         )
     kind = _file_system(folder.resolve())
     is_local = kind in LOCAL_FILE_SYSTEMS
-    what = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"
+    detail = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"
     remedy = "several machines need one that they share" if is_local and len(signs) == 1 else ""
-    return Finding("storage", "folder", "ok", what, remedy)
+    return Finding("storage", "folder", "ok", detail, remedy)
 
 
 def _file_system(folder: Path) -> str:
@@ -319,12 +331,15 @@ def _file_system(folder: Path) -> str:
     mounts = Path("/proc/self/mounts")
     if not mounts.is_file():
         return "an unknown file system"
-    best, kind = -1, "an unknown file system"
+    best = -1
+    kind = "an unknown file system"
     for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
-        point, found = line.split()[1:3]
-        point = point.encode().decode("unicode_escape")
+        point, mounted_kind = line.split()[1:3]
+        point = point.encode().decode("unicode_escape")  # a space in a name stands as \040 there
+        # the deepest mount counts, and of several at one place the last, which hides the others
         if folder.is_relative_to(point) and len(point) >= best:
-            best, kind = len(point), found
+            best = len(point)
+            kind = mounted_kind
     return kind
 
 
@@ -335,12 +350,12 @@ def _ray(start: bool) -> Iterator[Finding]:
     yield _open_files()
     yield _object_store()
     if start:
-        wrong = _attempt(_start_ray)
+        wrong = _describe_failure(_start_ray)
         remedy = "see docs/cluster.md; logs: /tmp/ray/session_latest/logs" if wrong else ""
         yield Finding("ray", "local cluster", "broken" if wrong else "ok", wrong or "starts and runs a task", remedy)
 
 
-def _reach() -> Iterator[Finding]:
+def _check_reach() -> Iterator[Finding]:
     """Who can reach what runs here as this user."""
     from sfumato.commands.doctor_reach import open_ports, token_problem
 
@@ -357,9 +372,9 @@ def _reach() -> Iterator[Finding]:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < FEW_OPEN_FILES
-    detail = f"{soft} at most{': little for several nodes' if few else ''}"
-    return Finding("ray", "open files", "ok", detail, f"ulimit -n {hard}" if few else "")
+    is_low = soft != resource.RLIM_INFINITY and soft < FEW_OPEN_FILES
+    detail = f"{soft} at most{': little for several nodes' if is_low else ''}"
+    return Finding("ray", "open files", "ok", detail, f"ulimit -n {hard}" if is_low else "")
 
 
 def _object_store() -> Finding:
@@ -368,9 +383,10 @@ def _object_store() -> Finding:
     if not shared.is_dir():
         return Finding("ray", "object store", "ok", "no /dev/shm: objects lie on disk")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted, free = OBJECT_STORE_FRACTION * memory, shutil.disk_usage(shared).free
-    detail = f"{free / 2**30:.1f} GiB free in /dev/shm, {wanted / 2**30:.1f} GiB wanted by default"
-    if free >= wanted:
+    default_bytes = OBJECT_STORE_FRACTION * memory
+    free_bytes = shutil.disk_usage(shared).free
+    detail = f"{free_bytes / 2**30:.1f} GiB free in /dev/shm, {default_bytes / 2**30:.1f} GiB wanted by default"
+    if free_bytes >= default_bytes:
         return Finding("ray", "object store", "ok", detail)
     return Finding(
         "ray", "object store", "ok", f"{detail}: smaller, or on disk", "docker run --shm-size, or object_store_gb"

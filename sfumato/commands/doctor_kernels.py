@@ -22,7 +22,8 @@ def attention(device: str) -> None:
 
     from sfumato.models.language.packed_attention import register_packed_attention
 
-    attend, module = ALL_ATTENTION_FUNCTIONS[register_packed_attention()], nn.Module()
+    attend = ALL_ATTENTION_FUNCTIONS[register_packed_attention()]
+    module = nn.Module()
     positions = torch.cat([torch.arange(length) for length in (7, 130, 64, 1)])[None]
     total = positions.shape[1]
     tensors = [_random(1, heads, total, 64, seed=heads) for heads in (4, 2, 2)]
@@ -39,7 +40,12 @@ def grouped_products(device: str) -> None:
 
     counts = torch.tensor([5, 0, 32, 91])
     tensors = [_random(int(counts.sum()), 64, seed=1), _random(len(counts), 64, 128, seed=2)]
-    _compare("grouped products", lambda *given: grouped_matmul(*given, counts.to(given[0].device)), tensors, device)
+    _compare(
+        "grouped products",
+        lambda rows, weights: grouped_matmul(rows, weights, counts.to(rows.device)),
+        tensors,
+        device,
+    )
 
 
 def compiled_blocks(device: str) -> None:
@@ -47,8 +53,8 @@ def compiled_blocks(device: str) -> None:
     compiled = torch.compile(_block)
     tensors = [_random(32, 64, seed=1), _random(128, 64, seed=2), _random(64, 128, seed=3)]
 
-    def compute(*given: Tensor) -> Tensor:
-        return (_block if given[0].dtype == torch.float64 else compiled)(*given)
+    def compute(*inputs: Tensor) -> Tensor:
+        return (_block if inputs[0].dtype == torch.float64 else compiled)(*inputs)
 
     _compare("compiled blocks", compute, tensors, device)
 
@@ -65,19 +71,24 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def _compare(name: str, compute: Callable[..., Tensor], tensors: list[Tensor], device: str) -> None:
-    """Raises RuntimeError when bf16 on the device differs too much from float64 on the CPU."""
+    """Compares a kernel in bf16 on the device with float64 on the CPU: the output, and the gradient of each input.
+
+    Raises:
+        RuntimeError: a difference is above ``TOLERANCE`` of the largest value.
+    """
+    # inputs that bf16 holds exactly, so that only the kernel's own error is measured
     exact = [tensor.to(torch.bfloat16).double().requires_grad_() for tensor in tensors]
-    tried = [tensor.detach().to(device, torch.bfloat16).requires_grad_() for tensor in exact]
+    on_device = [tensor.detach().to(device, torch.bfloat16).requires_grad_() for tensor in exact]
     results = []
-    for given in (exact, tried):
-        out = compute(*given)
+    for inputs in (exact, on_device):
+        out = compute(*inputs)
         out.square().sum().backward()
-        results.append([out.detach(), *(tensor.grad for tensor in given)])
-    for index, (expected, found) in enumerate(zip(*results, strict=True)):
-        error = float((found.double().cpu() - expected).abs().max() / expected.abs().max())
-        if not error <= TOLERANCE:
-            what = "" if index == 0 else f", gradient {index}"
-            raise RuntimeError(f"{name} in bf16{what}: wrong by {error:.2g} of the largest value")
+        results.append([out.detach(), *(tensor.grad for tensor in inputs)])
+    for index, (expected, actual) in enumerate(zip(*results, strict=True)):
+        error = float((actual.double().cpu() - expected).abs().max() / expected.abs().max())
+        if not error <= TOLERANCE:  # so written that NaN fails
+            of_which = "" if index == 0 else f", gradient {index}"
+            raise RuntimeError(f"{name} in bf16{of_which}: wrong by {error:.2g} of the largest value")
 
 
 if __name__ == "__main__":

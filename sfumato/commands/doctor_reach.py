@@ -44,7 +44,11 @@ class Port:
 
 
 def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
-    """Ports of processes of this user that belong to sfumato, by process."""
+    """Ports at which processes of this user listen that belong to sfumato, in the order of the processes.
+
+    Args:
+        proc: the file system of processes, in which the kernel lists connections by inode and open files by process.
+    """
     listening: dict[str, tuple[str, int]] = {}
     for name in ("tcp", "tcp6"):
         table = proc / "net" / name
@@ -58,6 +62,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if not PROGRAMS.search(command):
                 continue
+            # an open socket is a link to "socket:[inode]", by which it is found in the kernel's tables
             links = {os.readlink(link) for link in (folder / "fd").iterdir()}
         except OSError:  # it has ended, or may not be looked into
             continue
@@ -67,7 +72,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
 
 
 def token_problem() -> str:
-    """What is wrong with the file of Ray's token; empty where nothing is, or there is none."""
+    """What is wrong with the authentication of Ray, or with the file of its token; empty where nothing is."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}: whoever reaches a port of Ray runs programs as you"

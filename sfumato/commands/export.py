@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,13 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.tracking.progress import quiet_libraries
+
+if TYPE_CHECKING:
+    from sfumato.config.text_data import TextDataConfig
+    from sfumato.models.language.model import LanguageModel
+    from sfumato.models.language.scalar_head import ScalarModel
+
+    ModelT = TypeVar("ModelT", LanguageModel, ScalarModel)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
@@ -44,12 +51,12 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     model = _build(run)
     averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
     export_model(model, None, out, mesh, merge)
-    what = f"{'averaged' if averaged else 'trained'} weights of {folder}"
-    return "\n".join([*passed_over, f"{out}: {what}"])
+    written = f"{'averaged' if averaged else 'trained'} weights of {folder}"
+    return "\n".join([*passed_over, f"{out}: {written}"])
 
 
 def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
-    """The run folder and an intact checkpoint in it."""
+    """The run folder and an intact checkpoint in it; lines about damaged ones are added to ``passed_over``."""
     if not checkpoint.is_dir():
         raise CheckpointError(
             f"{checkpoint} {'is no folder' if checkpoint.exists() else 'does not exist'}: give the folder of a run "
@@ -58,14 +65,17 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
     if not (checkpoint / "checkpoints").is_dir():
         verify_checkpoint(checkpoint)
         return checkpoint.absolute().parent.parent, checkpoint
-    found = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
-    if found is None:
+    newest = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    if newest is None:
         raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
-    return checkpoint, found[1]
+    return checkpoint, newest[1]
 
 
 def _build(run: Path) -> Exportable:
-    """The model of a run, in this process, with the weights that it started from."""
+    """The model of a run, in this process, with the weights that it started from.
+
+    Modules of the tasks are imported in their branches: to export a language model needs no diffusers.
+    """
     try:
         task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:
@@ -106,8 +116,8 @@ def _build(run: Path) -> Exportable:
     )
 
 
-def _with_template(model: Any, data: Any) -> Any:
-    """A language model that exports the chat template of its data, as the run did."""
+def _with_template(model: ModelT, data: TextDataConfig) -> ModelT:
+    """The model, whose tokenizer is exported with the chat template and the end of answers that its run trained on."""
     from sfumato.data.text.format import build_transform
     from sfumato.data.text.loader import adopt_answer_end
 

@@ -7,11 +7,29 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from sfumato.config.base import Section
 from sfumato.config.load import load_config, suggest
 from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+    from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
+    from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
+    from sfumato.config.text import TrainTextConfig
+    from sfumato.config.text_rl import TextRLConfig
+
+    TaskConfig = (
+        TrainTextConfig
+        | TrainDitConfig
+        | TrainAutoencoderConfig
+        | TrainImageTokenizerConfig
+        | TrainOmniConfig
+        | TextRLConfig
+        | TrajectoryRLConfig
+        | ForwardRLConfig
+    )
+    """The configuration of any task; those of preference and reward training derive from these."""
 
 TASKS = {
     "train_text": ("sfumato.config.text", "TrainTextConfig"),
@@ -32,7 +50,7 @@ TASKS = {
 
 def load_for_task(
     path: str | Path, overrides: dict[str, Any], task: str | None = None, num_ranks: int | None = None
-) -> tuple[str, Section]:
+) -> tuple[str, TaskConfig]:
     """Reads a configuration with the schema of its task.
 
     Args:
@@ -53,15 +71,16 @@ def load_for_task(
     with _world_size(num_ranks):
         for name in TASKS if task is None else [task]:
             try:
-                return name, load_config(schema_of(name), path, overrides)
+                return name, cast("TaskConfig", load_config(schema_of(name), path, overrides))
             except ConfigError as error:
                 mistakes[name] = error
     texts = {name: str(error) for name, error in mistakes.items()}
+    # a file that names another task as its own ("run tasks/...") is not for this one, however few its mistakes
     best = min(texts, key=lambda name: (": run tasks/" in texts[name], len(texts[name].splitlines())))
     raise ConfigError(f"as a configuration of tasks/{best}.py:\n{mistakes[best]}") from mistakes[best]
 
 
-def schema_of(task: str) -> type[Section]:
+def schema_of(task: str) -> type[TaskConfig]:
     """The configuration's class of a task."""
     module, name = TASKS[task]
     return getattr(importlib.import_module(module), name)
@@ -69,7 +88,7 @@ def schema_of(task: str) -> type[Section]:
 
 @contextmanager
 def _world_size(num_ranks: int | None) -> Iterator[None]:
-    """Inside, configurations are checked for so many processes."""
+    """Sets WORLD_SIZE within the block, by which configurations are checked; None leaves it."""
     before = os.environ.get("WORLD_SIZE")
     if num_ranks is not None:
         os.environ["WORLD_SIZE"] = str(num_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
@@ -22,6 +22,8 @@ from sfumato.models.language.load import build_reader
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.progress import Progress
 from sfumato.tracking.run import quiet_libraries
+
+ItemT = TypeVar("ItemT")
 
 
 def preprocess(
@@ -51,14 +53,18 @@ def preprocess(
             f"sfumato preprocess is for tasks that train on text and what stands in it; tasks/{name}.py makes what it "
             "keeps (data.cache_dir) when it starts"
         )
-    data, train = config.data, config.train
+    data = config.data
+    train = config.train
     if data.datasets_type != "mapping":
         raise ConfigError("data.datasets_type iterable keeps nothing: take mapping")
     tokenizer, reader = build_reader(made_model(config.model), train, data.data_type)
+    # what changes tokens must be set as in the run itself, or the run would not find these
     facts = facts_of(tokenizer)
-    facts.date, facts.appends_end = run_date(train), not isinstance(config, TrainTextRewardConfig)
+    facts.date = run_date(train)
+    facts.appends_end = not isinstance(config, TrainTextRewardConfig)
     transform = build_transform(data, tokenizer, reader)
-    sources, folder = open_sources(data), Path(data.cache_dir or Path(train.output_dir) / "tokens")
+    sources = open_sources(data)
+    folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
     limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
     store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
@@ -70,7 +76,7 @@ def preprocess(
 def _watch(label: str) -> Watch:
     """Shows progress over a loop, given the items and their number."""
 
-    def watched(items: Iterable[Any], count: int) -> Iterator[Any]:
+    def watched(items: Iterable[ItemT], count: int) -> Iterator[ItemT]:
         with Progress(count, 0, label) as progress:
             for number, item in enumerate(items, start=1):
                 yield item

@@ -12,13 +12,17 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
 from sfumato.config.load import asks_for_help, parse_config
 from sfumato.errors import UserError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 class _Deferred:
@@ -33,7 +37,7 @@ class _Deferred:
 
     def __getattr__(self, attribute: str) -> Any:
         name = self.__spec__.name
-        if sys.modules.get(name) is self:
+        if sys.modules.get(name) is self:  # else the module has been loaded, and somebody still holds this object
             del sys.modules[name]
         return getattr(importlib.import_module(name), attribute)
 
@@ -48,11 +52,15 @@ class _LoadedAlready(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, package: str) -> None:
         self.prefix = f"{package}."
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        known = name.startswith(self.prefix) and name in sys.modules
-        return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__) if known else None
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not (name.startswith(self.prefix) and name in sys.modules):
+            return None
+        # The loader gives the module's own spec back: importlib writes this one into it meanwhile.
+        return importlib.machinery.ModuleSpec(name, self, loader_state=sys.modules[name].__spec__)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]
 
     def exec_module(self, module: Any) -> None:
@@ -79,7 +87,9 @@ def schema_of_script(script: Path) -> type[Section] | None:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2]
     names = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "run_task"]
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) and names else ():
+        if not (isinstance(node, ast.ImportFrom) and names):
+            continue
+        for alias in node.names:
             if (alias.asname or alias.name) == getattr(names[-1], "id", None):
                 return getattr(importlib.import_module(str(node.module)), alias.name)
     return None

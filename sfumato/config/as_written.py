@@ -15,22 +15,23 @@ from sfumato.config.base import Variant
 
 
 def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
-    """A value of a configuration with what was written in the place of what YAML made of it, where a field is text.
+    """A configuration in which text fields hold the text of the file, such as ``no``, and not YAML's reading of it.
 
-    A field that takes both text and what YAML made of it keeps the latter.
+    A field that may also be of the type that YAML has read keeps that value.
 
     Args:
-        value: as YAML reads it.
-        written: the same mappings and lists, in which each scalar is the text that stands for it.
-        annotation: the type that is wanted.
+        value: the configuration as YAML reads it.
+        written: the same mappings and lists with the text of each scalar.
+        annotation: the type of the value: of a section, of a field or of an item.
     """
     kinds = list(_kinds_of(annotation))
     if isinstance(value, dict) and isinstance(written, dict):
         fields, rest = _fields_of(value, kinds)
         return {key: with_written_texts(item, written.get(key), fields.get(key, rest)) for key, item in value.items()}
+    # both were read from one text, so mappings and lists have the same keys and lengths
     if isinstance(value, list) and isinstance(written, list):
-        wanted = _items_of(kinds, len(value))
-        return [with_written_texts(*three) for three in zip(value, written, wanted, strict=True)]
+        item_types = _items_of(kinds, len(value))
+        return [with_written_texts(*item_args) for item_args in zip(value, written, item_types, strict=True)]
     if not isinstance(written, str) or isinstance(value, str) or any(_is_of(value, kind) for kind in kinds):
         return value
     is_said = bool(written) or value is not None  # a key with nothing behind it says nothing
@@ -38,8 +39,9 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
 
 
 def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
-    """The types of a union, without what is noted with them, but for a ``Variant``, which stands for itself."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    """The members of a union, each without its ``Annotated``; one with a ``Variant`` gives the Variant itself."""
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
         variant = next((note for note in parts[1:] if isinstance(note, Variant)), None)
         yield from [variant] if variant is not None else _kinds_of(parts[0])
@@ -51,13 +53,13 @@ def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
 
 
 def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any], Any]:
-    """Types of the entries of a mapping by name, and of all others."""
+    """Types of a mapping's values by key, and the type of the values under all other keys."""
     for kind in kinds:
         if isinstance(kind, Variant):
             try:
                 return _hints(kind.resolve(str(value.get("type")))), Any
             except PydanticCustomError:
-                continue  # said when it is validated
+                continue  # validation names the unknown type
         if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
             return _hints(kind), Any
         if typing.get_origin(kind) is dict:
@@ -66,7 +68,7 @@ def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any],
 
 
 def _items_of(kinds: list[Any], count: int) -> list[Any]:
-    """Types of the entries of a list."""
+    """Types of the items of a list of ``count`` items."""
     for kind in kinds:
         parts = typing.get_args(kind)
         if typing.get_origin(kind) is tuple and Ellipsis not in parts and len(parts) == count:
@@ -91,7 +93,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether what YAML made is of a type that is wanted."""
+    """Whether a value that YAML has read is of that type."""
     if kind is Any:
         return True
     if typing.get_origin(kind) is typing.Literal:

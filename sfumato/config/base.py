@@ -9,19 +9,25 @@ import inspect
 import json
 import math
 import pkgutil
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
 from sfumato.config.trust import refuse_code
 
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+
 
 class Section(BaseModel):
     """A section of the configuration: typed, frozen, and strict about unknown keys and numbers that are not finite.
 
     The string below a field is its help text.
+
+    pyright does not see a default that ``Field`` is given by position, and asks for these fields where a section is
+    built without arguments; such lines carry ``pyright: ignore[reportCallIssue]``.
     """
 
     model_config = ConfigDict(
@@ -32,22 +38,22 @@ class Section(BaseModel):
     """The command that a configuration of this kind is for."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """Fields that differ from their defaults."""
         fields = type(self).model_fields.items()
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.get_default()}
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Values laid under ``data``, the file with its overrides, such as those of a recipe that it names."""
+        """Defaults that depend on ``data`` (the file with its overrides), such as the parts of a recipe it names."""
         del data
         return {}
 
     @classmethod
     def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
-        """Why values of the file may not go together with the overrides: the reason by the dotted place of a section.
+        """Reasons why overrides do not go together with values of the file, by the dotted place of a section.
 
-        It is said instead of what is wrong with each of the section's fields.
+        Where a section has one, messages give it in the place of the mistakes in the section's fields.
         """
         del data, overrides
         return {}
@@ -56,8 +62,8 @@ class Section(BaseModel):
 NOT_FINITE = "Input should be a finite number"
 
 
-def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Everything inside that is neither a mapping nor a list, with its place."""
+def leaves(value: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
+    """The values of nested mappings and lists that are neither, each with its place: the keys and indices to it."""
     if not isinstance(value, (dict, list)):
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -82,7 +88,7 @@ def find_variants(source: str) -> dict[str, type]:
     modules = [module]
     if hasattr(module, "__path__"):
         modules += [importlib.import_module(f"{source}.{info.name}") for info in pkgutil.iter_modules(module.__path__)]
-    found = {
+    variants = {
         vars(cls)["type"]: cls
         for module in modules
         for name, cls in inspect.getmembers(module, inspect.isclass)
@@ -90,7 +96,7 @@ def find_variants(source: str) -> dict[str, type]:
         and "type" in vars(cls)
         and dataclasses.is_dataclass(cls)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(variants.items()))
 
 
 def names_of(cls: type) -> set[str]:
@@ -100,7 +106,7 @@ def names_of(cls: type) -> set[str]:
 
 @functools.cache
 def shared_names(source: str) -> frozenset[str]:
-    """What all classes of a source have, and one from elsewhere must have to stand in their place."""
+    """Names that all classes of a source have, and that a class of the user's must have to be chosen in their place."""
     shared = set.intersection(*map(names_of, find_variants(source).values()))
     return frozenset(shared - {"type"} if "label" in shared else shared)  # a reward's label does without a type
 
@@ -136,12 +142,12 @@ class Variant:
                     "unknown_variant", "cannot import type {name}: {why}", {"name": repr(name), "why": why}
                 ) from error
             return cls
-        known = find_variants(self.source)
-        if name not in known:
+        variants = find_variants(self.source)
+        if name not in variants:
             raise PydanticCustomError(
-                "unknown_variant", "unknown type {name}", {"name": repr(name), "value": name, "known": list(known)}
+                "unknown_variant", "unknown type {name}", {"name": repr(name), "value": name, "known": list(variants)}
             )
-        return known[name]
+        return variants[name]
 
     def validate(self, value: Any) -> Any:
         """Builds the object from a mapping with ``type``, or from the type; an object that was built already passes."""
@@ -157,22 +163,27 @@ class Variant:
             raise PydanticCustomError(
                 "variant_type", "needs a key 'type', one of {known}", {"known": ", ".join(find_variants(self.source))}
             )
+        # Unknown keys are collected here, since pydantic passes over those of a plain dataclass.
         cls = self.resolve(str(value["type"]))
-        given = {key: item for key, item in value.items() if key != "type"}
+        fields = {key: item for key, item in value.items() if key != "type"}
         names = [field.name for field in dataclasses.fields(cls) if field.init]
         unknown = [
-            {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in given if key not in names
+            {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in fields if key not in names
         ]
-        numbers = {loc: number for loc, number in leaves(given) if isinstance(number, float)}
-        odd = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
-        unknown += [{"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": odd[loc]} for loc in odd]
+        numbers = {loc: number for loc, number in leaves(fields) if isinstance(number, float)}
+        # json.dumps writes NaN and Infinity, which pydantic would take for numbers
+        not_finite = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
+        unknown += [
+            {"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": not_finite[loc]} for loc in not_finite
+        ]
+        # in JSON mode, which is strict about types and still takes a list for a tuple
         try:
             built = TypeAdapter(cls).validate_json(
-                json.dumps({key: item for key, item in given.items() if key in names}, default=str), strict=True
+                json.dumps({key: item for key, item in fields.items() if key in names}, default=str), strict=True
             )
             errors = unknown
         except ValidationError as error:
-            errors = unknown + [found for found in error.errors() if not odd]
+            errors = unknown + [details for details in error.errors() if not not_finite]
         except Exception as error:  # a class of one's own that cannot be made, such as one without a method it needs
             raise PydanticCustomError(
                 "broken_variant", "cannot make {cls}: {why}", {"cls": cls.__name__, "why": str(error)}
@@ -184,18 +195,18 @@ class Variant:
         return built
 
     def dump(self, value: Any) -> dict[str, Any] | str | None:
-        """The mapping, or the type, that builds an equal object again; None of None."""
+        """The value of a configuration that builds an equal object: a mapping, or with ``short`` a type alone."""
         if value is None:
             return None
         cls = type(value)
-        name = next((type_name for type_name, known in find_variants(self.source).items() if known is cls), None)
+        name = next((type_name for type_name, variant in find_variants(self.source).items() if variant is cls), None)
         name = name or f"{cls.__module__}:{cls.__qualname__}"  # a class of your own, whatever type it states
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         if self.short and not fields:
             return name
         return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
 
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: Any) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
             self.validate, serialization=core_schema.plain_serializer_function_ser_schema(self.dump)
         )
@@ -211,5 +222,5 @@ def refuse_needless(section: Section, path: str, names: Sequence[str], why: str)
         why: what leaves them without effect, and what else could be done than to remove them.
     """
     for name in names:
-        if name in section.given:
+        if name in section.non_defaults:
             raise ValueError(f"{path}.{name} has no effect {why}")

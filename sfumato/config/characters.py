@@ -32,5 +32,5 @@ def printable(text: str) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """The same where one line is promised: each stretch of white space is a space."""
+    """A printable text as one line: each stretch of white space, line breaks included, is a space."""
     return " ".join(printable(text).split())

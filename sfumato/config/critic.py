@@ -27,8 +27,8 @@ class CriticConfig(Section):
 
     def of_policy(self, policy: LanguageModelConfig) -> LanguageModelConfig:
         """The critic's model section: the policy's with what the critic has of its own."""
-        own: dict[str, Any] = {"lora": self.lora}
+        changes: dict[str, Any] = {"lora": self.lora}
         if self.model_path is not None:
             tokenizer = policy.tokenizer_path or policy.model_path
-            own |= {"model_path": self.model_path, "config_path": None, "tokenizer_path": tokenizer}
-        return policy.model_copy(update=own)
+            changes |= {"model_path": self.model_path, "config_path": None, "tokenizer_path": tokenizer}
+        return policy.model_copy(update=changes)

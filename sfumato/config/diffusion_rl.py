@@ -12,7 +12,8 @@ from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
 from sfumato.config.sections import MAX_SIDE, ModelConfig, check_size
 
-TRAJECTORIES, FORWARD_PROCESS = "sfumato.algorithms.objectives", "sfumato.algorithms.forward_process"
+TRAJECTORIES = "sfumato.algorithms.objectives"
+FORWARD_PROCESS = "sfumato.algorithms.forward_process"
 TASKS = {TRAJECTORIES: "tasks/rl_diffusion.py", FORWARD_PROCESS: "tasks/rl_diffusion_forward.py"}
 """Where objectives stand, and the task that learns by them."""
 RECIPES = {TRAJECTORIES: TRAJECTORY_RECIPES, FORWARD_PROCESS: FORWARD_RECIPES}
@@ -68,7 +69,8 @@ class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
     @model_validator(mode="before")
     @classmethod
     def _is_of_this_task(cls, data: Any) -> Any:
-        recipe, objective = cls.recipe_in(data), data.get("objective") if isinstance(data, dict) else None
+        recipe = cls.recipe_in(data)
+        objective = data.get("objective") if isinstance(data, dict) else None
         kind = objective.get("type") if isinstance(objective, dict) else objective
         for source, task in TASKS.items():
             if source == cls.objectives:
@@ -123,10 +125,10 @@ class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
         """Raises ValueError when so many denoising steps are too few for the window or the noise levels."""
         self.rows_per_sample(num_steps)
 
-    def _check_effect(self, given: list[str], why: str = "") -> None:
+    def _check_effect(self, decays: list[str], why: str = "") -> None:
         """Raises ValueError when the reference moves, or another decay is given, though nothing compares with it."""
         moves = self.reference.type != "constant" or self.reference.value != 1
-        for name in [*given, "reference"] if moves else given:
+        for name in [*decays, "reference"] if moves else decays:
             if name not in self.other_policies:
                 remedy = "remove it" if name == "reference" else "set it to null"
                 raise ValueError(
@@ -158,7 +160,7 @@ class DiffusionRLConfig(RecipeRLConfig):
     """Rollout."""
     algorithm: DiffusionAlgorithmConfig
     """Algorithm."""
-    eval: DiffusionEvalConfig = DiffusionEvalConfig()
+    eval: DiffusionEvalConfig = DiffusionEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
 
     @model_validator(mode="after")
@@ -277,10 +279,10 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
         takes = getattr(self.objective, "takes_both_signs", None)
         has = getattr(self.advantage, "has_both_signs", None)
         if None not in (takes, has) and takes != has:
-            what = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
+            demand = "compares samples above 0 with samples below" if takes else "takes no advantage below 0"
             raise ValueError(
                 f"algorithm.advantage: type {self.advantage.type} does not fit objective {self.objective.type}, which "
-                f"{what}: use "
+                f"{demand}: use "
                 f"{'best_worst or group' if takes else 'raw or best, or set algorithm.objective.temperature'}"
             )
         return self
@@ -291,8 +293,8 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
             if decay is None:
                 why = "algorithm.sample_with" if policy == self.sample_with else f"objective {self.objective.type}"
                 raise ValueError(f"algorithm.{policy} is required by {why}: give the decay of that policy")
-        given = [name for name in ("old", "ema") if getattr(self, name) is not None]
-        self._check_effect(given, f", and algorithm.sample_with is {self.sample_with}")
+        decays = [name for name in ("old", "ema") if getattr(self, name) is not None]
+        self._check_effect(decays, f", and algorithm.sample_with is {self.sample_with}")
         return self
 
     @property
@@ -324,7 +326,9 @@ class ForwardRLConfig(DiffusionRLConfig):
     @model_validator(mode="after")
     def _groups_fit(self) -> ForwardRLConfig:
         self._check_schedule("timesteps")
-        algorithm, name, group_size = self.algorithm, self.algorithm.objective.type, self.rollout.n
+        algorithm = self.algorithm
+        name = self.algorithm.objective.type
+        group_size = self.rollout.n
         if not algorithm.whole_groups:
             return self
         if (self.train.global_batch_size or 0) % group_size:
@@ -332,10 +336,10 @@ class ForwardRLConfig(DiffusionRLConfig):
                 f"objective {name} needs whole groups, so train.global_batch_size {self.train.global_batch_size} must "
                 f"be a multiple of rollout.n {group_size}"
             )
-        together = algorithm.samples_per_group(group_size)
-        if self.train.micro_batch_size < together:
+        samples_per_group = algorithm.samples_per_group(group_size)
+        if self.train.micro_batch_size < samples_per_group:
             raise ValueError(
                 f"objective {name} needs whole groups, so train.micro_batch_size {self.train.micro_batch_size} must be "
-                f"at least the {together} trained samples of a group"
+                f"at least the {samples_per_group} trained samples of a group"
             )
         return self

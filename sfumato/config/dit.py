@@ -85,11 +85,11 @@ class TrainDitConfig(Section):
     """Model."""
     data: ImageTextDataConfig
     """Data."""
-    flow: FlowConfig = FlowConfig()
+    flow: FlowConfig = FlowConfig()  # pyright: ignore[reportCallIssue]
     """Flow matching."""
     train: DitTrainConfig
     """Training."""
-    sample: SampleConfig = SampleConfig()
+    sample: SampleConfig = SampleConfig()  # pyright: ignore[reportCallIssue]
     """Sample grids."""
 
     @model_validator(mode="after")
@@ -154,9 +154,9 @@ class TrainDitDpoConfig(TrainDitConfig):
 
     data: PairDataConfig
     """Data."""
-    dpo: DitDpoConfig = DitDpoConfig()
+    dpo: DitDpoConfig = DitDpoConfig()  # pyright: ignore[reportCallIssue]
     """Objective."""
-    eval: PairEvalConfig = PairEvalConfig()
+    eval: PairEvalConfig = PairEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
 
     @model_validator(mode="after")

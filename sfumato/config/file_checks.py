@@ -18,7 +18,7 @@ KINDS = {
 
 
 def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = False) -> str | None:
-    """What keeps a path from being read as a file, to be said after the path; None where nothing does.
+    """The reason why a path cannot be read as a file, as the end of a sentence about it; None where it can.
 
     Args:
         path: links are followed.
@@ -26,25 +26,26 @@ def file_problem(path: Path, most_bytes: int | None = None, or_folder: bool = Fa
         or_folder: a folder is as good as a file.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return "does not exist"
     except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    kind = stat.S_IFMT(found.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR and or_folder:
         return None
     if kind != stat.S_IFREG:
         return f"is {KINDS.get(kind, 'something else')}, not a file"
-    if most_bytes is not None and found.st_size > most_bytes:
-        return f"has {found.st_size:,} bytes, more than the {most_bytes:,} that are read"
+    if most_bytes is not None and status.st_size > most_bytes:
+        return f"has {status.st_size:,} bytes, more than the {most_bytes:,} that are read"
     return None
 
 
 def path_inside(folder: Path, name: str | Path) -> Path | None:
-    """A file of a folder that somebody else may have made; None where it lies outside, or its name is none.
+    """The resolved path of a file in a folder; None if it leads out of the folder, or is no valid path.
 
-    Links within the folder are followed, those out of it are not. The folder itself may be reached by a link.
+    For folders that somebody else may have made: links within the folder are followed, links out of it are not. The
+    folder itself may be reached by a link.
     """
     try:
         root = folder.resolve()
@@ -57,7 +58,7 @@ def path_inside(folder: Path, name: str | Path) -> Path | None:
 def outside_problem(
     folder: Path, name: str | Path, most_bytes: int | None = None, or_folder: bool = False
 ) -> str | None:
-    """What keeps a file of such a folder from being read, as ``file_problem`` says it; None where nothing does."""
+    """The reason why a file of a folder cannot be read, as ``file_problem`` gives it, or that it lies outside."""
     path = path_inside(folder, name)
     return "lies outside of its folder" if path is None else file_problem(path, most_bytes, or_folder)
 
@@ -67,7 +68,7 @@ MOST_JSON_BYTES = 2**28
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON holds that somebody else may have written.
+    """Reads a file of JSON that somebody else may have written.
 
     Raises:
         OSError: it cannot be read.
@@ -83,7 +84,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The same of a file that holds an object; ValueError of any other."""
+    """Reads a file of JSON that holds an object. Raises as ``read_json``, and ValueError for any other value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not a JSON object")

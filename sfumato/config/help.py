@@ -12,11 +12,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from sfumato.config.base import Section, Variant, find_variants
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 USAGE = """usage: {command}
 
@@ -31,8 +34,15 @@ def format_help(schema: type[Section]) -> str:
 
 
 def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]) -> list[str]:
-    """A section's own fields, then the sections inside it. ``presets`` holds what the default recipe sets."""
+    """Lines about the fields of a section, then about the sections inside it.
+
+    Args:
+        schema: the section.
+        prefix: dotted place of the section, with a dot at its end.
+        presets: values that the default recipe sets, which are shown as defaults.
+    """
     lines = []
+    # plain fields first: after a section's heading its own fields would seem to belong to that section
     for name, field in sorted(
         schema.model_fields.items(), key=lambda pair: inner_section(pair[1].annotation) is not None
     ):
@@ -67,6 +77,7 @@ def _variant_lines(cls: type, path: str) -> list[str]:
 def attribute_docs(cls: type) -> dict[str, str]:
     """The strings that stand below the fields of a dataclass and of its bases, by field name."""
     docs: dict[str, str] = {}
+    # Python keeps no strings below fields, so they are read from the source; a subclass's go over those of its bases
     for base in reversed(cls.__mro__[:-1]):
         module = sys.modules.get(base.__module__)
         try:
@@ -80,13 +91,13 @@ def attribute_docs(cls: type) -> dict[str, str]:
 @functools.cache
 def _field_texts(source: str) -> dict[str, dict[str, str]]:
     """The strings below fields by qualified name of the class, for all classes of a module, which is parsed once."""
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.ClassDef():
-                    found[f"{prefix}{child.name}"] = dict(_texts_below(child.body))
+                    texts[f"{prefix}{child.name}"] = dict(_texts_below(child.body))
                     visit(child, f"{prefix}{child.name}.")
                 case ast.FunctionDef() | ast.AsyncFunctionDef():
                     visit(child, f"{prefix}{child.name}.<locals>.")
@@ -94,7 +105,7 @@ def _field_texts(source: str) -> dict[str, dict[str, str]]:
                     visit(child, prefix)
 
     visit(ast.parse(source), "")
-    return found
+    return texts
 
 
 def _texts_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -109,7 +120,7 @@ def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
     return [f"  --{path} {kind}  (default: {default})", *(f"      {line}" for line in wrapped)]
 
 
-def _default(field: Any, variant: Variant | None) -> str:
+def _default(field: FieldInfo, variant: Variant | None) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -118,7 +129,7 @@ def _default(field: Any, variant: Variant | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _metadata(field: Any) -> list[Any]:
+def _metadata(field: FieldInfo) -> list[Any]:
     """Annotations of a field and of the items of a list field."""
     items = typing.get_args(field.annotation)
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]
@@ -128,13 +139,13 @@ def inner_section(annotation: Any) -> type[BaseModel] | None:
     """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for arg in typing.get_args(annotation) if (found := inner_section(arg))), None)
+    return next((section for arg in typing.get_args(annotation) if (section := inner_section(arg))), None)
 
 
 def _type_name(annotation: Any, variant: Variant | None) -> str:
     if variant is not None:
-        known = "|".join(find_variants(variant.source))
-        return f"list of {{type: {known}}}" if typing.get_origin(annotation) is list else f"{{type: {known}}}"
+        types = "|".join(find_variants(variant.source))
+        return f"list of {{type: {types}}}" if typing.get_origin(annotation) is list else f"{{type: {types}}}"
     if typing.get_origin(annotation) is typing.Literal:
         return "|".join(str(value) for value in typing.get_args(annotation))
     return _plain_name(annotation)
@@ -142,12 +153,13 @@ def _type_name(annotation: Any, variant: Variant | None) -> str:
 
 def _plain_name(annotation: Any) -> str:
     """A type without the conditions that are noted with it."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    parts = typing.get_args(annotation)
     if origin is typing.Annotated:
         return _plain_name(parts[0])
     if origin in (typing.Union, types.UnionType):
         return " | ".join(map(_plain_name, parts))
     if parts:
         return f"{_plain_name(origin)}[{', '.join(map(_plain_name, parts))}]"
-    known = {type(None): "None", Ellipsis: "...", Any: "Any"}
-    return known.get(annotation) or getattr(annotation, "__name__", str(annotation))
+    names = {type(None): "None", Ellipsis: "...", Any: "Any"}
+    return names.get(annotation) or getattr(annotation, "__name__", str(annotation))

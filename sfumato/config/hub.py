@@ -19,10 +19,10 @@ TEMPLATES = "additional_chat_templates/"
 
 
 def download_model(fields: Any) -> Any:
-    """The fields of a model section, of which ``model_path`` names the fetched snapshot where ``download`` is true and
-    it was a name on the hub. What the local hub cache has is not fetched again.
+    """The fields of a model section after the model has been fetched, if ``download`` asks for it.
 
-    A command that reads somebody's configuration without trusting it fetches nothing.
+    Where ``model_path`` is a name on the hub it becomes the path of the snapshot. Files in the local hub cache are not
+    fetched again, and a command that does not trust the configuration fetches nothing.
 
     Raises:
         ValueError: when the hub does not give the files.
@@ -51,10 +51,14 @@ def _fetch(name: str) -> str:
 
 
 def wanted_files(files: list[str]) -> list[str]:
-    """Those of a repository's files that are read: of a pipeline those of its parts, of another model those beside its
-    config.json."""
-    known = [file for file in files if file.endswith(ENDINGS)]
-    if "model_index.json" in known:
-        return [file for file in known if file.count("/") == 1 and not VARIANT.search(file)] + ["model_index.json"]
-    top = [file for file in known if "/" not in file and not file.startswith("consolidated")]
-    return top + [file for file in known if file.startswith(TEMPLATES)]
+    """The files of a repository that are read here.
+
+    Of a pipeline these are the files in the folders of its parts, of another model those beside its config.json and
+    its chat templates.
+    """
+    readable = [file for file in files if file.endswith(ENDINGS)]
+    # some repositories hold the weights several times: in other precisions, or in one file beside the parts
+    if "model_index.json" in readable:
+        return [file for file in readable if file.count("/") == 1 and not VARIANT.search(file)] + ["model_index.json"]
+    top = [file for file in readable if "/" not in file and not file.startswith("consolidated")]
+    return top + [file for file in readable if file.startswith(TEMPLATES)]

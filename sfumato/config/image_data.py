@@ -28,12 +28,13 @@ def sizes_of_area(height: int, width: int, step: int) -> list[tuple[int, int]]:
     """
     area = height * width
     edge = math.isqrt(area)
-    found = {(edge // step * step,) * 2} if edge >= step else set()
+    sizes: set[tuple[int, int]] = {(edge // step * step, edge // step * step)} if edge >= step else set()
+    # sides from half of the edge to twice as much; for each the longest other side that stays within the area
     for side in range(-(-edge // (2 * step)) * step, 2 * edge + 1, step):
         other = area // side // step * step
         if 2 * other >= edge:
-            found |= {(side, other), (other, side)}
-    return sorted(found)
+            sizes |= {(side, other), (other, side)}
+    return sorted(sizes)
 
 
 class ImageDataConfig(Section):
@@ -47,7 +48,7 @@ class ImageDataConfig(Section):
     """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
     text_key: str = "text"
     """Column of the caption."""
-    glyphs: GlyphConfig = GlyphConfig()
+    glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
     """Words to render when data_type is glyphs."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
     """Height of the training images in pixels."""
@@ -100,8 +101,8 @@ class ImageDataConfig(Section):
     def _check_buckets(self) -> None:
         """Raises ValueError for buckets that cannot be meant."""
         if self.data_type == "glyphs" or self.num_frames > 1:
-            what = "data.data_type glyphs" if self.data_type == "glyphs" else f"data.num_frames {self.num_frames}"
-            raise ValueError(f"data.buckets are for images of many sizes, and not for {what}: remove one of them")
+            setting = "data.data_type glyphs" if self.data_type == "glyphs" else f"data.num_frames {self.num_frames}"
+            raise ValueError(f"data.buckets are for images of many sizes, and not for {setting}: remove one of them")
         sizes = self.sizes
         if not sizes or len(sizes) > MOST_BUCKETS:
             why = "no size" if not sizes else f"{len(sizes)} sizes, more than {MOST_BUCKETS}"

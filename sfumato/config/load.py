@@ -35,35 +35,39 @@ MAX_VALUES = 20_000
 
 
 NO_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "null", "timestamp")}
-"""What YAML takes scalars for that stand there without quotes."""
+"""Tags that YAML gives to scalars without quotes where they are no texts."""
 
 
 class _Loader(yaml.SafeLoader):
     """``1e-5`` is a number, a key that stands twice is an error; depth and number of values are bounded."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Counts levels and values while the tree is made, before anything is made of it."""
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Counts levels and values while the tree of nodes is built.
+
+        Aliases cost nothing there; only objects made from the tree would take the memory, so the count comes first.
+        """
         event = self.peek_event()
         depth, self.depth = getattr(self, "depth", 0), getattr(self, "depth", 0) + 1
         if self.depth > MAX_DEPTH:
-            raise ConfigError(f"{_place(event.start_mark)}: nested deeper than {MAX_DEPTH} levels")
+            raise ConfigError(f"{_format_mark(event.start_mark)}: nested deeper than {MAX_DEPTH} levels")
         node = super().compose_node(parent, index)
         self.depth = depth
         sizes = self.__dict__.setdefault("sizes", {})
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in sizes:
-                raise ConfigError(f"{_place(event.start_mark)}: *{event.anchor} stands within what it repeats")
+                raise ConfigError(f"{_format_mark(event.start_mark)}: *{event.anchor} stands within what it repeats")
             return node
         below = node.value if isinstance(node, yaml.CollectionNode) else []
         parts = [part for child in below for part in (child if isinstance(child, tuple) else (child,))]
         sizes[id(node)] = 1 + sum(sizes[id(part)] for part in parts)
         if sizes[id(node)] > MAX_VALUES:
             raise ConfigError(
-                f"{_place(event.start_mark)}: stands for more than {MAX_VALUES:,} values, with all that aliases repeat"
+                f"{_format_mark(event.start_mark)}: stands for more than {MAX_VALUES:,} values, with all that aliases "
+                "repeat"
             )
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping without keys that stand twice; keys are texts, as they are written."""
         seen: set[Hashable] = set()
         node.value = [(_as_text(key_node), value_node) for key_node, value_node in node.value]
@@ -73,12 +77,12 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):  # another is refused below
                 if key in seen:
-                    raise ConfigError(f"{_place(key_node.start_mark)}: key {key!r} stands twice")
+                    raise ConfigError(f"{_format_mark(key_node.start_mark)}: key {key!r} stands twice")
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
-def _as_text(node: Any) -> Any:
+def _as_text(node: yaml.Node) -> yaml.Node:
     """The node of a scalar as one of text, where YAML would take it for something else."""
     if not isinstance(node, yaml.ScalarNode) or node.tag not in NO_TEXTS:
         return node
@@ -88,7 +92,7 @@ def _as_text(node: Any) -> Any:
 class _TextLoader(_Loader):
     """Every scalar is the text that stands for it."""
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         return super().construct_object(_as_text(node), deep)
 
 
@@ -100,7 +104,7 @@ _Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the f
 
 
 def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
-    """What a YAML text stands for.
+    """The value of a YAML text.
 
     Args:
         text: of one document.
@@ -119,7 +123,8 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
     except ConfigError:
         raise
     except yaml.YAMLError as error:
-        problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None)
+        mark = getattr(error, "problem_mark", None)
         where = name if mark is None or "\n" not in text.strip() else f"{name}:{mark.line + 1}"
         raise ConfigError(f"{where} is not valid YAML: {problem or ' '.join(str(error).split())}") from error
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
@@ -127,13 +132,15 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
         raise ConfigError(f"{name} is not valid YAML: a value that its tag or form does not allow: {error}") from error
 
 
-def _place(mark: Any) -> str:
+def _format_mark(mark: yaml.Mark) -> str:
     return f"{mark.name}:{mark.line + 1}"
 
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-LONGEST_SHOWN, LONGEST_MESSAGE, MOST_SHOWN = 80, 1200, 20
+LONGEST_SHOWN = 80
+LONGEST_MESSAGE = 1200
+MOST_SHOWN = 20
 """Characters of a given value that a message repeats, characters of a mistake, and mistakes."""
 
 TOO_LARGE = "a whole number must fit into 64 bits"  # torch, numpy and files have no room for it
@@ -167,12 +174,12 @@ def read_yaml(path: str | Path, as_written: bool = False) -> dict[str, Any]:
 
 
 class Overrides(dict[str, Any]):
-    """A nested mapping of what overrides say."""
+    """Overrides as a nested mapping."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[str, Any] = {}
-        """The same, with each scalar as the text that stands for it."""
+        """The same mapping, with the text of each scalar as it was written."""
 
 
 def parse_overrides(arguments: list[str]) -> Overrides:
@@ -189,16 +196,16 @@ def parse_overrides(arguments: list[str]) -> Overrides:
                 f"unexpected argument {shorten(argument)}: after the YAML file come overrides such as --train.lr 1e-4"
             )
         name, equals, value = argument[2:].partition("=")
-        shown = _cut(name, LONGEST_SHOWN)
+        short_name = _cut(name, LONGEST_SHOWN)
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(
-                    f"override --{shown} has no value: write --{shown} VALUE (true or false for a switch)"
+                    f"override --{short_name} has no value: write --{short_name} VALUE (true or false for a switch)"
                 )
             value = rest.pop(0)
         if name.count(".") > DEEPEST:
-            raise ConfigError(f"--{shown}: no field lies {name.count('.')} sections deep")
-        parsed = parse_yaml(value, f"the value of --{shown}")
+            raise ConfigError(f"--{short_name}: no field lies {name.count('.')} sections deep")
+        parsed = parse_yaml(value, f"the value of --{short_name}")
         if isinstance(parsed, str) and _is_plain_line(value):
             parsed = value.strip()  # in which YAML would take ` #` for the begin of a comment
         target: dict[str, Any] = overrides
@@ -208,9 +215,9 @@ def parse_overrides(arguments: list[str]) -> Overrides:
             target, written = target.setdefault(parent, {}), written.setdefault(parent, {})
             if not isinstance(target, dict):
                 above = ".".join(parents[:depth])
-                raise ConfigError(f"--{shown} goes into --{above}, which another override sets to a plain value")
+                raise ConfigError(f"--{short_name} goes into --{above}, which another override sets to a plain value")
         target[last] = parsed
-        written[last] = parse_yaml(value, f"the value of --{shown}", as_written=True)
+        written[last] = parse_yaml(value, f"the value of --{short_name}", as_written=True)
     return overrides
 
 
@@ -225,6 +232,7 @@ def merge(base: Any, override: Any, path: str = "") -> Any:
     A mapping with another ``type`` replaces the base, since the fields of one variant mean nothing to another.
     ``path`` is the dotted place of both, for the message of the ConfigError that a list index out of range raises.
     """
+    # --a.0.b changes one entry of a list
     if isinstance(base, list) and isinstance(override, dict) and override and all(str(k).isdigit() for k in override):
         merged_list = list(base)
         for key, value in sorted(override.items(), key=lambda item: int(item[0])):
@@ -253,7 +261,10 @@ MAKERS = {"model_path": "made_by", "image_tokenizer": "image_tokenizer_made_by"}
 
 
 def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's values without the makers of folders that overrides replace: what they make would not be used."""
+    """The file's values without the ``MAKERS`` of folders that an override replaces.
+
+    What such a configuration makes would not be used, and it would be run for nothing.
+    """
     sections = dict(data)
     for name, override in overrides.items():
         section = sections.get(name)
@@ -285,27 +296,32 @@ def load_config(
         ConfigError: listing every mistake with file, full path, and the nearest valid name.
     """
     overrides = overrides or {}
+    # from below: defaults of the recipe that file or overrides name, the file, the overrides
     data = _without_makers(read_yaml(path), overrides) if path is not None else {}
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
+    # the same three layers once more with the text of each scalar, for fields that are text
     written = {} if path is None else _without_makers(read_yaml(path, as_written=True), overrides)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
+    # before validation, whose messages repeat values
     secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
     if any(secrets.values()):
-        raise _all_of([f"{_where(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
+        raise _join_mistakes([f"{_locate(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
+    # validation takes any whole number, which would fail far from the configuration
     numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
-    if huge := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
-        raise _all_of([f"{_where(place, path, overrides)}: {TOO_LARGE}" for place in huge])
+    if too_large := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
+        raise _join_mistakes([f"{_locate(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
     try:
+        # as JSON, in which a strict schema still takes lists for tuples
         return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
         reasons = schema.reasons(data, overrides)
         lines = [
-            reasons.get(".".join(map(str, found["loc"][:2])) or "-") or _describe(found, schema, path, overrides)
-            for found in error.errors()
+            reasons.get(".".join(map(str, mistake["loc"][:2])) or "-") or _describe(mistake, schema, path, overrides)
+            for mistake in error.errors()
         ]
-        raise _all_of(lines) from error
+        raise _join_mistakes(lines) from error
 
 
 def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:
@@ -321,10 +337,10 @@ def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, opt
         ConfigError: as ``load_config``, and when the run would make another folder.
     """
     maker = load_config(schema, path, {"train": {"load_checkpoint_path": "auto"}})
-    made = Path(maker.train.output_dir) / "hf_ckpt"  # type: ignore[attr-defined]
-    if made.resolve() != Path(folder).resolve():
+    output = Path(maker.train.output_dir) / "hf_ckpt"  # type: ignore[attr-defined]
+    if output.resolve() != Path(folder).resolve():
         raise ConfigError(
-            f"{option} {folder} does not exist, and {path} makes another folder, {made}: name one of both"
+            f"{option} {folder} does not exist, and {path} makes another folder, {output}: name one of both"
         )
     return maker
 
@@ -334,8 +350,8 @@ def asks_for_help(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
-def _all_of(lines: list[str]) -> ConfigError:
-    """Mistakes as one error, each once, in letters that a terminal only shows."""
+def _join_mistakes(lines: list[str]) -> ConfigError:
+    """Mistakes as one error, each once, at most ``MOST_SHOWN`` of them, without characters that a terminal acts on."""
     parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
     lines = ["".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part) for part in parts]
     lines = list(dict.fromkeys(lines))
@@ -375,7 +391,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _describe(
-    error: dict[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
+    error: Mapping[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
 ) -> str:
     """One mistake as lines of text: where it stands, what is wrong, what would be correct."""
     location = tuple(error["loc"])
@@ -386,23 +402,25 @@ def _describe(
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
         hint = suggest(context["value"], context["known"])
-        return f"{_where(location, path, overrides)}: unknown type {context['name']}{hint}"
+        return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
     return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
 
 
-def _describe_one(error: dict[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]) -> str:
-    where = _where(tuple(error["loc"]), path, overrides)
+def _describe_one(
+    error: Mapping[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]
+) -> str:
+    where = _locate(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"
     if error["type"] == "missing":
         return f"{where}: required, but not set"
     message = _cut(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
-    given = error.get("input")
-    shown = f" (given: {shorten(given)})" if isinstance(given, (str, int, float, bool, type(None))) else ""
+    value = error.get("input")
+    shown = f" (given: {shorten(value)})" if isinstance(value, (str, int, float, bool, type(None))) else ""
     return f"{where}: {message}{shown}"
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """A value as a message shows it, its middle left out where it is long."""
     return _cut(repr(value), LONGEST_SHOWN)
 
@@ -412,14 +430,14 @@ def _cut(text: str, longest: int) -> str:
 
 
 def suggest(name: str, names: list[str]) -> str:
-    """The end of a message about an unknown name: the nearest valid one, and all of them."""
+    """The end of a message about an unknown name: the nearest valid name, if one is near, and all valid names."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
 
 
-def _where(location: tuple[Any, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
-    """``file: a.b.c`` for what stands in the file, ``--a.b.c`` for what an override brought."""
+def _locate(location: tuple[Hashable, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
+    """The place of a value for a message: ``file: a.b.c`` if it is from the file, ``--a.b.c`` if from an override."""
     dotted = ".".join(str(part) for part in location)
     node: Any = overrides
     for part in location:
@@ -431,7 +449,7 @@ def _where(location: tuple[Any, ...], path: str | Path | None, overrides: dict[s
     return f"--{dotted}" if location else str(path or "configuration")
 
 
-def _field_names(schema: Any, location: tuple[Any, ...]) -> list[str]:
+def _field_names(schema: type[BaseModel] | None, location: tuple[str | int, ...]) -> list[str]:
     """Names of the fields of the section at that place."""
     for part in location:
         if isinstance(part, int) or schema is None:

@@ -104,6 +104,7 @@ class OmniModelConfig(Section):
         for name in ("foundation", "encoder", "image_tokenizer"):
             if getattr(self, name) is None:
                 raise ValueError(f"model.{name} is missing: give it, or a model.unified, which is whole")
+        assert self.foundation is not None
         if self.foundation.model_path is None and self.tokenizer_path is None:
             raise ValueError("model.foundation.config_path needs model.tokenizer_path, the folder of the tokenizer")
         if self.head is not None and self.image_tokenizer_made_by is not None:
@@ -152,9 +153,9 @@ class TrainOmniConfig(Section):
     """Weight of loss/text, the mean over the text tokens of a step's loss mask."""
     image_coef: float = Field(1.0, ge=0)
     """Weight of loss/image, the mean over the codes of images of a step's loss mask."""
-    draw: DrawConfig = DrawConfig()
+    draw: DrawConfig = DrawConfig()  # pyright: ignore[reportCallIssue]
     """Drawing."""
-    eval: TextEvalConfig = TextEvalConfig()
+    eval: TextEvalConfig = TextEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
 
     @model_validator(mode="after")

@@ -107,7 +107,7 @@ class Launched:
 
 def world_size() -> int:
     """Processes that were started together. Raises ConfigError when WORLD_SIZE is no number of processes."""
-    return _number("WORLD_SIZE", default=1, least=1)
+    return _read_number("WORLD_SIZE", default=1, least=1)
 
 
 def read_launched() -> Launched:
@@ -116,24 +116,25 @@ def read_launched() -> Launched:
     Raises:
         ConfigError: when the environment contradicts itself, or lacks what processes need to find each other.
     """
-    found = Launched(world_size(), _number("RANK", 0, 0), _number("LOCAL_RANK", 0, 0))
-    if found.rank >= found.world_size:
+    launched = Launched(world_size(), _read_number("RANK", 0, 0), _read_number("LOCAL_RANK", 0, 0))
+    if launched.rank >= launched.world_size:
         raise ConfigError(
-            f"RANK is {found.rank}, but WORLD_SIZE {found.world_size}: ranks count from 0 to WORLD_SIZE - 1"
+            f"RANK is {launched.rank}, but WORLD_SIZE {launched.world_size}: ranks count from 0 to WORLD_SIZE - 1"
         )
-    if found.world_size > 1:
+    if launched.world_size > 1:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE is {found.world_size}, but {' and '.join(missing)} "
+                f"WORLD_SIZE is {launched.world_size}, but {' and '.join(missing)} "
                 f"{'is' if len(missing) == 1 else 'are'} not set: start several processes with train.sh "
-                f"(NPROC_PER_NODE={found.world_size}) or torchrun, or unset WORLD_SIZE for one process"
+                f"(NPROC_PER_NODE={launched.world_size}) or torchrun, or unset WORLD_SIZE for one process"
             )
-        _number("MASTER_PORT", 0, 0)
-    return found
+        _read_number("MASTER_PORT", 0, 0)
+    return launched
 
 
-def _number(name: str, default: int, least: int) -> int:
+def _read_number(name: str, default: int, least: int) -> int:
+    # isdigit alone takes digits of all scripts and superscripts, some of which int() refuses
     text = os.environ.get(name, "").strip() or str(default)
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise ConfigError(

@@ -12,7 +12,8 @@ from pydantic import AfterValidator
 from sfumato.config.file_checks import file_problem, read_json_object
 from sfumato.errors import ConfigError
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 """Bytes of a name and of a whole path that Linux takes."""
 
 
@@ -36,7 +37,7 @@ def check_path(path: str) -> str:
 
 
 def check_paths(paths: str) -> str:
-    """The same for several paths with commas between them."""
+    """``check_path`` of several paths with commas between them."""
     return ",".join(check_path(part) for part in paths.split(","))
 
 
@@ -48,7 +49,7 @@ FilePaths = Annotated[str, AfterValidator(check_paths)]
 
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What a model is called on the hub: an owner and a name."""
+"""Form of a model's name on the hub: an owner and a name."""
 
 
 def find_model_folder(name: str) -> str:
@@ -104,8 +105,10 @@ def refuse_missing_model(folder: Path, option: str) -> None:
 
 
 def hub_hint(name: str | Path) -> str:
-    """How to get a model that is called by its name on the hub: the end of a message; empty where it is no such name,
-    or a folder that exists."""
+    """The end of a message about a model that is not there: how to fetch it from the hub.
+
+    Empty for a folder that exists, and for a text that is no name on the hub.
+    """
     if HUB_NAME.fullmatch(str(name)) is None or Path(name).exists():
         return ""
     return f", and not in the local hub cache. If it is a name on the hub: hf download {name}"
@@ -140,7 +143,7 @@ def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
 
 
 def _refuse_automatic(folder: Path, class_name: str) -> None:
-    """Raises ConfigError when a class that looks for its code in the folder would find some."""
+    """Raises ConfigError when a folder's JSON names code in ``auto_map``, which an Auto class would run."""
     for path in sorted(folder.glob("*.json")):
         if file_problem(path, 2**28) is None and b"auto_map" in path.read_bytes():
             raise ConfigError(
@@ -177,7 +180,7 @@ def check_weights(folder: Path, option: str = "model.model_path") -> None:
 
 
 def _check_index(index: Path, option: str) -> None:
-    """Whether the files of an index lie beside it."""
+    """Raises ConfigError unless an index names safetensors files beside itself, and no paths elsewhere."""
     try:
         names = set(read_json_object(index)["weight_map"].values())
         wrong = sorted(str(path) for path in names if Path(path).name != path or not path.endswith(".safetensors"))

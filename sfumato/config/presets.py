@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from pydantic import model_validator
 
@@ -40,27 +40,31 @@ class RecipeRLConfig(RLConfig):
     @classmethod
     def parts(cls) -> type[RecipeAlgorithmConfig]:
         """The class of the section algorithm."""
-        return cls.model_fields["algorithm"].annotation
+        return cast("type[RecipeAlgorithmConfig]", cls.model_fields["algorithm"].annotation)
 
     @classmethod
     def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
         """The parts of the recipe that ``data`` names."""
         recipe = cls.parts().recipe_in(data.get("algorithm") or {})
-        known = isinstance(recipe, str) and recipe in cls.parts().recipes()
-        return {"algorithm": cls.parts().recipes()[recipe]} if known else {}
+        is_known = isinstance(recipe, str) and recipe in cls.parts().recipes()
+        return {"algorithm": cls.parts().recipes()[recipe]} if is_known else {}
 
     @classmethod
     def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
         """Parts that the file sets for its own recipe do not fit the parts of another one."""
-        given, over, parts = data.get("algorithm"), overrides.get("algorithm"), cls.parts()
-        if not isinstance(given, dict) or not isinstance(over, dict):
+        section = data.get("algorithm")
+        override = overrides.get("algorithm")
+        parts = cls.parts()
+        # the file's lines lie over the parts of any recipe, so they would mix with those of the overriding one
+        if not isinstance(section, dict) or not isinstance(override, dict):
             return {}
-        before, recipe = parts.recipe_in(given), over.get("recipe")
-        named = [part for part in given if part in parts.model_fields and part not in {"recipe", *over}]
-        if recipe not in list(parts.recipes()) or recipe == before or not named:
+        own_recipe = parts.recipe_in(section)
+        recipe = override.get("recipe")
+        named = [part for part in section if part in parts.model_fields and part not in {"recipe", *override}]
+        if recipe not in list(parts.recipes()) or recipe == own_recipe or not named:
             return {}
         reason = (
-            f"--algorithm.recipe {recipe}: the file sets {', '.join(named)} of algorithm for its own recipe, {before}, "
-            f"and what it sets lies over the parts of {recipe}: remove these lines from the file"
+            f"--algorithm.recipe {recipe}: the file sets {', '.join(named)} of algorithm for its own recipe, "
+            f"{own_recipe}, and what it sets lies over the parts of {recipe}: remove these lines from the file"
         )
         return {"algorithm": reason, **{f"algorithm.{part}": reason for part in named}}

@@ -12,6 +12,6 @@ def lower_limit(kind: int, most: int) -> None:
         kind: of ``resource.RLIMIT_*``.
         most: bytes, seconds or a number, as the kind has it.
     """
-    _, hard = resource.getrlimit(kind)
+    _, hard = resource.getrlimit(kind)  # only root may raise it
     value = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (value, value))

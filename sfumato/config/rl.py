@@ -25,7 +25,7 @@ class PromptDataConfig(Section):
     """Column of the prompt."""
     source_image_key: str = "source_image"
     """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
-    glyphs: GlyphConfig = GlyphConfig()
+    glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
     """Words when data_type is glyphs."""
 
     @model_validator(mode="after")
@@ -171,9 +171,9 @@ class RLConfig(Section):
     """Algorithm."""
     train: TrainConfig
     """Training."""
-    eval: EvalConfig = EvalConfig()
+    eval: EvalConfig = EvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
-    runtime: RuntimeConfig = RuntimeConfig()
+    runtime: RuntimeConfig = RuntimeConfig()  # pyright: ignore[reportCallIssue]
     """Processes."""
 
     @property
@@ -191,6 +191,7 @@ class RLConfig(Section):
                 raise ValueError(
                     f"{name}.num_prompts {count} leaves some of the {num_ranks} data-parallel processes without work"
                 )
+        # all ranks gather sharded weights together: one with fewer forward passes would leave the others waiting
         if self.train.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
             raise ValueError(
                 f"rollout.num_prompts {self.rollout.num_prompts} is not a multiple of the {num_ranks} data-parallel "
@@ -231,11 +232,12 @@ class RLConfig(Section):
         if getattr(self.algorithm.advantage, "by_reward", False) and (
             standardised or self.reward.combination.type != "weighted_sum"
         ):
-            what = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
+            setting = f"normalise of {standardised[0]!r}" if standardised else "reward.combination"
             raise ValueError(
                 f"algorithm.advantage: type {self.algorithm.advantage.type} standardises and adds up the rewards by "
-                f"itself, so {what} would mean nothing: leave it out"
+                f"itself, so {setting} would mean nothing: leave it out"
             )
+        # rewards score micro-batches, so one must hold whole groups
         groupwise = [reward.label for reward in self.reward.rewards if reward.groupwise]
         if groupwise and self.rollout.micro_batch_size % self.rollout.n:
             raise ValueError(
@@ -246,13 +248,14 @@ class RLConfig(Section):
 
     @model_validator(mode="after")
     def _roles_fit(self) -> RLConfig:
-        pool, runtime = self.runtime.pools.sampler, self.runtime
-        if self.rollout.hybrid_engine and "sampler" in runtime.pools.given:
+        pool = self.runtime.pools.sampler
+        runtime = self.runtime
+        if self.rollout.hybrid_engine and "sampler" in runtime.pools.non_defaults:
             raise ValueError(
                 "runtime.pools.sampler: with rollout.hybrid_engine the actor's processes sample: remove it, or set "
                 "hybrid_engine to false"
             )
-        if self.rollout.hybrid_engine and "weight_sync" in runtime.given:
+        if self.rollout.hybrid_engine and "weight_sync" in runtime.non_defaults:
             raise ValueError(
                 "runtime.weight_sync: with rollout.hybrid_engine the sampler has the actor's weights: remove it"
             )

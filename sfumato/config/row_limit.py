@@ -14,7 +14,7 @@ def read_row_limit(value: Any) -> int | float:
     Raises:
         ValueError: for anything else.
     """
-    limit = value
+    limit: Any = value
     if isinstance(value, str):
         text = value.strip()
         try:

@@ -43,16 +43,17 @@ class PoolConfig(Section):
 class PoolsConfig(Section):
     """Processes of every role on Ray."""
 
-    actor: PoolConfig = PoolConfig()
+    actor: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Trains; with rollout.hybrid_engine it samples, too."""
-    sampler: PoolConfig = PoolConfig()
+    sampler: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Draws samples, without rollout.hybrid_engine."""
-    scorer: PoolConfig = PoolConfig()
+    scorer: PoolConfig = PoolConfig()  # pyright: ignore[reportCallIssue]
     """Scores samples; each process is on its own."""
 
     @property
     def shared_gpus(self) -> bool:
         """Whether the actor's and the sampler's processes of one number are on one GPU."""
+        # fractions of a GPU that make up one at most, so that a process of each role fits on it
         parts = self.actor.gpus, self.sampler.gpus
         return min(parts) > 0 and sum(parts) <= 1 and self.actor.processes == self.sampler.processes
 
@@ -101,7 +102,7 @@ class RuntimeConfig(Section):
                 "call_timeout_s",
                 "max_restarts",
             }
-            for name in self.given:
+            for name in self.non_defaults:
                 if name in names:
                     raise ValueError(f"runtime.{name} is for roles on Ray: set runtime.backend to ray, or remove it")
         elif world_size() > 1:
@@ -139,4 +140,4 @@ class RuntimeConfig(Section):
         """The section train as a sampler of its own sees it: cut as its pool says."""
         if self.backend == "in_process":
             return train
-        return train.model_copy(update=ParallelConfig(**self.pools.sampler.parallel).given)
+        return train.model_copy(update=ParallelConfig(**self.pools.sampler.parallel).non_defaults)

@@ -22,7 +22,7 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def secret_problem(place: Iterable[Hashable], value: object) -> str:
-    """What is wrong with a value of a configuration that is a secret, without repeating it; empty where it is none.
+    """A message about a value of a configuration that is a secret, which does not repeat it; empty for other values.
 
     Args:
         place: names and numbers that lead to the value.
@@ -47,6 +47,6 @@ def secret_problem(place: Iterable[Hashable], value: object) -> str:
 
 
 def _is_random(text: str) -> bool:
-    """Whether a word is long, and of letters and digits in no order that a name has."""
+    """Whether a part of a name between underscores is long and mixes letters and digits, as keys do."""
     parts = [part for part in text.split("_") if len(part) >= 20]
     return any(re.search(r"\d", part) and re.search(r"[A-Za-z]", part) for part in parts)

@@ -73,7 +73,7 @@ class TrainTextConfig(Section):
     """Data."""
     train: TextTrainConfig
     """Training."""
-    eval: TextEvalConfig = TextEvalConfig()
+    eval: TextEvalConfig = TextEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ class DpoConfig(Section):
 class TrainTextDpoConfig(TrainTextConfig):
     """Preference training of language models from existing pairs."""
 
-    dpo: DpoConfig = DpoConfig()
+    dpo: DpoConfig = DpoConfig()  # pyright: ignore[reportCallIssue]
     """Objective."""
 
     @model_validator(mode="after")
@@ -176,7 +176,7 @@ class KtoConfig(Section):
 class TrainTextKtoConfig(TrainTextConfig):
     """Preference training of language models from answers that are good or bad."""
 
-    kto: KtoConfig = KtoConfig()
+    kto: KtoConfig = KtoConfig()  # pyright: ignore[reportCallIssue]
     """Objective."""
 
     @model_validator(mode="after")

@@ -11,7 +11,8 @@ from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.row_limit import RowLimit
 from sfumato.config.sections import EpochTrainConfig
 
-SHOWN_PROBLEMS, HEARD_PROBLEMS = ("read", "digits"), ("dial",)
+SHOWN_PROBLEMS = ("read", "digits")
+HEARD_PROBLEMS = ("dial",)
 """Synthetic problems whose question is a picture, or a sound."""
 
 

@@ -119,11 +119,11 @@ class TextRolloutConfig(RolloutConfig):
                 f"rollout.max_staleness {self.max_age} drops every partial rollout, which with async_strategy "
                 f"{self.async_strategy} is at least {self.staleness + 1} updates old: raise it, or leave it out"
             )
-        found = {
+        requirements = {
             "kind": (self.kind.type, "single_turn", "a turn of a tool or an environment cannot be taken up again"),
             "max_extra_groups": (self.max_extra_groups, 0, "groups are not drawn one after the other"),
         }
-        for name, (value, needed, why) in found.items():
+        for name, (value, needed, why) in requirements.items():
             if value != needed:
                 raise ValueError(f"rollout.over_sampling_batch_size is for {name} {needed}, not {value}: {why}")
         if self.micro_batch_size < self.num_prompts * self.n:
@@ -200,9 +200,9 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
             why = "without a critic, which algorithm.token_advantage gae has: remove it"
             refuse_needless(self, "algorithm", ("value_clip_range",), why)
         if self.kl_before_baseline and (self.advantage.type not in ("group", "rloo") or self.drop_no_spread):
-            what = "advantage" if self.advantage.type not in ("group", "rloo") else "drop_no_spread"
+            field = "advantage" if self.advantage.type not in ("group", "rloo") else "drop_no_spread"
             raise ValueError(
-                f"algorithm.{what}: a penalty in the reward (algorithm.kl.where) is taken before the baseline of "
+                f"algorithm.{field}: a penalty in the reward (algorithm.kl.where) is taken before the baseline of "
                 "algorithm.advantage group or rloo, and gives all groups spread: set advantage to one of these, and "
                 "drop_no_spread to false"
             )
@@ -251,9 +251,9 @@ class TextRLConfig(RecipeRLConfig):
     """Algorithm."""
     train: TextRLTrainConfig
     """Training."""
-    eval: TextRLEvalConfig = TextRLEvalConfig()
+    eval: TextRLEvalConfig = TextRLEvalConfig()  # pyright: ignore[reportCallIssue]
     """Evaluation."""
-    critic: CriticConfig = CriticConfig()
+    critic: CriticConfig = CriticConfig()  # pyright: ignore[reportCallIssue]
     """The critic of algorithm.token_advantage gae."""
 
     @property
@@ -271,6 +271,7 @@ class TextRLConfig(RecipeRLConfig):
     def num_updates(self) -> int:
         """Optimiser steps of the run, those that have nothing to learn from included."""
         samples = self.rollout.num_prompts * self.rollout.n
+        assert self.train.max_steps is not None  # RL has no epochs: a validator asks for it
         return self.train.max_steps * (samples // (self.train.global_batch_size or samples))
 
     @property
@@ -280,7 +281,8 @@ class TextRLConfig(RecipeRLConfig):
 
     @model_validator(mode="after")
     def _groups_fit(self) -> TextRLConfig:
-        algorithm, rollout = self.algorithm, self.rollout
+        algorithm = self.algorithm
+        rollout = self.rollout
         if rollout.n == 1 and algorithm.advantage.type != "raw":
             raise ValueError(
                 f"rollout.n 1: algorithm.advantage {algorithm.advantage.type} compares the samples of a group, and one "
@@ -305,7 +307,8 @@ class TextRLConfig(RecipeRLConfig):
                 "rollout.top_p and rollout.top_k draw from another distribution than the one that is trained: leave "
                 "them out, or correct for it with algorithm.off_policy decoupled or rejection"
             )
-        if not self.algorithm.token_advantage.needs_values and self.critic != CriticConfig():
+        default = CriticConfig()  # pyright: ignore[reportCallIssue]
+        if not self.algorithm.token_advantage.needs_values and self.critic != default:
             raise ValueError(
                 "critic: algorithm.token_advantage "
                 f"{self.algorithm.token_advantage.type} has none: remove it, or take gae"
@@ -338,14 +341,16 @@ class TextRLConfig(RecipeRLConfig):
         parts = {"rollout.kind": self.rollout.kind, "rollout.engine": self.rollout.engine}
         parts["algorithm.token_advantage"] = self.algorithm.token_advantage
         fitting = {"rollout.kind": "single_turn", "rollout.engine": "embedded", "algorithm.token_advantage": "sample"}
-        sees = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
+        takes_media = {name: getattr(part, "takes_images", False) for name, part in parts.items()}
         others = {*self.data.data_type.media} - {"image"}
-        what = "videos and audio" if others else "images"
-        sees["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
-        sees["algorithm.token_advantage"] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
+        media = "videos and audio" if others else "images"
+        takes_media["rollout.engine"] &= not others or getattr(self.rollout.engine, "takes_other_media", False)
+        takes_media[
+            "algorithm.token_advantage"
+        ] = not self.algorithm.token_advantage.needs_values  # a critic reads text alone
         for name, part in parts.items():
-            if not sees[name]:
+            if not takes_media[name]:
                 raise ValueError(
-                    f"{name} {part.type} takes no {what} in prompts, which data.data_type {self.data.data_type.type} "
+                    f"{name} {part.type} takes no {media} in prompts, which data.data_type {self.data.data_type.type} "
                     f"has: take one that does, such as {fitting[name]}"
                 )

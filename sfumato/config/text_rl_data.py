@@ -48,22 +48,24 @@ class TextPromptDataConfig(Section):
         if self.synthetic is not None:
             if self.synthetic.turns > 1:
                 raise ValueError("data.synthetic.turns must be 1: a prompt is answered once")
-            formats = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts") | dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
-            wanted, kind = formats.get(self.synthetic.problem, "prompts"), self.data_type.type
-            if kind != wanted and {kind, wanted} & {*formats.values()}:
-                needing = " and ".join(name for name, each in formats.items() if each in (kind, wanted))
+            formats: dict[str, str] = dict.fromkeys(SHOWN_PROBLEMS, "image_prompts")
+            formats |= dict.fromkeys(HEARD_PROBLEMS, "media_prompts")
+            format_name = formats.get(self.synthetic.problem, "prompts")
+            kind = self.data_type.type
+            if kind != format_name and {kind, format_name} & {*formats.values()}:
+                problems = " and ".join(name for name, data_type in formats.items() if data_type in (kind, format_name))
                 raise ValueError(
-                    f"data.synthetic.problem {needing} and data.data_type "
-                    f"{wanted if wanted != 'prompts' else kind} need each other"
+                    f"data.synthetic.problem {problems} and data.data_type "
+                    f"{format_name if format_name != 'prompts' else kind} need each other"
                 )
-            if kind != wanted:
+            if kind != format_name:
                 raise ValueError(
                     "data.data_type has no effect with data.synthetic, whose problems are no rows of a file: remove "
                     "one of them"
                 )
         if makes_rows:
-            what = "data.synthetic" if self.synthetic is not None else f"data.data_type {self.data_type.type}"
-            why = f"with {what}, which makes prompts and holds some out for evaluation: remove one of them"
+            source = "data.synthetic" if self.synthetic is not None else f"data.data_type {self.data_type.type}"
+            why = f"with {source}, which makes prompts and holds some out for evaluation: remove one of them"
             refuse_needless(self, "data", ("train_path", "eval_path"), why)
         elif self.train_path is None or self.eval_path is None:
             raise ValueError("data.train_path and data.eval_path are required, or data.synthetic instead of both")

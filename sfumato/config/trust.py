@@ -22,8 +22,8 @@ _COUNT = re.compile("layers|blocks|experts|depth")
 
 _trusts_code = True  # a task's configuration is that of the person who starts it
 
-_named: dict[str, None] = {}
-"""What of it a configuration has named in this process, in order."""
+_named_code: dict[str, None] = {}
+"""Code that configurations have named in this process, as keys in the order of the naming."""
 
 
 def trusts_code() -> bool:
@@ -33,28 +33,28 @@ def trusts_code() -> bool:
 
 @contextmanager
 def code_of_configurations(trusted: bool) -> Iterator[None]:
-    """Inside, code that configurations name runs, or is refused."""
+    """Within the block code that configurations name runs if ``trusted``, and is otherwise refused."""
     global _trusts_code
-    before, _trusts_code = _trusts_code, trusted
+    previous, _trusts_code = _trusts_code, trusted
     try:
         yield
     finally:
-        _trusts_code = before
+        _trusts_code = previous
 
 
-def refuse_code(what: str) -> None:
-    """Raises ConfigError where code that a configuration names must not run; ``what`` names it."""
+def refuse_code(code: str) -> None:
+    """Raises ConfigError where code that a configuration names must not run; ``code`` names it."""
     if not _trusts_code:
         raise ConfigError(
-            f"{what} is code that this command would run for whoever wrote the configuration: it runs none; if you "
+            f"{code} is code that this command would run for whoever wrote the configuration: it runs none; if you "
             f"have read that code and trust it, add {SWITCH} to this command"
         )
-    _named[what] = None
+    _named_code[code] = None
 
 
 def describe_code() -> list[str]:
     """A line about the code that this process runs for a configuration; none where it runs none."""
-    return [f"the configuration runs code of yours or of others: {'; '.join(_named)}"] if _named else []
+    return [f"the configuration runs code of yours or of others: {'; '.join(_named_code)}"] if _named_code else []
 
 
 def check_trust(trust_remote_code: bool) -> bool:
@@ -77,28 +77,30 @@ def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = F
         OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError: as the class does; ValueError in the place
             of any other error of a library, which is of files that hold something else than they should.
     """
-    _ask_nothing()
+    _disable_questions()
     _check_counts(Path(folder))
-    with _broken_files_are_values():
-        return cls.from_pretrained(folder, local_files_only=True, **_trust(cls, trust_remote_code), **options)
+    with _broken_files_as_value_errors():
+        return cls.from_pretrained(folder, local_files_only=True, **_trust_argument(cls, trust_remote_code), **options)
 
 
 def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """``cls.from_config`` with random weights, where the same holds of what the configuration names."""
-    _ask_nothing()
-    with _broken_files_are_values():
-        return cls.from_config(described, **_trust(cls, trust_remote_code), **options)
+    _disable_questions()
+    with _broken_files_as_value_errors():
+        return cls.from_config(described, **_trust_argument(cls, trust_remote_code), **options)
 
 
 def _check_counts(folder: Path) -> None:
-    """Raises ValueError when a configuration tells of more layers, blocks or experts than any model has: libraries make
-    them one by one, or a list of them, before anything is compared with the weights."""
+    """Raises ValueError when a model's configuration names more layers, blocks or experts than any model has.
+
+    Libraries make them one by one, or a list of them, before they compare anything with the weights.
+    """
     for file in (folder / "config.json", *folder.glob("*/config.json")):
         try:
             pending = [read_json(file)]
         except (OSError, ValueError):
             continue  # whoever loads it says so
-        while pending:
+        while pending:  # without recursion: the JSON is a stranger's, and may be nested deeply
             value = pending.pop()
             if isinstance(value, dict):
                 for name, count in value.items():
@@ -112,10 +114,12 @@ def _check_counts(folder: Path) -> None:
 
 
 @contextmanager
-def _broken_files_are_values() -> Iterator[None]:
-    """What libraries raise for files with values that they do not expect becomes a ValueError of one line: tokenizers
-    raise a bare Exception, huggingface_hub classes of its own, and code that meets a list in the place of a mapping
-    whatever comes of it."""
+def _broken_files_as_value_errors() -> Iterator[None]:
+    """Turns unexpected errors of libraries about broken files into a ValueError of one line.
+
+    For such files tokenizers raise a bare Exception, huggingface_hub classes of its own, and code that finds a list
+    where it expects a mapping raises any error.
+    """
     try:
         yield
     except RecursionError as error:
@@ -128,16 +132,19 @@ def _broken_files_are_values() -> Iterator[None]:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
-def _trust(cls: Any, trust_remote_code: bool) -> dict[str, bool]:
-    """The argument, for classes that know it: models of diffusers take it for a field of their configuration."""
+def _trust_argument(cls: Any, trust_remote_code: bool) -> dict[str, bool]:
+    """The argument ``trust_remote_code`` for classes that have it; diffusers' models would store it as a field."""
     bases = getattr(cls, "__mro__", ())
     is_diffusers = any(base.__name__ == "ModelMixin" and base.__module__.startswith("diffusers.") for base in bases)
     return {} if is_diffusers else {"trust_remote_code": trust_remote_code}
 
 
-def _ask_nothing() -> None:
-    """transformers asks on stdin whether to run code where a class within another is loaded without the argument, and
-    runs it on a yes. Without time for an answer it refuses."""
+def _disable_questions() -> None:
+    """Keeps transformers from asking on stdin whether code may run.
+
+    It asks where a class within another is loaded without the argument, and runs the code on a yes. Without time for an
+    answer it refuses.
+    """
     import transformers.dynamic_module_utils
 
     transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0

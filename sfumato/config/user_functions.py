@@ -1,4 +1,4 @@
-"""Functions of one's own, named by import path in a configuration."""
+"""Functions of the user's that a configuration names by import path."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def _import_function(path: str) -> Callable[..., Any]:
     if not (colon and where and name):
         raise ConfigError(f"{path!r} is no function: write my_module:my_function or folder/file.py:my_function")
     try:
-        with _lock:
+        with _lock:  # two threads that ask at once must not execute a file twice
             module = _load_file(Path(where).expanduser()) if where.endswith(".py") else importlib.import_module(where)
         function = getattr(module, name)
     except FileNotFoundError as error:
         raise ConfigError(f"cannot import function {path!r}: there is no file {error.filename}") from error
     except Exception as error:  # whatever a module of one's own raises when it is imported
-        lacks = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        is_own = where.partition(".")[0] == lacks
-        remedy = f"; install the package that has {lacks}" if lacks and not is_own else ""
+        missing_package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        # no package can be installed for a module of the user's that is missing
+        is_own = where.partition(".")[0] == missing_package
+        remedy = f"; install the package that has {missing_package}" if missing_package and not is_own else ""
         raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{remedy}") from error
     if not callable(function):
         raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")
@@ -54,6 +55,7 @@ def _load_file(path: Path) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
+        # under its path, so that a file is executed once, however many fields name functions of it
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)

@@ -29,15 +29,16 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, which takes the place of another one when all of it is on disk.
+    """Opens a new file that replaces ``path`` at the end of the block, when all of it is on disk.
 
-    What is written until then is a file that did not exist, of a name that nobody can guess. A link of the file's name
-    is replaced, not followed.
+    Until then it lies beside it under a name that nobody can guess, made anew. A link at ``path`` is replaced, not
+    followed. If the block raises, the new file is removed and ``path`` stays as it was.
     """
     building = path.with_name(f"{path.name[:200]}.{secrets.token_hex(8)}.tmp")
     try:
         with os.fdopen(os.open(building, NEW, 0o666), "wb") as file:
             yield file
+            # on disk before the name changes, or a crash could leave the new name with no content
             file.flush()
             os.fsync(file.fileno())
         os.replace(building, path)
@@ -65,7 +66,7 @@ def make_new_folder(folder: Path) -> Path:
 
 def remove(path: Path) -> None:
     """Removes a file, a link or a folder with all that is in it; links are not followed. It may be missing."""
-    if path.is_dir() and not path.is_symlink():
+    if path.is_dir() and not path.is_symlink():  # is_dir follows links
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

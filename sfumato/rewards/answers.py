@@ -37,31 +37,32 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
     """
-    found: str | None = text
+    answer: str | None = text
     if how == "marker":
         before, _, after = text.rpartition(marker)
-        found = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
+        answer = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
     elif how == "boxed":
-        found = last_boxed(text)
+        answer = last_boxed(text)
     elif how == "tags":
         before, closed, _ = text.rpartition("</answer>")
-        found = before.rpartition("<answer>")[2] if closed and "<answer>" in before else None
+        answer = before.rpartition("<answer>")[2] if closed and "<answer>" in before else None
     elif how == "last_number":
         numbers = _NUMBER.findall(text)
-        found = numbers[-1] if numbers else None
-    return (found or "").strip() or None
+        answer = numbers[-1] if numbers else None
+    return (answer or "").strip() or None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands between the braces of the last ``\boxed{}`` that is closed; None when there is none."""
+    r"""The content of the last ``\boxed{}`` whose brace is closed; None when there is none."""
     open_braces: list[int | None] = []  # where the content of a box begins; None for any other brace
-    found: tuple[int, int] | None = None
+    span: tuple[int, int] | None = None
     for match in re.finditer(r"\\f?boxed\s*\{|(?<!\\)[{}]", text):
         if match.group() != "}":
             open_braces.append(None if match.group() == "{" else match.end())
-        elif open_braces and (start := open_braces.pop()) is not None and (found is None or start > found[0]):
-            found = (start, match.start())
-    return None if found is None else text[slice(*found)]
+        # boxes may stand within each other: the one that begins last counts
+        elif open_braces and (start := open_braces.pop()) is not None and (span is None or start > span[0]):
+            span = (start, match.start())
+    return None if span is None else text[slice(*span)]
 
 
 def same_text(first: str, second: str) -> bool:
@@ -70,20 +71,21 @@ def same_text(first: str, second: str) -> bool:
     Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks or dollar signs around
     all of it and without a full stop at the end. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
     """
-    first, second = _plain(first), _plain(second)
+    first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
-        return _number(first) == _number(second)
+        return _parse_decimal(first) == _parse_decimal(second)
     return first == second
 
 
-def _plain(text: str) -> str:
+def _normalise_spelling(text: str) -> str:
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    # one pair or full stop at a time: they may stand around each other, as in "Paris."
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
 
 
-def _number(text: str) -> Decimal:
+def _parse_decimal(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace(_MINUS, "-"))
 
 
@@ -95,20 +97,27 @@ def text_of(sample: Sample, label: str) -> str:
 
 
 def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) -> Any:
-    """What stands in a column; a dotted key reads within it, as in ``reward_model.ground_truth``.
+    """The value of a column of a row.
+
+    Args:
+        metadata: the row's columns besides the prompt.
+        key: name of the column. Where no column has this name, dots lead into mappings, as in
+            ``reward_model.ground_truth``.
+        label: of the reward, for the message.
+        prompt: of the row, for the message.
 
     Raises:
-        DataError: there is none; the message names reward, column and prompt.
+        DataError: the row has no such value; the message names reward, column and prompt.
     """
     value: Any = metadata
     if key in metadata:
         return metadata[key]
     for part in key.split("."):
         if not isinstance(value, Mapping) or value.get(part) is None:
-            known = ", ".join(map(repr, metadata)) or "none"
+            columns = ", ".join(map(repr, metadata)) or "none"
             raise DataError(
                 f"reward {label!r} needs column {key!r}, which prompt {prompt!r} does not have (columns beside the "
-                f"prompt: {known}): add it, or name another one"
+                f"prompt: {columns}): add it, or name another one"
             )
         value = value[part]
     return value
@@ -135,18 +144,18 @@ class AnswerReward(Reward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row has no target, or one that cannot be compared."""
-        self._target(prompt, metadata)
+        self._read_target(prompt, metadata)
 
     def score(self, samples: list[Sample]) -> list[float]:
         """1 for each answer that is correct, 0 for one that is not, or in which nothing was found."""
         values = []
         for sample in samples:
-            target = self._target(sample.prompt, sample.metadata)
-            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
-            values.append(float(found is not None and self._is_correct(found, target)))
+            target = self._read_target(sample.prompt, sample.metadata)
+            answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            values.append(float(answer is not None and self._is_correct(answer, target)))
         return values
 
-    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
             raise DataError(
@@ -155,7 +164,7 @@ class AnswerReward(Reward):
             )
         return extract_answer(str(value), self.extract, self.marker) or str(value).strip()
 
-    def _is_correct(self, found: str, target: str) -> bool:
+    def _is_correct(self, answer: str, target: str) -> bool:
         raise NotImplementedError
 
 
@@ -169,8 +178,8 @@ class ExactAnswer(AnswerReward):
     """Compare character by character; otherwise case, spaces, quotation marks and a final stop do not count, and
     numbers are compared as numbers."""
 
-    def _is_correct(self, found: str, target: str) -> bool:
-        return found == target if self.strict else same_text(found, target)
+    def _is_correct(self, answer: str, target: str) -> bool:
+        return answer == target if self.strict else same_text(answer, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +198,7 @@ class MultipleChoice(AnswerReward):
         if self.extract == "last_number":
             raise ConfigError(f"extract of reward {self.label!r} cannot be last_number: a choice is a letter")
 
-    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
             return chr(ord("A") + value)
@@ -201,12 +210,15 @@ class MultipleChoice(AnswerReward):
             )
         return letter
 
-    def _is_correct(self, found: str, target: str) -> bool:
-        return choice_of(found) == target
+    def _is_correct(self, answer: str, target: str) -> bool:
+        return choice_of(answer) == target
 
 
 def choice_of(text: str) -> str | None:
-    """The letter, in upper case, with which a text begins: ``B``, ``(b)``, ``**B**``, ``B. Paris``; else None."""
+    """The letter of a choice with which a text begins, in upper case: of ``B``, ``(b)``, ``**B**``, ``B. Paris``.
+
+    None where the text begins with something else, such as a word.
+    """
     text = text.strip(_EMPHASIS + "\n$")
     if command := _COMMAND.fullmatch(text):
         text = command.group(1).strip()
@@ -237,9 +249,9 @@ class Format(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """1 or 0 for each answer."""
-        return [float(self._fits(text_of(sample, self.label))) for sample in samples]
+        return [float(self._has_form(text_of(sample, self.label))) for sample in samples]
 
-    def _fits(self, text: str) -> bool:
+    def _has_form(self, text: str) -> bool:
         if self.pattern:
             return re.fullmatch(self.pattern, text, re.DOTALL) is not None
         return has_thought(text, in_tags=self.template == "think_answer")
@@ -248,8 +260,9 @@ class Format(Reward):
 def has_thought(text: str, *, in_tags: bool) -> bool:
     """Whether a text is a thought, ``</think>``, and an answer, none of them empty.
 
-    ``<think>`` may stand at the beginning and nowhere else: templates of chats often put it into the prompt. With
-    ``in_tags`` the answer is all that follows the thought, in one pair of ``<answer>`` and ``</answer>``.
+    ``<think>`` may stand at the beginning and nowhere else; it may be missing, since chat templates often end the
+    prompt with it. With ``in_tags`` all that follows the thought must stand in one pair of ``<answer>`` and
+    ``</answer>``.
     """
     thought, closed, answer = text.strip().removeprefix("<think>").partition("</think>")
     answer = answer.strip()

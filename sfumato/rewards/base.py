@@ -11,21 +11,29 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from sfumato.errors import ConfigError
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
 Result = TypeVar("Result")
 
 
-def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[..., Result]:
-    """Keeps what a loader returned for the life of the process, one per set of arguments, whatever thread asks.
+def load_once(
+    function: Callable[..., Result], lock: AbstractContextManager[object] | None = None
+) -> Callable[..., Result]:
+    """Wraps a loader so that each set of arguments is loaded once per process, whichever threads ask for it.
 
-    Loaders that share a lock run one after the other.
+    Args:
+        function: the loader; its arguments must be hashable.
+        lock: held during a call; loaders that share a lock run one after the other. None makes one.
     """
-    cached, lock = functools.cache(function), lock or threading.RLock()
+    cached = functools.cache(function)
+    lock = lock or threading.RLock()
 
     @functools.wraps(function)
     def load(*args: Any, **settings: Any) -> Result:
@@ -36,13 +44,15 @@ def load_once(function: Callable[..., Result], lock: Any = None) -> Callable[...
 
 
 class PromptImages(Protocol):
-    """Images in a prompt, which stay files until someone looks."""
+    """Images in a prompt, which stay files until they are decoded."""
 
     def find(self) -> Sequence[Any]:
-        """Their files: paths, or what they hold, in their order."""
+        """Their files in the order of the prompt: paths, or the bytes of the files."""
+        ...
 
     def side_by_side(self) -> np.ndarray | None:
-        """One picture of them all, uint8 [H, W, 3]. Raises DataError when one is broken."""
+        """All images of the prompt in one picture, uint8 [H, W, 3]. Raises DataError when one is broken."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +94,19 @@ class Sample:
             )
 
     def copy(self) -> Sample:
-        """The same with pictures and metadata of its own, for somebody who may write into them."""
+        """A deep copy, whose pictures and metadata a reward may write into."""
         return copy.deepcopy(self)
 
     @property
+    def pixels(self) -> np.ndarray:
+        """The image, or the video, of a sample that is no text."""
+        assert self.image is not None, "a text has no pixels"
+        return self.image
+
+    @property
     def frames(self) -> np.ndarray:
-        """The video of a sample that is no text, uint8 [F, H, W, 3]; an image is one of a single frame."""
-        return self.image if self.image.ndim == 4 else self.image[None]
+        """The frames of a sample that is no text, uint8 [F, H, W, 3]; an image is one frame."""
+        return self.pixels if self.pixels.ndim == 4 else self.pixels[None]
 
 
 @dataclass(frozen=True)
@@ -104,11 +120,15 @@ class Failure:
 class Reward(ABC):
     """Base of every reward. A subclass states ``type: ClassVar[str]`` and defines ``score``.
 
-    With ``groupwise`` it is given whole groups. With ``takes_video`` it sees videos whole; else it sees frames of them
-    as images, and a video has the mean of theirs. With ``cached`` the value of a sample (of a group) is a function of
-    it alone, to the bit and whatever else is scored with it, and costs more than hashing it: equal ones are scored
-    once. ``memory_mib`` limits its processes where it has such. ``modality`` is what it can score: "image" (a video is
-    several) or "text"; empty: either.
+    Class attributes that a subclass may set:
+
+    - ``groupwise``: ``score`` is given whole groups.
+    - ``takes_video``: ``score`` is given whole videos. Otherwise it is given their frames as images, and the value of a
+      video is the mean over its frames.
+    - ``cached``: equal samples (or groups) are scored once. Only for a reward whose value is the same to the bit
+      whatever else is in the batch, and which costs more than hashing the sample.
+    - ``memory_mib``: address space of each of its processes, where it has processes; 0 sets no limit.
+    - ``modality``: what it can score, "image" (videos too) or "text"; empty: both.
 
     Raises ConfigError when ``weight`` is not finite, ``timeout_s`` or ``frame_step`` is not positive, or the range of
     ``normalise`` is none. A subclass with a ``__post_init__`` of its own calls ``super().__post_init__()``.
@@ -143,7 +163,7 @@ class Reward(ABC):
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s of reward {self.label!r} must be a positive number, not {self.timeout_s}")
         self._check_positive("frame_step")
-        if not isinstance(self.normalise, str):
+        if not isinstance(self.normalise, str):  # a range that is mapped to 0 to 1
             low, high = self.normalise
             if not (math.isfinite(low) and math.isfinite(high) and low < high):
                 raise ConfigError(
@@ -183,21 +203,21 @@ class Reward(ABC):
             )
 
     def take_notes(self) -> list[str]:
-        """What people should know though no value was lost, such as an outage that was waited out; told once."""
+        """Messages for the log since the last call, such as an outage that was waited out and cost no value."""
         return []
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
-        """Metrics that are fractions, by name: how many of how many since this was last asked."""
+        """Metrics that are fractions, by name, as numerator and denominator since the last call."""
         return {}
 
     def seen(self, sample: Sample) -> list[Sample]:
-        """What ``score`` is given of a sample: itself, or of a video every ``frame_step``-th frame as an image."""
+        """The samples that ``score`` is given for one: itself, or every ``frame_step``-th frame of a video as image."""
         if self.takes_video or sample.image is None or sample.image.ndim == 3:
             return [sample]
         return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
 
     def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Which samples go into each call of ``score``: all of them, or one group after the other."""
+        """Indices of the samples of each call of ``score``: all samples at once, or one group in each call."""
         if not self.groupwise:
             return [list(range(len(samples)))] if samples else []
         groups: dict[int, list[int]] = {}
@@ -206,7 +226,7 @@ class Reward(ABC):
         return list(groups.values())
 
     def call_timeout_s(self, num_samples: int) -> float:
-        """Seconds that a call with so many samples may take."""
+        """Seconds that a call with ``num_samples`` samples may take."""
         del num_samples
         return self.timeout_s
 

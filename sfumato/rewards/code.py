@@ -17,13 +17,15 @@ from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.coding.tests import CodeTests, code_of, read_tests, same_output
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
-_WITHIN = Path(__file__).parent / "coding" / "sandbox_worker.py"
+_WORKER_FILE = Path(__file__).parent / "coding" / "sandbox_worker.py"
 _MOST_REPORTED = 1 << 20
+"""Bytes of results that are read from the process of the tests."""
 _GRACE_S = 15.0
+"""Seconds beyond a program's own time limit in which its sandbox must have ended."""
 
 
 class _CannotRunError(Exception):
-    """Tests that do not go over the pipes; the answer has no value."""
+    """The tests cannot be run against an answer in another process, so the answer has no value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +55,14 @@ class CodeReward(Reward):
 
     def prepare(self) -> None:
         """Runs a program that looks at its own containment. Raises SandboxError where programs cannot be contained."""
-        self._sandbox().check()
+        self._build_sandbox().check()
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row has no tests, or some that cannot be read."""
-        self._tests(prompt, metadata)
+        self._read_tests(prompt, metadata)
 
     def call_timeout_s(self, num_samples: int) -> float:
-        """What they may take in turns."""
+        """Time for all samples, of which ``concurrency`` are tested at once."""
         turns = math.ceil(num_samples / self.concurrency)
         return turns * (self.timeout_s + self.run_timeout_s + _GRACE_S)
 
@@ -69,15 +71,15 @@ class CodeReward(Reward):
         with ThreadPoolExecutor(self.concurrency) as threads:
             return list(threads.map(self._score_one, samples))
 
-    def _sandbox(self) -> Sandbox:
+    def _build_sandbox(self) -> Sandbox:
         return Sandbox(ProgramLimits(wall_s=self.run_timeout_s, memory_mib=self.run_memory_mib))
 
-    def _tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
+    def _read_tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
         value = column_of(metadata, self.target_key, self.label, prompt)
         return read_tests(metadata, value, f"reward {self.label!r}, column {self.target_key!r} of prompt {prompt!r}")
 
     def _score_one(self, sample: Sample) -> float | Failure:
-        tests = self._tests(sample.prompt, sample.metadata)
+        tests = self._read_tests(sample.prompt, sample.metadata)
         code = f"{tests.setup}\n{code_of(text_of(sample, self.label))}"
         try:
             passed = self._run_pairs(code, tests) if tests.pairs else self._run_assertions(code, tests)
@@ -88,10 +90,12 @@ class CodeReward(Reward):
 
     def _run_pairs(self, code: str, tests: CodeTests) -> int:
         """How many outputs are right. They are compared here: no program ever sees one."""
-        sandbox, passed, deadline = self._sandbox(), 0, time.monotonic() + self.timeout_s
-        for given, wanted in tests.pairs:
-            finished = sandbox.run_python(code, stdin=given.encode("utf-8", "surrogatepass"))
-            is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), wanted)
+        sandbox = self._build_sandbox()
+        passed = 0
+        deadline = time.monotonic() + self.timeout_s
+        for stdin, expected in tests.pairs:
+            finished = sandbox.run_python(code, stdin=stdin.encode("utf-8", "surrogatepass"))
+            is_right = finished.is_success and same_output(finished.stdout.decode("utf-8", "replace"), expected)
             passed += is_right
             if time.monotonic() > deadline or not (is_right or self.partial):
                 break
@@ -99,38 +103,46 @@ class CodeReward(Reward):
 
     def _run_assertions(self, code: str, tests: CodeTests) -> int:
         """How many tests pass. The answer and its tests have a sandbox each."""
-        asked = {"setup": tests.setup, "entry_point": tests.entry_point, "tests": tests.assertions}
-        within = _WITHIN.read_bytes()
-        answer_files = {"sandbox_worker.py": within, "answer.py": code.encode("utf-8", "surrogatepass")}
-        check_files = {"sandbox_worker.py": within, "tests.json": json.dumps(asked).encode()}
-        sandbox = self._sandbox()
+        check_request = {"setup": tests.setup, "entry_point": tests.entry_point, "tests": tests.assertions}
+        worker_source = _WORKER_FILE.read_bytes()
+        answer_files = {"sandbox_worker.py": worker_source, "answer.py": code.encode("utf-8", "surrogatepass")}
+        check_files = {"sandbox_worker.py": worker_source, "tests.json": json.dumps(check_request).encode()}
+        sandbox = self._build_sandbox()
         with contextlib.ExitStack() as running:
             with contextlib.ExitStack() as descriptors:  # closed here as soon as the programs have them
-                calls, values, results = (_pipe(descriptors) for _ in range(3))
-                nothing = os.open(os.devnull, os.O_RDWR)
-                descriptors.callback(os.close, nothing)
-                command, quiet = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"], [nothing] * 3
+                calls, values, results = (_open_pipe(descriptors) for _ in range(3))
+                null_fd = os.open(os.devnull, os.O_RDWR)
+                descriptors.callback(os.close, null_fd)
+                command = [PYTHON, "-I", "-S", "/tmp/sandbox_worker.py"]
+                quiet = [null_fd] * 3
                 answer = sandbox.start([*command, "answer"], [*quiet, calls[0], values[1]], answer_files)
                 running.callback(answer.close)
                 check = sandbox.start([*command, "check"], [*quiet, results[1], values[0], calls[1]], check_files)
                 running.callback(check.close)
-                ours = os.dup(results[0])
-                running.callback(os.close, ours)
+                report_fd = os.dup(results[0])
+                running.callback(os.close, report_fd)
+            # Only the tests' report counts: an answer that ends early or hangs shows as tests that fail.
             report = check.wait(self.run_timeout_s + _GRACE_S)
             if report["code"] and not report["why"]:
                 raise _CannotRunError("the tests could not begin: their setup raises an error")
-            return _count(os.read(ours, _MOST_REPORTED), len(tests.assertions))
+            return _count_passed(os.read(report_fd, _MOST_REPORTED), len(tests.assertions))
 
 
-def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
+def _open_pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
     pair = os.pipe()
-    for each in pair:
-        descriptors.callback(os.close, each)
+    for descriptor in pair:
+        descriptors.callback(os.close, descriptor)
     return pair
 
 
-def _count(written: bytes, most: int) -> int:
-    found = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
-    if unfit := [each for each in found if isinstance(each, str)]:
-        raise _CannotRunError(unfit[0])
-    return sum(each is True for each in found)
+def _count_passed(written: bytes, most: int) -> int:
+    """How many of the result lines of ``sandbox_worker.check`` say that their test passed.
+
+    Raises:
+        _CannotRunError: a line holds the reason why its test cannot be run.
+    """
+    # what follows the last line break is a line that was cut off when the process was killed, or nothing
+    results = [json.loads(line) for line in written.split(b"\n")[:-1][:most]]
+    if errors := [result for result in results if isinstance(result, str)]:
+        raise _CannotRunError(errors[0])
+    return sum(result is True for result in results)

@@ -16,12 +16,15 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 WRAPPERS = ("state_dict", "model")
 
@@ -45,8 +48,12 @@ OPEN_CLIP_NAMES = (
 )
 
 
-def read_pickled(path: Path) -> dict[str, Any]:
-    """The tensors of a ``torch.save`` file, or all files of an index; nothing is executed. Raises DataError."""
+def read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a ``torch.save`` file, or of all files of an index. Nothing in them is executed.
+
+    Raises:
+        DataError: the file is damaged, or holds something else than tensors by name.
+    """
     import torch
 
     if path.name.endswith(".index.json"):
@@ -56,31 +63,33 @@ def read_pickled(path: Path) -> dict[str, Any]:
             raise DataError(f"{path} is not an index of weights: {error!r}") from error
         return {key: tensor for name in names for key, tensor in read_pickled(path.parent / Path(name).name).items()}
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a pickle that is made up raises whatever it comes upon
         raise DataError(f"{path} is damaged, or holds more than weights, which is not executed") from error
     for wrapper in WRAPPERS:
-        if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
-            found = found[wrapper]
-    if not isinstance(found, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in found.values()):
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise DataError(f"{path} holds no mapping of names to tensors")
-    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+    return {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def open_clip_to_transformers(tensors: dict[str, Any]) -> dict[str, Any]:
+def open_clip_to_transformers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of an open_clip model (a vision transformer with its text transformer) for transformers' CLIPModel."""
-    converted: dict[str, Any] = {}
+    converted: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name == "attn_mask":  # a constant that older files hold
             continue
         renamed = name
         for pattern, replacement in OPEN_CLIP_NAMES:
             renamed = re.sub(pattern, replacement, renamed)
+        # open_clip keeps the projections of queries, keys and values in one matrix, transformers in three
         stacked = re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", renamed)
         if stacked:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 converted[f"{stacked[1]}.self_attn.{part}_proj.{stacked[2]}"] = piece
         else:
+            # open_clip keeps its projections as [in, out], linear layers of torch as [out, in]
             converted[renamed] = tensor.T if name in ("visual.proj", "text_projection") else tensor
     return converted
 
@@ -125,13 +134,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("kind", choices=("weights", "open_clip", "instruction"))
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        convert(given.kind, given.source, given.target)
+        convert(options.kind, options.source, options.target)
     except UserError as error:
         print(printable(str(error)), file=sys.stderr)
         return error.exit_code
-    print(f"wrote {given.target}")
+    print(f"wrote {options.target}")
     return 0
 
 

@@ -22,11 +22,11 @@ class EnvironmentReward(Reward):
 
     def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """The values; a Failure where the rollout has found none."""
-        return [self._of(sample) for sample in samples]
+        return [self._read_value(sample) for sample in samples]
 
-    def _of(self, sample: Sample) -> float | Failure:
+    def _read_value(self, sample: Sample) -> float | Failure:
         value = sample.metadata.get(self.key)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            known = ", ".join(sorted(sample.metadata)) or "none"
-            return Failure(f"the rollout gave no number {self.key!r}; what it gave is {known}")
+            columns = ", ".join(sorted(sample.metadata)) or "none"
+            return Failure(f"the rollout gave no number {self.key!r}; what it gave is {columns}")
         return float(value)

@@ -15,7 +15,7 @@ from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
 
 CALL_OVERHEAD_S = 1.0
-"""What a call of many coroutines may take besides them, before its process is taken to hang."""
+"""Seconds that a call of many coroutines may take beyond their own timeouts, before its process is taken to hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class FunctionReward(Reward):
 
     def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """One sample after the other, unless they are worked on together."""
+        # each call has a timeout of its own, so that a sample that takes too long costs no other its value
         if self.groupwise or self.concurrency > 1:
             return super().plan_calls(samples)
         return [[index] for index in range(len(samples))]
@@ -87,11 +88,13 @@ class FunctionReward(Reward):
         function = import_function(self.path)
         if self.concurrency > 1:
             return asyncio.run(self._score_together(function, samples))
+        # an async function returns coroutines, which are run one by one; who calls score checks the values
         results = [function(samples)] if self.groupwise else [function(sample) for sample in samples]
         results = [asyncio.run(result) if inspect.iscoroutine(result) else result for result in results]
         return results[0] if self.groupwise else results
 
     async def _score_together(self, function: Callable[..., Any], samples: list[Sample]) -> list[Any]:
+        """What the async function returns for each sample, ``concurrency`` at a time; a Failure where it raised."""
         free = asyncio.Semaphore(self.concurrency)
 
         async def score_one(sample: Sample) -> Any:
@@ -99,9 +102,10 @@ class FunctionReward(Reward):
                 try:
                     async with asyncio.timeout(self.timeout_s) as limit:
                         return await function(sample)
-                except UserError:
+                except UserError:  # a mistake that a person has to mend stops the run
                     raise
                 except Exception as error:
+                    # an expired limit shows as TimeoutError, which the function itself may raise as well
                     if limit.expired():
                         return Failure(f"{TIMED_OUT} after {self.timeout_s:g} s")
                     return Failure(describe_error(error, self.source_file))

@@ -60,7 +60,8 @@ class HttpReward(Reward):
     def call_deadline(self) -> float:
         """Value of ``time.monotonic()`` by which a call of ``score`` that begins now should return by itself.
 
-        A little before ``timeout_s``, when the whole call would be lost, answers included that have arrived.
+        It lies a little before ``timeout_s``: at the timeout the whole call is lost, with the answers that have
+        arrived.
         """
         return time.monotonic() + 0.95 * self.timeout_s
 
@@ -72,6 +73,7 @@ class HttpReward(Reward):
         key = ""
         if self.api_key_env:
             key = os.environ.get(self.api_key_env, "").strip()
+            # what is not printable ASCII cannot stand in a header
             if not (key.isascii() and key.isprintable() and key):
                 raise ConfigError(
                     f"reward {self.label!r} takes its key from the environment variable {self.api_key_env}, which is "
@@ -94,7 +96,11 @@ class HttpReward(Reward):
     def ask_each(
         self, items: Sequence[ItemT], ask: Callable[[ItemT], AnswerT], concurrency: int
     ) -> list[AnswerT | Failure]:
-        """``ask`` of every item, so many at a time, in order; a Failure where it raised HttpError."""
+        """Calls ``ask`` for every item, ``concurrency`` of them at a time.
+
+        Returns:
+            The answers in the order of the items; a Failure for an item whose ``ask`` raised HttpError.
+        """
 
         def answer(item: ItemT) -> AnswerT | Failure:
             try:

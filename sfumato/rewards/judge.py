@@ -11,7 +11,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ class UnreadableError(ValueError):
 
 
 def final_text(reply: ChatReply) -> str:
-    """What a reply says in the end, after any ``<think>`` block.
+    """The text of a reply after any ``<think>`` block.
 
     Raises:
         UnreadableError: the judge refused, was cut off, or broke off.
@@ -63,10 +63,10 @@ def number_after(text: str, marker: str, low: float, high: float) -> float:
         UnreadableError: there is none, or it is not from ``low`` to ``high``.
     """
     marks = list(re.finditer(rf"\b{re.escape(marker)}{_DECORATION}:{_OPENING}", text, re.IGNORECASE))
-    found = _NUMBER.match(text, marks[-1].end()) if marks else None
-    if found is None or not low <= float(found.group(1)) <= high or float(found.group(2) or high) != high:
+    number = _NUMBER.match(text, marks[-1].end()) if marks else None
+    if number is None or not low <= float(number.group(1)) <= high or float(number.group(2) or high) != high:
         raise UnreadableError(f"no '{marker}:' with a number from {low:g} to {high:g}")
-    return float(found.group(1))
+    return float(number.group(1))
 
 
 def choice_after_answer(text: str) -> float:
@@ -76,10 +76,10 @@ def choice_after_answer(text: str) -> float:
         UnreadableError: there is no such choice.
     """
     marks = list(_ANSWER.finditer(text))
-    found = _CHOICE.match(text, marks[-1].end()) if marks else None
-    if found is None:
+    choice = _CHOICE.match(text, marks[-1].end()) if marks else None
+    if choice is None:
         raise UnreadableError("no 'Answer:' with 1, 2 or tie")
-    return {"1": 1.0, "2": 0.0, "tie": 0.5}[found.group(1).casefold()]
+    return {"1": 1.0, "2": 0.0, "tie": 0.5}[choice.group(1).casefold()]
 
 
 _lock = threading.Lock()
@@ -114,7 +114,7 @@ class Judge(HttpReward):
         if not self.model:
             raise ConfigError(f"model of reward {self.label!r} is empty: give the name that the server calls it by")
         self._check_positive("max_tokens", "concurrency")
-        self._more()
+        self._read_extra_body()  # raises for what is no JSON object
 
     @abstractmethod
     def read(self, reply: ChatReply, *samples: Sample) -> float:
@@ -122,23 +122,25 @@ class Judge(HttpReward):
 
     @property
     def tally(self) -> Tally:
-        """Counts of this judge, the same object whenever it is asked for."""
+        """Counts of this judge; equal judges of a process share one object, since a frozen dataclass holds no state."""
         return _build_tally(self)
 
     def variables(self) -> dict[str, Any]:
-        """What a template may use besides prompt, metadata, kind, source and the samples."""
+        """Further variables of the template, besides prompt, metadata, kind, source and the samples."""
         return {}
 
     def check_reply(self, reply: ChatReply) -> None:
         """Raises ConfigError when the server did not give what ``read`` needs."""
 
     def prepare(self) -> None:
-        """Reads the template and asks every server a little question.
+        """Reads the template and asks every server one short question.
 
-        Raises ConfigError that names what the template lacks, or the server, the model and what it said.
+        Raises:
+            ConfigError: a variable is missing in the template, or a server did not answer; the message names it.
         """
-        self._template()
+        self._load_template()
         for url in self.base_urls:
+            # a server may still load its model, but a wrong address should not hold the run for the whole timeout
             deadline = time.monotonic() + min(START_WAIT_S, self.call_deadline() - time.monotonic())
             try:
                 reply = self._ask(self.caller(url), "Reply with the word Yes.", deadline)
@@ -151,12 +153,13 @@ class Judge(HttpReward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the template needs something that the row does not have."""
-        shown = dict.fromkeys((*self.shows, "source"), "")
-        values = {"prompt": prompt, "metadata": metadata, "kind": "image", **shown, **self.variables()}
-        self._template().fill(values, {})
+        # nothing has been drawn yet: empty texts in the place of samples show whether the row can fill the template
+        placeholders = dict.fromkeys((*self.shows, "source"), "")
+        values = {"prompt": prompt, "metadata": metadata, "kind": "image", **placeholders, **self.variables()}
+        self._load_template().fill(values, {})
 
     def take_notes(self) -> list[str]:
-        """Attempts that failed, and questions of which a value could do without the reply."""
+        """Attempts that failed, and events that subclasses have noted in the tally."""
         return super().take_notes() + self.tally.take_notes()
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
@@ -172,10 +175,11 @@ class Judge(HttpReward):
 
         Raises DataError when a sample does not have what the template needs.
         """
-        deadline, caller = self.call_deadline(), self.caller()
+        deadline = self.call_deadline()
+        caller = self.caller()
 
         def ask(question: tuple[Sample, ...]) -> ChatReply:
-            return self._ask(caller, self._question(question), deadline)
+            return self._ask(caller, self._build_question(question), deadline)
 
         replies = self.ask_each(questions, ask, self.concurrency)
         values: list[float | Failure] = []
@@ -195,31 +199,31 @@ class Judge(HttpReward):
         return values
 
     def _ask(self, caller: HttpCaller, content: Content, deadline: float) -> ChatReply:
-        body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._more()})
+        body = encode_question(self.model, content, self.max_tokens, {**self.options, **self._read_extra_body()})
         try:
             return caller.post("/chat/completions", body, "application/json", decode_reply, deadline)
         except HttpError as error:
             raise HttpError(f"model {self.model!r}: {error}") from error
 
-    def _question(self, samples: tuple[Sample, ...]) -> Content:
+    def _build_question(self, samples: tuple[Sample, ...]) -> Content:
         first = samples[0]
-        values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind(first), **self.variables()}
-        pictures: dict[str, Sequence[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
+        values = {"prompt": first.prompt, "metadata": first.metadata, "kind": _kind_of(first), **self.variables()}
+        pictures: dict[str, Collection[np.ndarray]] = {} if first.source is None else {"source": [first.source]}
         for name, sample in zip(self.shows, samples, strict=True):
             if sample.text is not None:
                 values[name] = sample.text
             else:
                 pictures[name] = sample.frames[:: self.frame_step]
-        return self._template().fill(values, pictures)
+        return self._load_template().fill(values, pictures)
 
-    def _template(self) -> JudgeTemplate:
-        known = ("prompt", "metadata", "kind", "source", *self.variables())
+    def _load_template(self) -> JudgeTemplate:
+        variables = ("prompt", "metadata", "kind", "source", *self.variables())
         try:
-            return load_template(self.template or self.type, self.shows, known)
+            return load_template(self.template or self.type, self.shows, variables)
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
 
-    def _more(self) -> dict[str, Any]:
+    def _read_extra_body(self) -> dict[str, Any]:
         try:
             more = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError as error:
@@ -229,7 +233,7 @@ class Judge(HttpReward):
         return more
 
 
-def _kind(sample: Sample) -> str:
+def _kind_of(sample: Sample) -> str:
     if sample.image is None:
         return "text"
     return "video" if sample.image.ndim == 4 else "image"
@@ -237,7 +241,7 @@ def _kind(sample: Sample) -> str:
 
 @dataclass
 class Tally:
-    """What became of a judge's replies since it was last asked. Threads may share it."""
+    """Counts of a judge's replies, and notes, since they were last taken. Threads may share it."""
 
     num_unread: int = 0
     num_replies: int = 0
@@ -250,19 +254,19 @@ class Tally:
             self.num_replies += num_replies
 
     def note(self, text: str) -> None:
-        """Counts something that people should know."""
+        """Counts an event that the log should mention."""
         with _lock:
             self.notes[text] += 1
 
     def take_counts(self) -> tuple[int, int]:
-        """Replies that could not be read, and all."""
+        """The number of unreadable replies and of all replies, since the last call."""
         with _lock:
             counts = self.num_unread, self.num_replies
             self.num_unread = self.num_replies = 0
         return counts
 
     def take_notes(self) -> list[str]:
-        """The notes, each with how often."""
+        """The notes since the last call, each with its count."""
         with _lock:
             notes, self.notes = self.notes, Counter()
         return [f"{text} ({count})" for text, count in notes.items()]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
@@ -43,21 +43,21 @@ class RubricReward(Judge):
     def variables(self) -> dict[str, Any]:
         """The rubric, and the range as ``low`` and ``high``."""
         low, high = (f"{bound:g}" for bound in self.score_range)
-        return {"rubric": self._text().strip(), "low": low, "high": high}
+        return {"rubric": self._read_rubric().strip(), "low": low, "high": high}
 
     def read(self, reply: ChatReply, *samples: Sample) -> float:
         """``(score - low) / (high - low)`` of the number after the last ``Score:``."""
         low, high = self.score_range
         return (number_after(final_text(reply), "Score", low, high) - low) / (high - low)
 
-    def _text(self) -> str:
+    def _read_rubric(self) -> str:
         is_path = self.rubric.endswith((".txt", ".md")) and "\n" not in self.rubric
         if is_path and not Path(self.rubric).is_file():
             raise ConfigError(f"rubric of reward {self.label!r}: no file {self.rubric}")
-        return _read(Path(self.rubric)) if is_path else self.rubric
+        return _read_once(Path(self.rubric)) if is_path else self.rubric
 
 
-_read = functools.cache(read_file)
+_read_once = functools.cache(read_file)
 """A file as it was when it was first asked for, whoever edits it during the run."""
 
 
@@ -95,7 +95,7 @@ class QwenVLOcrReward(Judge):
 
 
 _NUM_CANDIDATES = 20  # as many as OpenAI's API and vLLM give
-_AROUND_A_WORD = " \t\n▁Ġ\"'*_.,!"
+_AROUND_A_WORD = " \t\n▁Ġ\"'*_.,!"  # spaces also as tokens of SentencePiece and of byte-level BPE write them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class PairwisePreference(Judge):
         """
         if len(samples) == 1:
             return [0.5]
-        pairs = _pairs(len(samples), self.opponents)
+        pairs = _build_pairs(len(samples), self.opponents)
         orders = [order for pair in pairs for order in (pair, pair[::-1])]
         verdicts = self.judge([(samples[first], samples[second]) for first, second in orders])
         wins: list[list[float]] = [[] for _ in samples]
@@ -170,16 +170,17 @@ class PairwisePreference(Judge):
                 lost[a].append(failure)
                 lost[b].append(failure)
             else:
-                won = (forth + 1 - back) / 2
+                # the mean of both orders, so that a judge's liking for the first place cancels out
+                won = (cast("float", forth) + 1 - cast("float", back)) / 2
                 wins[a].append(won)
                 wins[b].append(1 - won)
         return [
-            sum(mine) / len(mine) if len(mine) >= max(len(missing), 1) else missing[0]
-            for mine, missing in zip(wins, lost, strict=True)
+            sum(won_pairs) / len(won_pairs) if len(won_pairs) >= max(len(lost_pairs), 1) else lost_pairs[0]
+            for won_pairs, lost_pairs in zip(wins, lost, strict=True)
         ]
 
 
-def _pairs(num_samples: int, opponents: int) -> list[tuple[int, int]]:
+def _build_pairs(num_samples: int, opponents: int) -> list[tuple[int, int]]:
     """All pairs, or those of neighbours on a ring, so that all samples have equally many."""
     if not opponents or opponents >= num_samples - 1:
         return list(itertools.combinations(range(num_samples), 2))

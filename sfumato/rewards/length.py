@@ -41,7 +41,7 @@ class Overlong(Reward):
         """
         lowest = -1.0 if self.capped else float("-inf")
         free = self.max_length - self.buffer
-        return [max(lowest, min(0.0, (free - num_tokens(each, self.label)) / self.buffer)) for each in samples]
+        return [max(lowest, min(0.0, (free - num_tokens(sample, self.label)) / self.buffer)) for sample in samples]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import AnswerReward, extract_answer, text_of
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.scoring.workers import pool_of
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
@@ -68,11 +71,11 @@ class MathAnswer(AnswerReward):
 
         What is no plain number is compared with itself, in the reward's process.
         """
-        target = self._target(prompt, metadata)
+        target = self._read_target(prompt, metadata)
         if _PLAIN_NUMBER.fullmatch(target):
             return
-        own = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
-        (value, reason), *_ = pool_of(self).call([own]).values
+        sample = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
+        (value, reason), *_ = pool_of(self).call([sample]).values
         if value != 1.0:
             raise DataError(
                 f"math-verify cannot read column {self.target_key!r} of prompt {prompt!r}, {target!r}"
@@ -88,14 +91,17 @@ class MathAnswer(AnswerReward):
         return [self._score_one(sample) for sample in samples]
 
     def _score_one(self, sample: Sample) -> float | Failure:
-        target, text = self._target(sample.prompt, sample.metadata), text_of(sample, self.label)
+        target = self._read_target(sample.prompt, sample.metadata)
+        text = text_of(sample, self.label)
+        # with extract all, math-verify looks for the mathematics in the answer itself
         if self.extract != "all":
-            found = extract_answer(text, self.extract, self.marker)
-            if found is None:
+            answer = extract_answer(text, self.extract, self.marker)
+            if answer is None:
                 return 0.0
-            text = _in_box(found)
-        limit_s = 0.8 * self.timeout_s  # before the process is killed, which has to be started anew
-        before = signal.signal(signal.SIGALRM, _raise_too_long)
+            text = _in_box(answer)
+        # An alarm before timeout_s: at timeout_s the process is killed, and another one has to load sympy.
+        limit_s = 0.8 * self.timeout_s
+        previous_handler = signal.signal(signal.SIGALRM, _raise_too_long)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             return float(_are_equal(target, text))
@@ -103,15 +109,15 @@ class MathAnswer(AnswerReward):
             return Failure(f"comparing with {target!r} took more than {limit_s:g} s")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _are_equal(target: str, text: str) -> bool:
-    """math-verify's verdict; neither of its own time limits is used."""
+    """math-verify's verdict. Its time limits are off: they use SIGALRM, which the caller has set."""
     from math_verify import parse, verify
 
     gold = parse(_in_box(target), parsing_timeout=None)
-    if all(isinstance(each, str) for each in gold):
+    if all(isinstance(part, str) for part in gold):
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
         )
@@ -122,5 +128,5 @@ def _in_box(text: str) -> str:
     return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
 
 
-def _raise_too_long(number: int, frame: Any) -> None:
+def _raise_too_long(number: int, frame: FrameType | None) -> NoReturn:
     raise _TooLongError

@@ -13,13 +13,18 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from sfumato.errors import DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample, load_once
+
+if TYPE_CHECKING:
+    from paddleocr import PaddleOCR, TextRecognition
+    from rapidocr import RapidOCR
+    from rapidocr.utils.output import RapidOCROutput
 
 _QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”')
 
@@ -112,7 +117,7 @@ def crop_to_ink(image: np.ndarray) -> np.ndarray | None:
     """
     border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
     background = np.median(border, axis=0)
-    is_ink = (np.abs(image - background) > _INK_THRESHOLD).any(axis=2)
+    is_ink = cast("np.ndarray", (np.abs(image - background) > _INK_THRESHOLD).any(axis=2))
     if not is_ink.any():
         return None
     rows, columns = np.flatnonzero(is_ink.any(axis=1)), np.flatnonzero(is_ink.any(axis=0))
@@ -138,7 +143,7 @@ class OcrReward(Reward):
 
     @property
     def cached(self) -> bool:  # type: ignore[override]
-        """PaddleOCR alone reads a line otherwise beside other lines."""
+        """False where PaddleOCR reads lines in batches: its reading of a line depends on the other lines."""
         return self.engine != "paddleocr" or self.detect
 
     def __post_init__(self) -> None:
@@ -163,7 +168,7 @@ class OcrReward(Reward):
     def score(self, samples: list[Sample]) -> list[float]:
         """``ocr_text_score`` for each image. Raises DataError for a prompt without a target."""
         targets = [ocr_target(sample.prompt, sample.metadata) for sample in samples]
-        texts = self.read([sample.image for sample in samples])
+        texts = self.read([sample.pixels for sample in samples])
         return [ocr_text_score(text, target) for text, target in zip(texts, targets, strict=True)]
 
     def read(self, images: list[np.ndarray]) -> list[str]:
@@ -174,6 +179,7 @@ class OcrReward(Reward):
             RuntimeError: Tesseract failed; the message is its own.
             TimeoutError, subprocess.TimeoutExpired: Tesseract took longer than ``timeout_s``.
         """
+        # a recogniser takes the whole picture for one line: without its empty border the text is larger
         if not self.detect:
             crops = [crop_to_ink(image) for image in images]
             texts = iter(self._read_parts([crop for crop in crops if crop is not None]))
@@ -194,12 +200,13 @@ class OcrReward(Reward):
         return _detect_and_read(images, engine) if self.detect else _read_lines(images, engine)
 
 
-def _detect_and_read(images: list[np.ndarray], engine: Any) -> list[str]:
+def _detect_and_read(images: list[np.ndarray], engine: RapidOCR) -> list[str]:
     with _detect_lock:  # the detector keeps state between its steps
-        return ["".join(engine(image).txts or ()) for image in images]
+        # with detection and recognition on, the output is that of the whole pipeline
+        return ["".join(cast("RapidOCROutput", engine(image)).txts or ()) for image in images]
 
 
-def _read_lines(images: list[np.ndarray], engine: Any) -> list[str]:
+def _read_lines(images: list[np.ndarray], engine: RapidOCR) -> list[str]:
     """Reads images that are one line of text each.
 
     RapidOCR pads the lines of a batch to the widest one, and padding can change what is read. Lines are therefore
@@ -217,13 +224,13 @@ def _read_lines(images: list[np.ndarray], engine: Any) -> list[str]:
             height, width, _ = line.shape
             missing = halves * height // 2 - width
             lines.append(np.pad(line, ((0, 0), (0, missing), (0, 0)), constant_values=_PADDING))
-        for index, text in zip(group, engine.recognize_txt(lines).txts, strict=True):
+        for index, text in zip(group, cast("tuple[str, ...]", engine.recognize_txt(lines).txts), strict=True):
             texts[index] = text
     return texts
 
 
 @load_once
-def _load_rapidocr(batch_size: int, num_threads: int) -> Any:
+def _load_rapidocr(batch_size: int, num_threads: int) -> RapidOCR:
     """The RapidOCR engine of these settings, one per process."""
     parameters = {
         "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
@@ -260,6 +267,7 @@ def _read_with_tesseract(image: np.ndarray, page_mode: str, deadline: float) -> 
     picture = Image.fromarray(image)
     if picture.height < _TESSERACT_MIN_HEIGHT:
         picture = ImageOps.scale(picture, -(-_TESSERACT_MIN_HEIGHT // picture.height))
+    # the border has the colour of the picture's first and last row, so that it adds no edge
     background = tuple(int(value) for value in np.median(image[[0, -1]].reshape(-1, 3), axis=0))
     buffer = io.BytesIO()
     ImageOps.expand(picture, _TESSERACT_BORDER, background).save(buffer, "PNG")
@@ -297,8 +305,11 @@ def read_with_paddle(images: list[np.ndarray], detect: bool, batch_size: int, nu
 
 
 @load_once
-def load_paddle(detect: bool, batch_size: int, num_threads: int) -> Any:
-    """The pipeline, or the recogniser alone; it fetches its PP-OCR models at the first use, unless they are there."""
+def load_paddle(detect: bool, batch_size: int, num_threads: int) -> PaddleOCR | TextRecognition:
+    """PaddleOCR's pipeline, or with ``detect`` false its recogniser alone, one per process and setting.
+
+    PaddleOCR downloads its PP-OCR models at the first use, unless they are installed.
+    """
     try:
         from paddleocr import PaddleOCR, TextRecognition
 

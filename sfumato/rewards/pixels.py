@@ -39,7 +39,7 @@ class Brightness(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean(pixels) / 255`` for each image."""
-        return [float(sample.image.mean()) / 255 for sample in samples]
+        return [float(sample.pixels.mean()) / 255 for sample in samples]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Sharpness(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean|difference to the right or downward neighbour| / 255`` for each image."""
-        return [_sharpness(sample.image.astype(np.float64) / 255) for sample in samples]
+        return [_sharpness(sample.pixels.astype(np.float64) / 255) for sample in samples]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,36 +63,35 @@ class Symmetry(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean|pixels - mirrored pixels| / 255`` for each image."""
-        images = [sample.image.astype(np.int64) for sample in samples]
+        images = [sample.pixels.astype(np.int64) for sample in samples]  # differences of uint8 would wrap around
         return [1 - float(np.abs(image - image[:, ::-1]).mean()) / 255 for image in images]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WordReward(Reward):
-    """Base of rewards that follow one of some words: that of their own field, else the first in the prompt."""
+    """Base of rewards that score by a word from ``choices``: the value of their field, else the first in the prompt."""
 
     modality: ClassVar[str] = "image"
 
     field: ClassVar[str]
-    known: ClassVar[Collection[str]]
+    choices: ClassVar[Collection[str]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (word := getattr(self, self.field)) and word not in self.known:
-            raise ConfigError(
-                f"{self.field} of reward {self.label!r} must be one of {', '.join(self.known)}, or empty, not {word!r}"
-            )
+        if (word := getattr(self, self.field)) and word not in self.choices:
+            choices = ", ".join(self.choices)
+            raise ConfigError(f"{self.field} of reward {self.label!r} must be one of {choices}, or empty, not {word!r}")
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raises DataError when the prompt should have such a word and does not."""
-        self._word(prompt)
+        """Raises DataError when the field is empty and the prompt has none of the words."""
+        self._pick_word(prompt)
 
-    def _word(self, prompt: str) -> str:
-        words = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.known)
-        found = getattr(self, self.field) or next(words, "")
-        if not found:
-            raise DataError(f"reward {self.label!r} finds none of {', '.join(self.known)} in prompt {prompt!r}")
-        return found
+    def _pick_word(self, prompt: str) -> str:
+        in_prompt = (word for word in re.findall(r"[a-z]+", prompt.casefold()) if word in self.choices)
+        word = getattr(self, self.field) or next(in_prompt, "")
+        if not word:
+            raise DataError(f"reward {self.label!r} finds none of {', '.join(self.choices)} in prompt {prompt!r}")
+        return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +100,16 @@ class Colour(_WordReward):
 
     type: ClassVar[str] = "colour"
     field: ClassVar[str] = "colour"
-    known: ClassVar[Collection[str]] = COLOURS
+    choices: ClassVar[Collection[str]] = COLOURS
 
     colour: str = ""
     """Name of the colour, such as red; empty: the first name of a colour in the prompt."""
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean(distance to the colour) / (255 √3)`` for each image. Raises DataError as ``check_row`` does."""
-        targets = [COLOURS[self._word(sample.prompt)] for sample in samples]
+        targets = [COLOURS[self._pick_word(sample.prompt)] for sample in samples]
         distances = [
-            np.linalg.norm(sample.image.astype(np.float64) - target, axis=-1).mean()
+            np.linalg.norm(sample.pixels.astype(np.float64) - target, axis=-1).mean()
             for sample, target in zip(samples, targets, strict=True)
         ]
         return [1 - float(distance) / (255 * 3**0.5) for distance in distances]
@@ -122,15 +121,15 @@ class Placement(_WordReward):
 
     type: ClassVar[str] = "placement"
     field: ClassVar[str] = "side"
-    known: ClassVar[Collection[str]] = SIDES
+    choices: ClassVar[Collection[str]] = SIDES
 
     side: str = ""
     """The half: left, right, top or bottom; empty: the first of these words in the prompt."""
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``Σ ink in the half / Σ ink``; ink is the distance of a pixel to the median colour of the border."""
-        sides = [self._word(sample.prompt) for sample in samples]
-        return [_share_of_ink(sample.image, side) for sample, side in zip(samples, sides, strict=True)]
+        sides = [self._pick_word(sample.prompt) for sample in samples]
+        return [_share_of_ink(sample.pixels, side) for sample, side in zip(samples, sides, strict=True)]
 
 
 def _sharpness(image: np.ndarray) -> float:
@@ -143,7 +142,7 @@ def _share_of_ink(image: np.ndarray, side: str) -> float:
     border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
     ink = np.abs(image.astype(np.float64) - np.median(border, axis=0)).sum(axis=-1)
     along = ink.sum(axis=0 if side in ("left", "right") else 1)
-    if side in ("right", "bottom"):
+    if side in ("right", "bottom"):  # so that the asked half is the first one
         along = along[::-1]
     half = len(along) // 2
     middle = along[half] / 2 if len(along) % 2 else 0.0  # the line in the middle belongs to both halves
@@ -170,7 +169,7 @@ class JpegIncompressibility(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``bytes / 1000``, positive, for each image."""
-        return [jpeg_num_bytes(sample.image) / 1000 for sample in samples]
+        return [jpeg_num_bytes(sample.pixels) / 1000 for sample in samples]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,4 +181,4 @@ class JpegCompressibility(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``-bytes / 1000 / 500``, negative and near zero, for each image."""
-        return [-jpeg_num_bytes(sample.image) / 1000 / 500 for sample in samples]
+        return [-jpeg_num_bytes(sample.pixels) / 1000 / 500 for sample in samples]

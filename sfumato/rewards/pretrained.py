@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sfumato.config.paths import ModelPath
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+    from sfumato.rewards.networks.classifier import Classifier, StepClassifier
+    from sfumato.rewards.networks.embedder import AestheticNetwork, Embedder
+    from sfumato.rewards.networks.hpsv3 import HpsV3Network
+    from sfumato.rewards.networks.image_reward import ImageRewardNetwork
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -48,8 +56,8 @@ class PretrainedReward(Reward):
         self._check_positive("batch_size")
 
     @abstractmethod
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
-        """Scores of at most ``batch_size`` samples, a float tensor [B]; no other thread uses the network meanwhile."""
+    def score_batch(self, network: Any, samples: list[Sample]) -> torch.Tensor:
+        """Scores of at most ``batch_size`` samples, a float tensor [B]. The caller holds the network's lock."""
 
     def prepare(self) -> None:
         """Loads the model. Raises ConfigError that names what the folder lacks."""
@@ -81,9 +89,9 @@ class _ClipReward(PretrainedReward):
 
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_clip"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """Cosine of each image with its prompt, [B]."""
-        return network.cosines([sample.image for sample in samples], [sample.prompt for sample in samples])
+        return network.cosines([sample.pixels for sample in samples], [sample.prompt for sample in samples])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +100,7 @@ class ClipScore(_ClipReward):
 
     type: ClassVar[str] = "clip_score"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """``exp(logit_scale) · cos / 30`` for each sample, [B]."""
         return network.scale * super().score_batch(network, samples) / 30
 
@@ -103,7 +111,7 @@ class PickScore(_ClipReward):
 
     type: ClassVar[str] = "pickscore"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """``exp(logit_scale) · cos / 26`` for each sample, [B]."""
         return network.scale * super().score_batch(network, samples) / 26
 
@@ -114,9 +122,10 @@ class HpsV2(_ClipReward):
 
     type: ClassVar[str] = "hpsv2"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """Cosine of each image, scaled to fit whole and not cut as CLIP's are, with its prompt, [B]."""
-        images, prompts = [sample.image for sample in samples], [sample.prompt for sample in samples]
+        images = [sample.pixels for sample in samples]
+        prompts = [sample.prompt for sample in samples]
         return network.cosines(images, prompts, whole=True)
 
 
@@ -131,9 +140,9 @@ class Aesthetic(PretrainedReward):
     modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_aesthetic"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: AestheticNetwork, samples: list[Sample]) -> torch.Tensor:
         """``head(embedding / |embedding|)`` of each image, [B]."""
-        return network.head(network.embedder.images([sample.image for sample in samples]))
+        return network.head(network.embedder.images([sample.pixels for sample in samples]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +156,9 @@ class ImageReward(PretrainedReward):
     modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.image_reward:load_image_reward"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: ImageRewardNetwork, samples: list[Sample]) -> torch.Tensor:
         """``(head(features) - 0.1672) / 1.0333`` for each sample, [B]."""
-        return network([sample.image for sample in samples], [sample.prompt for sample in samples])
+        return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])
 
 
 _SPECIAL = re.compile(r"<\|\w+\|>")
@@ -173,15 +182,16 @@ class HpsV3(PretrainedReward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
-        found = _SPECIAL.search(prompt)
-        if found:
-            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {found.group()} out of it")
+        special = _SPECIAL.search(prompt)
+        if special:
+            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: HpsV3Network, samples: list[Sample]) -> torch.Tensor:
         """The mean of the predicted distribution of the preference for each sample, [B]."""
+        # samples of a reward server come without check_row
         for sample in samples:
             self.check_row(sample.prompt, sample.metadata)
-        return network([sample.image for sample in samples], [sample.prompt for sample in samples])[:, 0]
+        return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])[:, 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,16 +202,18 @@ class ImageSimilarity(PretrainedReward):
     modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_embedder"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """``cos(embed(image), embed(source image))`` for each sample, [B]. Raises DataError without source image."""
+        source_images = []
         for sample in samples:
             if sample.source is None:
                 raise DataError(
                     f"reward {self.label!r} compares with the image that was edited, but the sample of prompt "
                     f"{sample.prompt!r} has none: it is for editing"
                 )
-        sources = network.images([sample.source for sample in samples])
-        return (network.images([sample.image for sample in samples]) * sources).sum(dim=-1)
+            source_images.append(sample.source)
+        sources = network.images(source_images)
+        return (network.images([sample.pixels for sample in samples]) * sources).sum(dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,15 +224,15 @@ class TextRewardModel(PretrainedReward):
     modality: ClassVar[str] = "text"
     loader: ClassVar[str] = "sfumato.rewards.networks.classifier:load_classifier"
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: Classifier, samples: list[Sample]) -> torch.Tensor:
         """The single logit of each conversation, [B]; NaN for one that is longer than the model can read."""
         conversations = []
         for sample in samples:
-            prompt, text = self._read(sample)
+            prompt, text = self._split_conversation(sample)
             conversations.append(sample.messages or [*prompt, {"role": "assistant", "content": text}])
         return network(conversations)
 
-    def _read(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
+    def _split_conversation(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
         """The messages before the last answer, and that answer."""
         if sample.text is None:
             raise DataError(f"reward {self.label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")
@@ -243,16 +255,19 @@ class ProcessRewardModel(TextRewardModel):
     steps_by: Literal["paragraph", "line"] = "paragraph"
     """What parts steps, an empty line or a line break, as in the data that the model was trained on."""
 
-    def score_batch(self, network: Any, samples: list[Sample]) -> Any:
+    def score_batch(self, network: StepClassifier, samples: list[Sample]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The aggregated probability of each answer, [B]; NaN for one without steps, or longer than the model reads."""
         import torch
 
         from sfumato.rewards.networks.classifier import aggregate_steps
 
-        separator, answers = {"paragraph": "\n\n", "line": "\n"}[self.steps_by], []
+        separator = {"paragraph": "\n\n", "line": "\n"}[self.steps_by]
+        answers = []
         for sample in samples:
-            prompt, text = self._read(sample)
+            prompt, text = self._split_conversation(sample)
             answers.append((prompt, [step for step in text.split(separator) if step.strip()]))
-        found = network(answers, separator)
-        nothing = torch.tensor(torch.nan)
-        return torch.stack([aggregate_steps(each, self.aggregation) if len(each) else nothing for each in found])
+        no_steps = torch.tensor(torch.nan)
+        rewards = []
+        for probabilities in network(answers, separator):
+            rewards.append(aggregate_steps(probabilities, self.aggregation) if len(probabilities) else no_steps)
+        return torch.stack(rewards)

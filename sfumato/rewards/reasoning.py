@@ -21,9 +21,9 @@ from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 _VERIFIER = Path(__file__).parent / "coding" / "verifier.py"
 _FIELDS = {"task": str, "size": int, "seed": int, "index": int, "parameters": dict}
 _START_S = 300.0
-_LIFE_S = 30 * 24 * 3600.0
+_LIFE_S = 30 * 24 * 3600.0  # the verifier stays for the whole run: the sandbox's time limit must not end it
 _MOST_BYTES = 2048
-"""Of an answer of the verifier for each that it is asked for, and once more."""
+"""Bytes of the verifier's answer for each request, and as many for the line as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +54,32 @@ class ReasoningGym(Reward):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raises DataError when the row does not say which problem it is."""
-        self._problem(prompt, metadata)
+        self._read_problem(prompt, metadata)
 
     def call_timeout_s(self, num_samples: int) -> float:
         """The start of the verifier, and what all answers may take."""
         return self.timeout_s + self._limit_s(num_samples)
 
     def score(self, samples: list[Sample]) -> list[float | Failure]:
-        """What the verifiers say, each in a process of its own; 0 for an answer in which nothing was found."""
+        """The verifiers' scores; 0 for an answer in which nothing was found, a Failure where a verifier gave none."""
         values: list[float | Failure] = [0.0] * len(samples)
-        asked, places = [], []
-        for place, sample in enumerate(samples):
-            problem = self._problem(sample.prompt, sample.metadata)
-            found = extract_answer(text_of(sample, self.label), self.extract, self.marker)
-            if found is not None:
-                asked.append({**problem, "given": found, "limit_s": self.run_timeout_s})
-                places.append(place)
+        requests = []
+        rows = []
+        for row, sample in enumerate(samples):
+            problem = self._read_problem(sample.prompt, sample.metadata)
+            answer = extract_answer(text_of(sample, self.label), self.extract, self.marker)
+            if answer is not None:
+                requests.append({**problem, "given": answer, "limit_s": self.run_timeout_s})
+                rows.append(row)
         try:
-            answers = self._verify(asked) if asked else []
+            verdicts = self._verify(requests) if requests else []
         except SandboxError as error:
-            answers = [str(error)] * len(asked)
-        for place, answer in zip(places, answers, strict=True):
-            values[place] = Failure(answer) if isinstance(answer, str) else float(answer)
+            verdicts = [str(error)] * len(requests)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            values[row] = Failure(verdict) if isinstance(verdict, str) else float(verdict)
         return values
 
-    def _problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    def _read_problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _FIELDS.items()):
             raise DataError(
@@ -91,14 +92,14 @@ class ReasoningGym(Reward):
     def _limit_s(self, count: int) -> float:
         return _START_S + count * self.run_timeout_s
 
-    def _verify(self, asked: list[dict[str, Any]]) -> list[float | str]:
+    def _verify(self, requests: list[dict[str, Any]]) -> list[float | str]:
         """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
-        found = verifier.ask(asked, self._limit_s(len(asked)))
-        return [each if isinstance(each, str) else _checked(each) for each in found]
+        answers = verifier.ask(requests, self._limit_s(len(requests)))
+        return [verdict if isinstance(verdict, str) else _check_score(verdict) for verdict in answers]
 
 
 def sandbox() -> Sandbox:
-    """Where verifiers run. Raises MissingDependencyError without reasoning-gym."""
+    """The sandbox that verifiers run in. Raises MissingDependencyError where reasoning-gym is not installed."""
     return Sandbox(ProgramLimits(wall_s=_LIFE_S, memory_mib=4096), readable=_folders())
 
 
@@ -112,23 +113,23 @@ class Verifier:
         self._lock = threading.Lock()
         self._program: KeptProgram | None = None
 
-    def ask(self, asked: list[dict[str, Any]], timeout_s: float) -> list[Any]:
-        """What it says of each. Raises SandboxError when it ended without a word."""
+    def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[object]:
+        """The verdict on each request, in order. Raises SandboxError when the verifier ended or answers nonsense."""
         with self._lock:
             try:
                 if self._program is None:
                     self._program = self._start()
-                said = self._program.ask(json.dumps(asked).encode(), timeout_s, _MOST_BYTES * (1 + len(asked)))
+                reply = self._program.ask(json.dumps(requests).encode(), timeout_s, _MOST_BYTES * (1 + len(requests)))
             except SandboxError as error:
                 self._program = None
                 raise SandboxError(f"the verifier of reasoning-gym gave no scores: {error}") from error
-            except BaseException:
+            except BaseException:  # interrupted: the next line that it writes would answer these requests
                 self._program = None
                 raise
-        found = json.loads(said)
-        if not isinstance(found, list) or len(found) != len(asked):
-            raise SandboxError(f"the verifier of reasoning-gym gave {len(found)} scores of {len(asked)} answers")
-        return found
+        verdicts = json.loads(reply)
+        if not isinstance(verdicts, list) or len(verdicts) != len(requests):
+            raise SandboxError(f"the verifier of reasoning-gym gave {len(verdicts)} scores of {len(requests)} answers")
+        return verdicts
 
     def _start(self) -> KeptProgram:
         files = {"verifier.py": _VERIFIER.read_bytes()}
@@ -137,17 +138,18 @@ class Verifier:
         return program
 
     def forget(self) -> None:
-        """In a process that was forked: the program is the parent's."""
+        """Lets go of the program in a process that was forked, since it belongs to the parent."""
         if self._program is not None:
             self._program.close()
-        self._lock, self._program = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._program = None
 
 
 verifier = Verifier()
 os.register_at_fork(after_in_child=verifier.forget)
 
 
-def _checked(value: Any) -> float | str:
+def _check_score(value: Any) -> float | str:
     is_score = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1
     return float(value) if is_score else f"its verifier gave {value!r}, which is no score from 0 to 1"
 
@@ -155,14 +157,14 @@ def _checked(value: Any) -> float | str:
 @functools.cache
 def _folders() -> list[str]:
     """Where reasoning-gym and what it needs are installed. Raises MissingDependencyError."""
-    found = importlib.util.find_spec("reasoning_gym")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("reasoning_gym")
+    if spec is None or spec.origin is None:
         raise MissingDependencyError(
             "the reasoning_gym reward needs reasoning-gym: pip install 'sfumato[environments]'"
         )
-    folders = [str(Path(found.origin).resolve().parents[1])]
+    folders = [str(Path(spec.origin).resolve().parents[1])]
     for name in ("sympy", "numpy"):  # they may stand in another folder of the path
-        other = importlib.util.find_spec(name)
-        if other is not None and other.origin is not None:
-            folders.append(str(Path(other.origin).resolve().parents[1]))
+        dependency = importlib.util.find_spec(name)
+        if dependency is not None and dependency.origin is not None:
+            folders.append(str(Path(dependency.origin).resolve().parents[1]))
     return list(dict.fromkeys(folders))

@@ -58,21 +58,23 @@ class RemoteReward(HttpReward):
 
     def score(self, samples: list[Sample]) -> Sequence[float | Failure]:
         """The server's values; a Failure for samples of which it gave none in time."""
+        # from before the servers are asked what they serve, which counts as time of the call
         deadline = self.call_deadline()
         served = _ask_servers(self)
         label = self.reward or next(iter(served.rewards))
+        # each sample is encoded once, whichever request it goes into; its size decides where requests are cut
         encoded = [wire.encode_sample(sample) for sample in samples]
         sizes = [max(wire.encoded_size(sample), 1) for sample in encoded]
 
         def ask(piece: range) -> Sequence[float | Failure]:
             if sum(sizes[row] for row in piece) > served.max_request_mib * 2**20:
-                what = "a group" if self.groupwise else "a sample"
-                raise HttpError(f"{what} is larger than max_request_mib {served.max_request_mib} of the server")
+                unit = "a group" if self.groupwise else "a sample"
+                raise HttpError(f"{unit} is larger than max_request_mib {served.max_request_mib} of the server")
             body = wire.encode_request(label, encoded[piece.start : piece.stop])
-            parse = _parser(lambda data: wire.decode_answer(data, len(piece)))
+            parse = _retry_on_wire_error(lambda data: wire.decode_answer(data, len(piece)))
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
 
-        pieces = [range(len(samples))] if self.groupwise else self._pieces(samples, sizes, served)
+        pieces = [range(len(samples))] if self.groupwise else self._split_rows(samples, sizes, served)
         answers = self.ask_each(pieces, ask, REQUESTS_PER_SERVER * len(self.base_urls))
         return [
             value
@@ -80,19 +82,27 @@ class RemoteReward(HttpReward):
             for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
         ]
 
-    def _pieces(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
-        """Rows of each request: equally many for every server, within what a request may hold."""
-        most = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
-        pieces, start, size, pixel_bytes = [], 0, 0, 0
+    def _split_rows(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
+        """Ranges of samples, one for each request.
+
+        Servers get equally many, within the limits of a request: samples, bytes of the body, decoded pixels.
+        """
+        max_rows = min(served.max_batch_size, -(-len(samples) // len(self.base_urls)))
+        pieces = []
+        start = 0
+        size = 0
+        pixel_bytes = 0
         for row, sample in enumerate(samples):
             is_full = (
-                row - start == most
+                row - start == max_rows
                 or size + sizes[row] > served.max_request_mib * 2**20
                 or pixel_bytes + wire.pixel_bytes(sample) > wire.MAX_PIXEL_BYTES
             )
             if is_full and row > start:
                 pieces.append(range(start, row))
-                start, size, pixel_bytes = row, 0, 0
+                start = row
+                size = 0
+                pixel_bytes = 0
             size += sizes[row]
             pixel_bytes += wire.pixel_bytes(sample)
         return [*pieces, range(start, len(samples))]
@@ -102,14 +112,16 @@ class RemoteReward(HttpReward):
 def _ask_servers(reward: RemoteReward) -> wire.ServerDescription:
     """What the servers of a reward serve, asked once per process."""
     deadline = min(time.monotonic() + START_WAIT_S, reward.call_deadline())
-    found = {
-        url: reward.caller(url).get("/rewards", _parser(wire.decode_description), deadline) for url in reward.base_urls
+    descriptions = {
+        url: reward.caller(url).get("/rewards", _retry_on_wire_error(wire.decode_description), deadline)
+        for url in reward.base_urls
     }
-    for url, description in found.items():
+    for url, description in descriptions.items():
         _check_served(reward, url, description)
-    served = list(found.values())
+    served = list(descriptions.values())
     label = reward.reward or next(iter(served[0].rewards))
-    prints = {url: description.rewards[label].fingerprint for url, description in found.items()}
+    # equal fingerprints mean equal settings and versions, so it does not matter which server answers
+    prints = {url: description.rewards[label].fingerprint for url, description in descriptions.items()}
     if len(set(prints.values())) > 1:
         raise ConfigError(
             f"reward {reward.label!r}: the servers {' and '.join(prints)} serve {label!r} with different settings or "
@@ -135,8 +147,8 @@ def _check_served(reward: RemoteReward, url: str, description: wire.ServerDescri
         )
 
 
-def _parser(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
-    """``decode`` that raises what makes a caller ask again."""
+def _retry_on_wire_error(decode: Callable[[bytes], AnswerT]) -> Callable[[bytes], AnswerT]:
+    """``decode`` that raises BadAnswerError for a message that it cannot read, so that the caller asks once more."""
 
     def parse(data: bytes) -> AnswerT:
         try:

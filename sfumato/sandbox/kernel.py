@@ -8,28 +8,50 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-CLONE_NEWNS, CLONE_NEWCGROUP = 0x20000, 0x2000000
-CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x4000000, 0x8000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+CLONE_NEWNS = 0x20000
+CLONE_NEWCGROUP = 0x2000000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
 ALL_NAMESPACES = (
     CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 )
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
-MS_REC, MS_PRIVATE = 16384, 1 << 18
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
-_PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 8, 22, 2
-_SYS_PIVOT_ROOT, _SYS_CAPSET, _SYS_MOUNT_SETATTR = 155, 126, 442
-_MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_SET_KEEPCAPS = 8
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_SYS_PIVOT_ROOT = 155
+_SYS_CAPSET = 126
+_SYS_MOUNT_SETATTR = 442
+_MNT_DETACH = 2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_ATTR_RDONLY = 1
+_ATTR_NOSUID = 2
+_ATTR_NODEV = 4
+_ATTR_NOEXEC = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CallError(OSError):
-    """A system call was refused; ``doing`` says what it was for."""
+    """A system call failed; ``doing`` says what it was for."""
 
     def __init__(self, doing: str, number: int) -> None:
         super().__init__(number, f"{doing}: {os.strerror(number)}")
@@ -42,7 +64,7 @@ def _check(result: int, doing: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Moves this process, and its children, into new namespaces."""
+    """Moves this process into new namespaces; for those of processes only its children are moved."""
     _check(_libc.unshare(flags), "creating namespaces")
 
 
@@ -58,21 +80,25 @@ def restrict_mount(target: str, *, can_write: bool = False, can_execute: bool = 
     """No devices, no set-user-id, and unless stated no writing, for a mount and all mounts below it."""
     attributes = _ATTR_NOSUID | _ATTR_NODEV
     attributes |= (0 if can_write else _ATTR_RDONLY) | (0 if can_execute else _ATTR_NOEXEC)
-    packed = struct.pack("QQQQ", attributes, 0, 0, 0)
+    packed = struct.pack("QQQQ", attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user namespace
     call = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, packed, len(packed))
     _check(call, f"restricting the mount {target}")
 
 
 def enter_root(folder: str) -> None:
-    """Makes a mount the root, and lets go of everything that was mounted before."""
+    """Makes a mount the root of the file system, and unmounts everything else."""
     os.chdir(folder)
+    # with "." as both places the old root is mounted upon the new one, and the next call can unmount it
     _check(_libc.syscall(_SYS_PIVOT_ROOT, b".", b"."), "changing the root")
     _check(_libc.umount2(b".", _MNT_DETACH), "leaving the old root")
     os.chdir("/")
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Whether processes of the same user may look into this one, and whether its files in /proc are its own."""
+    """Sets whether processes of the same user may trace this one, and whether its files in /proc belong to its user.
+
+    Those of a process that may not be traced belong to root.
+    """
     _check(_libc.prctl(_PR_SET_DUMPABLE, int(is_dumpable), 0, 0, 0), "setting who may look into a process")
 
 
@@ -86,8 +112,10 @@ def drop_privileges() -> None:
     for capability in range(64):
         if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # one beyond the last that this kernel knows
-    _check(_libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0), "clearing ambient capabilities")
-    header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", *([0] * 6))
+    _check(_libc.prctl(_PR_CAP_AMBIENT, 4, 0, 0, 0), "clearing ambient capabilities")  # 4 clears all
+    # version 3 of the interface, this process; two times effective, permitted and inheritable capabilities: none
+    header = struct.pack("Ii", 0x20080522, 0)
+    data = struct.pack("IIIIII", *([0] * 6))
     _check(_libc.syscall(_SYS_CAPSET, header, data), "dropping capabilities")
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "forbidding new privileges")
 
@@ -108,11 +136,23 @@ REFUSED = {
     "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "semget": 64, "msgget": 68, "mq_open": 240,
 }  # fmt: skip
 """System calls that a program in the sandbox is refused with EPERM, and their numbers."""
-_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR, _AF_UNIX = 56, 435, 41, 53, 1
-_AUDIT_ARCH_X86_64, _X32_BIT = 0xC000003E, 0x40000000
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_EPERM, _ENOSYS = 1, 38
+_CLONE = 56
+_CLONE3 = 435
+_SOCKET = 41
+_SOCKETPAIR = 53
+_AF_UNIX = 1
+_AUDIT_ARCH_X86_64 = 0xC000003E
+_X32_BIT = 0x40000000
+_LOAD = 0x20
+_JUMP_EQUAL = 0x15
+_JUMP_AT_LEAST = 0x35
+_JUMP_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050000
+_KILL = 0x80000000
+_EPERM = 1
+_ENOSYS = 38
 _Instruction = tuple[int, int, int, int]
 
 
@@ -124,12 +164,16 @@ def refuse_calls() -> None:
     """
     program = _filter(REFUSED.values())
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))  # struct sock_fprog
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, packed, 0, 0), "installing the filter of system calls")
 
 
-def _filter(refused: Sequence[int]) -> list[_Instruction]:
-    """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16."""
+def _filter(refused: Iterable[int]) -> list[_Instruction]:
+    """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16.
+
+    An instruction is its code, how many to skip if a comparison holds, how many if not, and its operand.
+    """
+    # numbers mean other calls in other ABIs (32 bits, x32), so a call of one ends the process
     lines: list[_Instruction] = [
         (_LOAD, 0, 0, 4),
         (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH_X86_64),
@@ -140,9 +184,12 @@ def _filter(refused: Sequence[int]) -> list[_Instruction]:
     ]
     for number in refused:
         lines += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | _EPERM)]
+    # ENOSYS has libraries fall back to clone, whose flags can be read
     lines += [(_JUMP_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | _ENOSYS)]
+    # threads and processes may be started, but not with a flag for a new namespace
     lines += [(_JUMP_EQUAL, 0, 4, _CLONE), (_LOAD, 0, 0, 16), (_JUMP_ANY_BIT, 0, 1, ALL_NAMESPACES)]
     lines += [(_RETURN, 0, 0, _REFUSE | _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    # of sockets only local ones
     lines += [(_JUMP_EQUAL, 1, 0, _SOCKET), (_JUMP_EQUAL, 0, 3, _SOCKETPAIR)]
     lines += [(_LOAD, 0, 0, 16), (_JUMP_EQUAL, 1, 0, _AF_UNIX), (_RETURN, 0, 0, _REFUSE | _EPERM)]
     return [*lines, (_RETURN, 0, 0, _ALLOW)]

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from sfumato.sandbox import kernel
@@ -40,7 +41,12 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 def main(descriptor: int) -> None:
-    """Starts what is asked for until nobody can ask any more."""
+    """Starts a sandbox for each request until the other end of the socket is closed.
+
+    Args:
+        descriptor: of the socket. A request is the length of JSON in 8 bytes, with the descriptors that the program
+            gets (the first one takes the report), and the JSON.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # R is reaped by the kernel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: who started this ends it
     requests = socket.socket(fileno=descriptor)
@@ -48,13 +54,13 @@ def main(descriptor: int) -> None:
         header, descriptors, _, _ = socket.recv_fds(requests, 8, MOST_DESCRIPTORS)
         if not header:
             return
-        header += _read(requests, 8 - len(header))
+        header += _read(requests, 8 - len(header))  # a socket may deliver less than was asked for
         request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
         if not os.fork():
             requests.close()
-            _guarded(_start, request, descriptors)
-        for each in descriptors:
-            os.close(each)
+            _run_guarded(_start, request, descriptors)
+        for received in descriptors:
+            os.close(received)
 
 
 def _read(source: socket.socket, size: int) -> bytes:
@@ -64,48 +70,50 @@ def _read(source: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _guarded(function: Any, request: dict[str, Any], descriptors: list[int], *more: Any) -> NoReturn:
-    """Runs a process of ours to its end; what goes wrong goes to who asked."""
+def _run_guarded(
+    function: Callable[..., None], request: dict[str, Any], descriptors: list[int], *more: object
+) -> NoReturn:
+    """Runs the function of a forked process and ends the process; an error is reported to whoever sent the request."""
     try:
         function(request, descriptors, *more)
     except BaseException as error:
         doing = getattr(error, "doing", f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):
-            _report(descriptors[0], {"error": doing, "errno": getattr(error, "errno", None) or 0})
+            _send_report(descriptors[0], {"error": doing, "errno": getattr(error, "errno", None) or 0})
     os._exit(0)
 
 
-def _report(status: int, what: dict[str, Any]) -> None:
-    os.write(status, json.dumps(what).encode() + b"\n")
+def _send_report(status: int, report: Mapping[str, object]) -> None:
+    os.write(status, json.dumps(report).encode() + b"\n")
 
 
 def _start(request: dict[str, Any], descriptors: list[int]) -> None:
     """R: starts C, and maps the program's user to one outside."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ours, its = socket.socketpair()
+    near_end, far_end = socket.socketpair()
     child = os.fork()
     if not child:
-        ours.close()
-        _guarded(_enter, request, descriptors, its)
-    its.close()
-    if ours.recv(1) == b"u":
+        near_end.close()
+        _run_guarded(_enter, request, descriptors, far_end)
+    far_end.close()
+    if near_end.recv(1) == b"u":  # C has unshared; it waits for the "m" of mapped
         is_root = os.geteuid() == 0
         if is_root and not _has_user(OUTSIDE_USER):  # root itself is exempt from the limit of processes
             raise kernel.CallError(f"finding user {OUTSIDE_USER} in the user namespace of this root", errno.EPERM)
-        for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-            if name == "gid_map":
+        for name, outside_id in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+            if name == "gid_map":  # without privileges the kernel takes one only where setgroups is denied
                 _write(f"/proc/{child}/setgroups", "deny")
-            _write(f"/proc/{child}/{name}", f"{USER} {OUTSIDE_USER if is_root else own} 1\n")
-        ours.send(b"m")
-    for each in descriptors:
-        os.close(each)
+            _write(f"/proc/{child}/{name}", f"{USER} {OUTSIDE_USER if is_root else outside_id} 1\n")
+        near_end.send(b"m")
+    for inherited in descriptors:
+        os.close(inherited)
     os.waitpid(child, 0)
     os._exit(0)
 
 
 def _has_user(number: int) -> bool:
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        ranges = [[int(each) for each in line.split()] for line in file]
+        ranges = [[int(field) for field in line.split()] for line in file]
     return any(first <= number < first + count for first, _, count in ranges)
 
 
@@ -138,9 +146,9 @@ def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socke
     kernel.set_dumpable(True)  # its files in /proc belong to root otherwise
     child = os.fork()
     if not child:
-        _guarded(_be_first, request, descriptors, sources, links)
-    for each in descriptors:
-        os.close(each)
+        _run_guarded(_be_first, request, descriptors, sources, links)
+    for inherited in descriptors:
+        os.close(inherited)
     os.waitpid(child, 0)
     os._exit(0)
 
@@ -159,17 +167,18 @@ def _be_first(request: dict[str, Any], descriptors: list[int], sources: dict[str
     kernel.refuse_calls()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets no signal from within that it has no handler for
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    status, began = descriptors[0], time.monotonic()
-    its_error, error = os.pipe()
+    status = descriptors[0]
+    began = time.monotonic()
+    error_reader, error_writer = os.pipe()
     child = os.fork()
     if not child:
-        _become_program(request, descriptors, error)
-    os.close(error)
-    for each in descriptors[1:]:
-        os.close(each)
-    if reason := os.read(its_error, 1000):
+        _become_program(request, descriptors, error_writer)
+    os.close(error_writer)
+    for inherited in descriptors[1:]:
+        os.close(inherited)
+    if reason := os.read(error_reader, 1000):
         raise OSError(0, f"the program could not be started: {reason.decode()}")
-    _report(status, _watch(child, request, status, began))
+    _send_report(status, _watch(child, request, status, began))
 
 
 def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -> None:
@@ -210,11 +219,12 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        own = [os.dup2(each, 200 + place, False) for place, each in enumerate(descriptors[1:])]
-        error = os.dup2(error, 200 + len(own), False)
-        for place, each in enumerate(own):
-            os.dup2(each, place, True)
-        os.closerange(len(own), error)
+        # first out of the way of 0, 1, 2 and on, then to these numbers
+        copies = [os.dup2(copied, 200 + place, False) for place, copied in enumerate(descriptors[1:])]
+        error = os.dup2(error, 200 + len(copies), False)
+        for place, copied in enumerate(copies):
+            os.dup2(copied, place, True)
+        os.closerange(len(copies), error)
         os.closerange(error + 1, 4096)
         os.chdir(WORK_FOLDER)
         for name, value in request["rlimits"].items():
@@ -222,7 +232,7 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))
-        os.set_inheritable(error, False)
+        os.set_inheritable(error, False)  # execve closes it, which tells I that the program has started
         os.execve(request["command"][0], request["command"], request["environment"])
     except BaseException as problem:
         os.write(error, str(problem).encode()[:1000])
@@ -230,9 +240,16 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
 
 
 def _watch(child: int, request: dict[str, Any], status: int, began: float) -> dict[str, Any]:
-    """Until the program ends, is to be ended, or has used too much of time or memory. Then nothing of it is left."""
-    asked, why, code = select.poll(), "", None
-    asked.register(status, select.POLLIN)  # readable also once the other end is shut or gone
+    """Waits until the program ends, its end is asked for, or it exceeds its time or memory; then kills all processes.
+
+    Returns:
+        The report: exit code (None when it was killed), ``why`` ("" when it ended by itself), seconds, CPU seconds of
+        all processes that were waited for, and the largest resident memory of one.
+    """
+    end_request = select.poll()
+    why = ""
+    code = None
+    end_request.register(status, select.POLLIN)  # readable also once the other end is shut or gone
     while not why:
         signal.sigtimedwait({signal.SIGCHLD}, _POLL_S)
         with contextlib.suppress(ChildProcessError):
@@ -243,7 +260,7 @@ def _watch(child: int, request: dict[str, Any], status: int, began: float) -> di
             break
         if time.monotonic() - began > request["wall_s"]:
             why = "time"
-        elif asked.poll(0):
+        elif end_request.poll(0):
             why = "asked"
         elif _resident_mib() > request["memory_mib"]:
             why = "memory"
@@ -265,7 +282,7 @@ def _kill_all() -> None:
 
 
 def _resident_mib() -> float:
-    """Sum over all processes within but this one; what several share counts for each."""
+    """Resident memory of all processes within but this one, in MiB; memory that several share counts for each."""
     total = 0.0
     processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
     for name in processes:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from sfumato.sandbox.sandbox import Running, Sandbox, SandboxError, describe_end
 
 _END_S = 20.0
+"""Seconds that the sandbox of a program that has ended may take to report it."""
 _TOLD_BYTES = 4096
+"""Last bytes of the standard error that are read for a message."""
 
 
 class KeptProgram:
@@ -28,18 +30,18 @@ class KeptProgram:
         Raises:
             SandboxError: it could not be started.
         """
-        its_input, self._input = os.pipe()
-        self._output, its_output = os.pipe()
+        child_input, self._input = os.pipe()
+        self._output, child_output = os.pipe()
         self._errors = os.memfd_create("stderr", os.MFD_CLOEXEC)
         self._running: Running | None = None
         try:
-            self._running = sandbox.start(command, [its_input, its_output, self._errors], files)
+            self._running = sandbox.start(command, [child_input, child_output, self._errors], files)
         except BaseException:
             self.close()
             raise
         finally:
-            os.close(its_input)
-            os.close(its_output)
+            os.close(child_input)
+            os.close(child_output)
 
     def ask(self, line: bytes, timeout_s: float, most: int) -> bytes:
         """Gives it a line, and returns the one that it answers.
@@ -50,13 +52,13 @@ class KeptProgram:
             most: bytes of an answer.
 
         Raises:
-            SandboxError: it has ended, takes too long or says too much. It is ended then: start another.
+            SandboxError: it has ended, takes too long or writes too much. The program is ended then; make another one.
         """
         deadline = time.monotonic() + timeout_s
         try:
             self._write(line + b"\n", deadline)
             answer = self._read(deadline, most)
-        except BaseException:
+        except BaseException:  # even when interrupted: its answer would come as that to the next question
             self.close()
             raise
         return answer
@@ -73,33 +75,33 @@ class KeptProgram:
                 raise SandboxError(self._why_ended()) from None
 
     def _read(self, deadline: float, most: int) -> bytes:
-        found = bytearray()
-        while not found.endswith(b"\n"):
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
             ready, _, _ = select.select([self._output], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
                 raise SandboxError("it was ended for its time")
             part = os.read(self._output, 65536)
             if not part:
                 raise SandboxError(self._why_ended())
-            found += part
-            if len(found) > most:
+            answer += part
+            if len(answer) > most:
                 raise SandboxError("it was ended for its output")
-        return bytes(found[:-1])
+        return bytes(answer[:-1])
 
     def _why_ended(self) -> str:
         """How it ended by itself, with the last line of its standard error."""
         assert self._running is not None
         report = self._running.wait(_END_S)
         size = os.fstat(self._errors).st_size
-        said = os.pread(self._errors, _TOLD_BYTES, max(size - _TOLD_BYTES, 0))
-        return describe_end(report["why"], report["code"], said)
+        stderr = os.pread(self._errors, _TOLD_BYTES, max(size - _TOLD_BYTES, 0))
+        return describe_end(report["why"], report["code"], stderr)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the program. May be called several times."""
         if self._running is not None:
             self._running.close()
-        for each in (self._input, self._output, self._errors):
-            if each >= 0:
-                os.close(each)
+        for descriptor in (self._input, self._output, self._errors):
+            if descriptor >= 0:
+                os.close(descriptor)
         self._running = None
         self._input = self._output = self._errors = -1

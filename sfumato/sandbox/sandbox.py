@@ -122,11 +122,15 @@ class Running:
             self._status.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Lets go of the program, which then is ended."""
+        """Closes the connection to the sandbox, which ends the program."""
         self._status.close()
 
     def poll(self) -> dict[str, Any] | None:
-        """How it ended, once that is known. Raises SandboxError when it could not be started."""
+        """Reads from the sandbox once; the report of ``launcher._watch`` when it is complete, else None.
+
+        Raises:
+            SandboxError: the program could not be started, or the sandbox ended without a report.
+        """
         part = self._status.recv(65536)
         self._report += part
         if part and not self._report.endswith(b"\n"):
@@ -136,7 +140,7 @@ class Running:
             raise SandboxError("the sandbox ended without a word: the system may be out of memory or processes")
         report = json.loads(self._report.splitlines()[0])
         if "error" in report:
-            raise SandboxError(_describe(report))
+            raise SandboxError(_describe_failure(report))
         return report
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
@@ -171,12 +175,12 @@ class Sandbox:
         for path in readable:
             if not Path(path).exists():
                 raise ConfigError(f"the sandbox is to show {path}, which does not exist")
-        shown = [*_SYSTEM, *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
-        self._readable = [*shown, *(str(Path(path).resolve()) for path in readable)]
+        system_paths = [*_SYSTEM, *([] if sys.base_prefix.startswith("/usr") else [sys.base_prefix])]
+        self._readable = [*system_paths, *(str(Path(path).resolve()) for path in readable)]
 
     def check(self) -> None:
-        """Runs a program that looks at its own containment. Raises SandboxError unless it is what it should be."""
-        finished = self.run_python(_LOOK)
+        """Runs a program that tests its own containment. Raises SandboxError unless it finds itself contained."""
+        finished = self.run_python(_CONTAINMENT_TEST)
         if finished.stdout != b"contained\n":
             seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
             raise SandboxError(f"programs would not be contained here: {seen}; {_REMEDY}")
@@ -197,25 +201,26 @@ class Sandbox:
         Raises:
             SandboxError: it could not be started; never for what the program does.
         """
-        its_input = _file_of(stdin)
-        our_output, its_output = os.pipe()
-        our_error, its_error = os.pipe()
+        child_input = _open_sealed_file(stdin)
+        output_reader, child_output = os.pipe()
+        error_reader, child_error = os.pipe()
         try:
-            running = self.start(command, [its_input, its_output, its_error], files=files)
+            running = self.start(command, [child_input, child_output, child_error], files=files)
         except BaseException:
-            for each in (our_output, our_error):
-                os.close(each)
+            for descriptor in (output_reader, error_reader):
+                os.close(descriptor)
             raise
         finally:
-            for each in (its_input, its_output, its_error):
-                os.close(each)
-        return _follow(running, [our_output, our_error], self.limits)
+            for descriptor in (child_input, child_output, child_error):
+                os.close(descriptor)
+        return _collect_output(running, [output_reader, error_reader], self.limits)
 
     def start(self, command: Sequence[str], descriptors: Sequence[int], files: Mapping[str, bytes] | None) -> Running:
         """Starts a command that gets these descriptors as 0, 1, 2 and on; close them here afterwards."""
         limits = self.limits
-        memory, disk = limits.memory_mib * 2**20, limits.disk_mib * 2**20
-        limited = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
+        memory = limits.memory_mib * 2**20
+        disk = limits.disk_mib * 2**20
+        rlimits = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
         request = {
             "command": list(command),
@@ -225,21 +230,26 @@ class Sandbox:
             "wall_s": limits.wall_s,
             "memory_mib": limits.memory_mib,
             "disk_mib": limits.disk_mib,
-            "rlimits": limited,
+            "rlimits": rlimits,
         }
-        ours, its = socket.socketpair()
+        # the program ends when near_end is closed, by ``close`` or because this process has died
+        near_end, far_end = socket.socketpair()
         try:
-            _launcher.request(json.dumps(request).encode(), [its.fileno(), *descriptors])
+            _launcher.request(json.dumps(request).encode(), [far_end.fileno(), *descriptors])
         except BaseException:
-            ours.close()
+            near_end.close()
             raise
         finally:
-            its.close()
-        return Running(ours)
+            far_end.close()
+        return Running(near_end)
 
 
-def _file_of(content: bytes) -> int:
-    """A descriptor from which that content can be read, and which is sealed: /proc lets it be opened again to write."""
+def _open_sealed_file(content: bytes) -> int:
+    """A descriptor to read the content from.
+
+    The file in memory behind it is sealed and opened anew to read: through /proc a program could otherwise open it
+    again and write to it.
+    """
     writing = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(writing, "wb", closefd=False) as file:
@@ -252,14 +262,25 @@ def _file_of(content: bytes) -> int:
         os.close(writing)
 
 
-def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
-    """Reads what a program writes until it has ended."""
-    most, is_too_much, report = limits.output_kib * 1024, False, None
-    written: dict[int, bytearray] = {each: bytearray() for each in outputs}
+def _collect_output(running: Running, outputs: list[int], limits: ProgramLimits) -> Finished:
+    """Reads what a program writes until it has ended, and asks for its end when it writes too much.
+
+    Args:
+        running: the program.
+        outputs: descriptors of its standard output and standard error; closed here.
+        limits: of the program.
+
+    Raises:
+        SandboxError: it could not be started, or its end is not seen in time.
+    """
+    max_bytes = limits.output_kib * 1024
+    is_too_much = False
+    report = None
+    written: dict[int, bytearray] = {output: bytearray() for output in outputs}
     deadline = time.monotonic() + limits.wall_s + _GRACE_S
     with selectors.DefaultSelector() as selector:
-        for each in (*outputs, running):
-            selector.register(each, selectors.EVENT_READ)
+        for output in (*outputs, running):
+            selector.register(output, selectors.EVENT_READ)
         try:
             while len(selector.get_map()):
                 ready = selector.select(max(deadline - time.monotonic(), 0))
@@ -271,18 +292,19 @@ def _follow(running: Running, outputs: list[int], limits: ProgramLimits) -> Fini
                         if (report := running.poll()) is None:
                             selector.register(running, selectors.EVENT_READ)
                     elif part := os.read(key.fd, 65536):
-                        written[key.fd] += part[: most + 1 - len(written[key.fd])]
-                        if len(written[key.fd]) > most and not is_too_much:
+                        # a byte more than the limit is kept, which shows that there was more
+                        written[key.fd] += part[: max_bytes + 1 - len(written[key.fd])]
+                        if len(written[key.fd]) > max_bytes and not is_too_much:
                             is_too_much = True
                             running.end()
                     else:
                         selector.unregister(key.fd)
         finally:
             running.close()
-            for each in outputs:
-                os.close(each)
+            for output in outputs:
+                os.close(output)
     assert report is not None
-    stdout, stderr = (bytes(written[each][:most]) for each in outputs)
+    stdout, stderr = (bytes(written[output][:max_bytes]) for output in outputs)
     why = "output" if is_too_much else report["why"]
     code = None if why else report["code"]
     seconds = {name: report[name] for name in ("wall_s", "cpu_s")}
@@ -299,39 +321,39 @@ class _Launcher:
 
     def request(self, content: bytes, descriptors: list[int]) -> None:
         with self._lock:
-            for is_last in (False, True):
+            for is_last in (False, True):  # a launcher that was killed meanwhile is started once more
                 if self._process is None or self._process.poll() is not None:
-                    self._begin()
+                    self._start_process()
                 try:
                     assert self._requests is not None
                     socket.send_fds(self._requests, [struct.pack("Q", len(content))], descriptors)
                     self._requests.sendall(content)
                     return
                 except OSError as error:
-                    self._end()
+                    self._end_process()
                     if is_last:
                         raise SandboxError(f"the process that starts sandboxes was lost: {error}") from error
 
-    def _begin(self) -> None:
-        self._end()
-        ours, its = socket.socketpair()
+    def _start_process(self) -> None:
+        self._end_process()
+        near_end, far_end = socket.socketpair()
         library = str(Path(__file__).parents[2])
         program = (
             "import sys; sys.path.append(sys.argv[1])\n"
             "from sfumato.sandbox.launcher import main; main(int(sys.argv[2]))"
         )
         self._process = subprocess.Popen(
-            [PYTHON, "-I", "-S", "-c", program, library, str(its.fileno())],
+            [PYTHON, "-I", "-S", "-c", program, library, str(far_end.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"PATH": _ENVIRONMENT["PATH"]},
             cwd="/",
-            pass_fds=[its.fileno()],
+            pass_fds=[far_end.fileno()],
         )
-        its.close()
-        self._requests = ours
+        far_end.close()
+        self._requests = near_end
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         if self._requests is not None:
             self._requests.close()
         if self._process is not None:
@@ -341,13 +363,15 @@ class _Launcher:
     def close(self) -> None:
         """Ends the process; sandboxes that run go on to their limits unless those who wait for them are gone."""
         with self._lock:
-            self._end()
+            self._end_process()
 
     def forget(self) -> None:
-        """In a process that was forked: the launcher is the parent's."""
+        """Lets go of the launcher in a process that was forked, since it belongs to the parent."""
         if self._requests is not None:
             self._requests.close()
-        self._lock, self._process, self._requests = threading.Lock(), None, None
+        self._lock = threading.Lock()
+        self._process = None
+        self._requests = None
 
 
 _launcher = _Launcher()
@@ -362,6 +386,7 @@ def _refuse_other_systems() -> None:
             f"programs are only contained on Linux on x86_64, not on {platform.system()} on {platform.machine()}: run "
             "what needs the sandbox there, such as a reward server"
         )
+    # an older kernel counts a user's processes over all sandboxes, so that one could exhaust those of the others
     release = platform.release()
     version = re.match(r"(\d+)\.(\d+)", release)
     if version is None or tuple(map(int, version.groups())) < _OLDEST_KERNEL:
@@ -370,7 +395,7 @@ def _refuse_other_systems() -> None:
         )
 
 
-def _describe(report: dict[str, Any]) -> str:
+def _describe_failure(report: dict[str, Any]) -> str:
     number = report["errno"]
     text = f"the sandbox cannot be built: {report['error']}{f' ({os.strerror(number)})' if number else ''}"
     if number in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.ENOSYS):
@@ -378,7 +403,7 @@ def _describe(report: dict[str, Any]) -> str:
     return text
 
 
-_LOOK = """
+_CONTAINMENT_TEST = """
 import ctypes, os, socket
 wrong = []
 state = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)

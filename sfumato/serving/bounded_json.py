@@ -14,7 +14,7 @@ class JSONLimitError(ValueError):
 
 
 def count_values(text: str | bytes) -> int:
-    """At most so many values are in the text; commas and brackets within texts count, too."""
+    """An upper bound of the number of values in JSON, found without parsing it: commas and brackets in texts count."""
     marks = ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b",")
     return 1 + sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
 
@@ -37,13 +37,15 @@ def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> An
     except RecursionError as error:
         raise JSONLimitError(f"nested more than {max_depth} times") from error
     brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    # few brackets cannot nest deeply, so most values need no walk
     if sum(text.count(bracket) for bracket in brackets) > max_depth and _depth(value) > max_depth:  # type: ignore[arg-type]
         raise JSONLimitError(f"nested more than {max_depth} times")
     return value
 
 
 def _depth(value: Any) -> int:
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:
         depth += 1
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]

@@ -13,10 +13,12 @@ import functools
 import ipaddress
 import math
 import resource
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import uvicorn
+    from starlette.types import ASGIApp, Scope
+    from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 512
 RESERVED_DESCRIPTORS = 256
@@ -33,14 +35,17 @@ MAX_HEADER_BYTES = 16384
 
 
 def max_connections() -> int:
-    """Connections that the open files of this process allow. Clients may live in it, too, so each counts twice."""
+    """Connections that the limit of open files of this process allows.
+
+    Each counts twice, since its client may be in this process, too.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(min((soft - RESERVED_DESCRIPTORS) // 2, MAX_CONNECTIONS), 8)
 
 
-def uvicorn_config(app: Any, *, grace_s: int) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, *, grace_s: int) -> uvicorn.Config:
     """The settings of uvicorn for a server of sfumato.
 
     Args:
@@ -64,14 +69,14 @@ def uvicorn_config(app: Any, *, grace_s: int) -> uvicorn.Config:
     )
 
 
-def trust(scope: Any) -> None:
+def trust(scope: Scope) -> None:
     """Notes that the connection of a request has shown the key, or whatever the server asks for."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
         connection.is_trusted = True
 
 
-def is_trusted(scope: Any) -> bool:
+def is_trusted(scope: Scope) -> bool:
     """Whether the connection of a request has shown the key."""
     connection = scope.get("state", {}).get("connection")
     return connection is not None and connection.is_trusted
@@ -95,31 +100,41 @@ def _connection_class() -> type[asyncio.Protocol]:
     class BoundedConnection(H11Protocol):
         """A connection with deadlines, which gives way to a new one where there are too many."""
 
-        def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
+        def __init__(
+            self,
+            config: uvicorn.Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            # uvicorn copies the state into the scope of each request, where ``trust`` and ``is_trusted`` find it
             super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
             self.is_trusted = False
             self._deadline: asyncio.TimerHandle | None = None
             self._stalled: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
             super().connection_made(transport)
             self.opened = self.loop.time()
             self.network = network_of(self.client[0]) if self.client else ""
-            self._end_in(HEADERS_S)
+            self._set_deadline(HEADERS_S)
             self._make_room()
 
         def _make_room(self) -> None:
-            others = [other for other in self.connections if other is not self and other.transport is not None]
-            most = max_connections()
-            of_network = [other for other in others if other.network == self.network]
-            if len(of_network) >= max(most * 3 // 4, 8):  # other addresses find room
-                others = of_network
-            elif len(others) < most:
+            connections = cast("set[BoundedConnection]", self.connections)  # uvicorn makes all of one class
+            others = [other for other in connections if other is not self and other.transport is not None]
+            limit = max_connections()
+            same_network = [other for other in others if other.network == self.network]
+            # one network may hold three quarters; beyond that one of its own connections gives way
+            if len(same_network) >= max(limit * 3 // 4, 8):
+                others = same_network
+            elif len(others) < limit:
                 return
             oldest = min(others, key=lambda other: (other.is_trusted, other.is_busy, other.opened))
-            gives_way = self if oldest.is_trusted and oldest.is_busy else oldest
-            gives_way.connections.discard(gives_way)  # the loop calls connection_lost later
-            gives_way.transport.abort()
+            # where all are trusted and busy, the new one is refused
+            victim = self if oldest.is_trusted and oldest.is_busy else oldest
+            victim.connections.discard(victim)  # the loop calls connection_lost later
+            victim.transport.abort()
 
         @property
         def is_busy(self) -> bool:
@@ -129,12 +144,12 @@ def _connection_class() -> type[asyncio.Protocol]:
         def handle_events(self) -> None:
             cycle = self.cycle
             super().handle_events()
-            if self.cycle is not cycle and self.is_busy:
-                self._end_in(math.inf)
+            if self.cycle is not cycle and self.is_busy:  # a request is complete: its answer may take its time
+                self._set_deadline(math.inf)
 
         def on_response_complete(self) -> None:
             unread = self.transport.get_write_buffer_size()
-            self._end_in(HEADERS_S + unread / MIN_BYTES_PER_S)
+            self._set_deadline(HEADERS_S + unread / MIN_BYTES_PER_S)
             super().on_response_complete()  # which may begin with the next request
 
         def pause_writing(self) -> None:
@@ -150,12 +165,12 @@ def _connection_class() -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self._end_in(math.inf)
+            self._set_deadline(math.inf)
             if self._stalled is not None:
                 self._stalled.cancel()
 
-        def _end_in(self, seconds: float) -> None:
-            """Ends the connection then, unless this is called again; infinity: not."""
+        def _set_deadline(self, seconds: float) -> None:
+            """Has the connection ended in so many seconds, in the place of an earlier deadline; infinity sets none."""
             if self._deadline is not None:
                 self._deadline.cancel()
             self._deadline = None if seconds == math.inf else self.loop.call_later(seconds, self.transport.abort)

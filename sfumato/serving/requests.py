@@ -1,4 +1,4 @@
-"""What a request must be before a server looks at it: for this server, of no web page, small enough, and on its way."""
+"""Refuses requests before a server handles them: for another host, from a web page, too large, or too slow."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import ipaddress
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.serving.connections import MIN_BYTES_PER_S, is_trusted
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_START_S = 10.0
 """How long a body may take besides what its size allows it."""
 
 
 class RefusedRequestError(Exception):
-    """A request that is not looked at, as its sender is told."""
+    """A request that is refused; its sender is told the status and the text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -39,7 +40,7 @@ class ByteBudget:
 
     @contextlib.contextmanager
     def share(self) -> Iterator[ByteShare]:
-        """What one request holds, for as long as the block runs."""
+        """A share for one request, which is given back at the end of the block."""
         share = ByteShare(self)
         try:
             yield share
@@ -52,18 +53,22 @@ class ByteShare:
     """What one request holds of a budget."""
 
     def __init__(self, budget: ByteBudget) -> None:
-        self.budget, self.held = budget, 0
+        self.budget = budget
+        self.held = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Holds at least so many bytes. Raises RefusedRequestError when others hold too much."""
-        more = max(num_bytes - self.held, 0)
-        if self.budget.held + more > self.budget.num_bytes:
+        """Grows the share to ``num_bytes``. Raises RefusedRequestError when other requests leave too little."""
+        missing = max(num_bytes - self.held, 0)
+        if self.budget.held + missing > self.budget.num_bytes:
             raise RefusedRequestError(429, "other requests are too large just now: come back later")
-        self.budget.held += more
-        self.held += more
+        self.budget.held += missing
+        self.held += missing
 
     async def wait_to_grow(self, num_bytes: int) -> None:
-        """Holds so many bytes, which the whole budget must allow, as soon as others have freed them, in turn."""
+        """Adds ``num_bytes`` to the share, once other requests have freed enough; requests get them in turn.
+
+        ``num_bytes`` must not be more than the whole budget: the wait would never end.
+        """
         budget = self.budget
         async with budget.in_turn:
             while budget.held + num_bytes > budget.num_bytes:
@@ -85,22 +90,23 @@ class RequestGuard:
         remedy: what a person is told whose host is not among them.
     """
 
-    def __init__(self, app: Any, names: Sequence[str] = (), remedy: str = "") -> None:
-        self.app, self.remedy = app, remedy
+    def __init__(self, app: ASGIApp, names: Sequence[str] = (), remedy: str = "") -> None:
+        self.app = app
+        self.remedy = remedy
         self.names = {name.lower().rstrip(".") for name in (*names, "localhost", socket.gethostname())}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
 
-        async def send_and_close(message: Any) -> None:
-            """A connection that has shown no key is of no use after its answer, whatever it sends on."""
+        async def send_and_close(message: Message) -> None:
+            """Sends an answer, and has the connection closed after it if it failed or has shown no key."""
             if message["type"] == "http.response.start" and (message["status"] >= 400 or not is_trusted(scope)):
                 others = [pair for pair in message.get("headers", ()) if pair[0].lower() != b"connection"]
                 message = {**message, "headers": [*others, (b"connection", b"close")]}
             await send(message)
 
-        problem = self._problem(scope)
+        problem = self._find_problem(scope)
         if problem is None:
             await self.app(scope, receive, send_and_close)
             return
@@ -109,11 +115,11 @@ class RequestGuard:
         status, text = problem
         await PlainTextResponse(f"{text}\n", status)(scope, receive, send_and_close)
 
-    def _problem(self, scope: Any) -> tuple[int, str] | None:
+    def _find_problem(self, scope: Scope) -> tuple[int, str] | None:
         """Status and text of a refusal; None where there is nothing to refuse."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host = host_of(headers.get(b"host", ""))
-        if not self._is_ours(host, (scope.get("server") or ("",))[0]):
+        if not self._is_this_server(host, (scope.get("server") or ("",))[0]):
             return 421, f"this server is not {host[:100]!r}{self.remedy}"
         if b"origin" in headers:
             return 403, "requests of web pages are refused (Origin)"
@@ -121,7 +127,7 @@ class RequestGuard:
             return 403, "requests of web pages are refused (Sec-Fetch-Site)"
         return None
 
-    def _is_ours(self, host: str, connected: str) -> bool:
+    def _is_this_server(self, host: str, connected: str) -> bool:
         if host in self.names:
             return True
         try:

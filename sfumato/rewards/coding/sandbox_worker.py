@@ -18,6 +18,7 @@ import operator
 import os
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -58,8 +59,15 @@ def receive(file: BinaryIO) -> Any:
 _LISTS = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
 
-def encode(value: Any, other: Any) -> Any:
-    """JSON for plain data, of subclasses what they derive from; ``other`` makes it of anything else."""
+def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """A value as JSON: plain data with a tag for its type, which JSON alone would lose.
+
+    A subclass is sent as the builtin type that it derives from.
+
+    Args:
+        value: any object.
+        other: makes JSON of an object that is no plain data.
+    """
     if type(value) in PLAIN:
         return value
     if isinstance(value, int):
@@ -75,26 +83,35 @@ def encode(value: Any, other: Any) -> Any:
     if isinstance(value, Decimal | Fraction):
         return ["n" if isinstance(value, Decimal) else "q", str(value)]
     if isinstance(value, range):
-        return ["r", [encode(each, other) for each in (value.start, value.stop, value.step)]]
+        return ["r", [encode(item, other) for item in (value.start, value.stop, value.step)]]
     for tag, kind in _LISTS.items():
         if isinstance(value, kind):
-            return [tag, [encode(each, other) for each in kind.__iter__(value)]]
+            return [tag, [encode(item, other) for item in kind.__iter__(value)]]
     if isinstance(value, dict):
-        return ["d", [[encode(key, other), encode(each, other)] for key, each in dict.items(value)]]
+        return ["d", [[encode(key, other), encode(item, other)] for key, item in dict.items(value)]]
     return other(value)
 
 
-def decode(value: Any, other: Any) -> Any:
-    """The value back, of builtin types only. Raises ValueError, TypeError or KeyError for what is no such JSON."""
+def decode(value: Any, other: Callable[[Any], Any]) -> Any:
+    """The value that ``encode`` made JSON of, of builtin types only.
+
+    Args:
+        value: JSON.
+        other: gives the object for JSON with an unknown tag.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no such JSON.
+    """
     if type(value) in PLAIN:
         return value
-    tag, content = value[0], value[1]
+    tag = value[0]
+    content = value[1]
     if tag in _LISTS:
-        return _LISTS[tag](decode(each, other) for each in content)
+        return _LISTS[tag](decode(item, other) for item in content)
     if tag == "d":
-        return {decode(key, other): decode(each, other) for key, each in content}
+        return {decode(key, other): decode(item, other) for key, item in content}
     if tag == "r":
-        return range(*(decode(each, other) for each in content))
+        return range(*(decode(item, other) for item in content))
     if tag == "c":
         return complex(float.fromhex(content), float.fromhex(value[2]))
     simple = {"i": lambda text: int(text, 16), "f": float.fromhex, "b": bytes.fromhex, "n": Decimal, "q": Fraction,
@@ -107,17 +124,18 @@ def decode(value: Any, other: Any) -> Any:
 
 def answer() -> None:
     """Runs the answer, then what the tests ask of it."""
-    calls, values = os.fdopen(3, "rb"), os.fdopen(4, "wb")
+    calls = os.fdopen(3, "rb")
+    values = os.fdopen(4, "wb")
     space: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
     with open("/tmp/answer.py", encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
     handles: list[Any] = []
 
-    def keep(value: Any) -> Any:
+    def to_handle(value: Any) -> Any:
         handles.append(value)
         return ["h", len(handles) - 1]
 
-    def given(value: Any) -> Any:
+    def from_handle(value: Any) -> Any:
         return handles[value[1]]
 
     try:
@@ -131,29 +149,29 @@ def answer() -> None:
             if problem:
                 send(values, {"error": problem})
                 continue
-            positional = [decode(each, given) for each in arguments]
-            keywords = {name: decode(each, given) for name, each in named.items()}
-            held = handles[target] if isinstance(target, int) else space[target]
-            result = _do(verb, held, positional, keywords)
-            reply = {"value": encode(result, keep)}
+            positional = [decode(argument, from_handle) for argument in arguments]
+            keywords = {name: decode(argument, from_handle) for name, argument in named.items()}
+            receiver = handles[target] if isinstance(target, int) else space[target]
+            result = _do(verb, receiver, positional, keywords)
+            reply = {"value": encode(result, to_handle)}
             if result is None:
-                reply["arguments"] = [encode(each, keep) for each in positional]
+                reply["arguments"] = [encode(argument, to_handle) for argument in positional]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of the answer are its own, too
             reply = {"error": _describe(error)}
         send(values, reply)
 
 
-def _do(verb: str, held: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
+def _do(verb: str, receiver: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
     if verb == "call":
-        return held(*positional, **keywords)
+        return receiver(*positional, **keywords)
     if verb == "next":
         try:
-            return [next(held)]
+            return [next(receiver)]
         except StopIteration:
             return []
     functions = {"getattr": getattr, "getitem": operator.getitem, "setitem": operator.setitem, "len": len, "str": str,
                  "repr": repr, "iter": iter, "bool": bool}  # fmt: skip
-    return functions[verb](held, *positional)
+    return functions[verb](receiver, *positional)
 
 
 def _describe(error: BaseException) -> list[str]:
@@ -167,10 +185,15 @@ def _describe(error: BaseException) -> list[str]:
 
 
 class Remote:
-    """Something of the answer that is no plain data: it can be called and looked into, and is equal to itself alone."""
+    """Stands in the tests for an object of the answer that is no plain data.
+
+    Calls, attributes and items are asked of the answer's process. It equals itself alone: a comparison that the answer
+    defines would let it pass any test.
+    """
 
     def __init__(self, target: Any, pipes: tuple[BinaryIO, BinaryIO]) -> None:
-        self.__dict__["_target"], self.__dict__["_pipes"] = target, pipes
+        self.__dict__["_target"] = target
+        self.__dict__["_pipes"] = pipes
 
     def __call__(self, *positional: Any, **keywords: Any) -> Any:
         return self._ask("call", positional, keywords)
@@ -199,28 +222,28 @@ class Remote:
     def __deepcopy__(self, memo: Any) -> Any:
         return self
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         iterator = self._ask("iter", ())
-        while found := iterator._ask("next", ()):
-            yield found[0]
+        while items := iterator._ask("next", ()):
+            yield items[0]
 
     def _ask(self, verb: str, positional: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> Any:
         values, calls = self.__dict__["_pipes"]
-        arguments = [encode(each, _reference) for each in positional]
-        named = {name: encode(each, _reference) for name, each in (keywords or {}).items()}
+        arguments = [encode(argument, _reference) for argument in positional]
+        named = {name: encode(argument, _reference) for name, argument in (keywords or {}).items()}
 
-        def held(value: Any) -> Any:
+        def remote_of(value: Any) -> Any:
             return Remote(int(value[1]), (values, calls))
 
         try:
             send(calls, [verb, self.__dict__["_target"], arguments, named])
             reply = receive(values)
             if "error" not in reply:
-                result = decode(reply["value"], held)
+                result = decode(reply["value"], remote_of)
                 if result is None and verb == "call":
-                    _take_over(positional, [decode(each, held) for each in reply["arguments"]])
+                    _take_over(positional, [decode(argument, remote_of) for argument in reply["arguments"]])
                 return result
-            name, text = (str(each) for each in reply["error"])
+            name, text = (str(argument) for argument in reply["error"])
         except Exception as error:
             raise AnswerError(f"the answer has ended, or sent no values: {type(error).__name__}") from None
         raise _raised(name, text)
@@ -228,10 +251,10 @@ class Remote:
 
 def _raised(name: str, text: str) -> Exception:
     """The builtin exception of that name, if there is one that is made of a text."""
-    known = getattr(builtins, name, None)
-    if isinstance(known, type) and issubclass(known, Exception):
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
         try:
-            return known(text)
+            return kind(text)
         except TypeError:  # it is made of more than a text: the line below has its name and text
             pass
     return AnswerError(f"{name}: {text}")
@@ -244,13 +267,16 @@ def _reference(value: Any) -> Any:
 
 
 def _take_over(before: tuple[Any, ...], after: list[Any]) -> None:
-    """What a function without result, such as one that sorts in place, has made of its arguments."""
-    for mine, its in zip(before, after, strict=True):
-        if type(mine) is list and type(its) is list:
-            mine[:] = its
-        elif type(mine) in (dict, set) and type(its) is type(mine):
-            mine.clear()
-            mine.update(its)
+    """Brings lists, dicts and sets of the test to the state in which the answer's function left its copies.
+
+    Only for a call that returned None, as a function that sorts in place does.
+    """
+    for old, new in zip(before, after, strict=True):
+        if type(old) is list and type(new) is list:
+            old[:] = new
+        elif type(old) in (dict, set) and type(new) is type(old):
+            old.clear()
+            old.update(new)  # pyright: ignore[reportAttributeAccessIssue]  # a dict or a set: type() narrows nothing
 
 
 class Space(dict):
@@ -258,7 +284,8 @@ class Space(dict):
 
     def __init__(self, entry_point: str, pipes: tuple[BinaryIO, BinaryIO]) -> None:
         super().__init__(__name__="tests", __builtins__=builtins)
-        self.entry_point, self.pipes = entry_point, pipes
+        self.entry_point = entry_point
+        self.pipes = pipes
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
@@ -275,13 +302,13 @@ def check() -> None:
     results = os.fdopen(3, "w")
     pipes = (os.fdopen(4, "rb"), os.fdopen(5, "wb"))
     with open("/tmp/tests.json", encoding="utf-8") as file:
-        asked = json.load(file)
-    entry_point = asked["entry_point"]
+        request = json.load(file)
+    entry_point = request["entry_point"]
     space = Space(entry_point, pipes)
-    exec(compile(asked["setup"], "setup", "exec"), space)
+    exec(compile(request["setup"], "setup", "exec"), space)
     if entry_point:
         space[entry_point] = Remote(entry_point, pipes)
-    for source in asked["tests"]:
+    for source in request["tests"]:
         try:
             exec(compile(source, "test", "exec"), space)
             if "check" in space and entry_point and "def check" in source:

@@ -40,7 +40,8 @@ def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests
     Raises:
         DataError: there are no tests, or they cannot be read.
     """
-    setup, entry_point = metadata.get("setup") or "", metadata.get("entry_point") or ""
+    setup = metadata.get("setup") or ""
+    entry_point = metadata.get("entry_point") or ""
     if not isinstance(setup, str) or not isinstance(entry_point, str):
         raise DataError(f"{where}: setup and entry_point must be texts")
     if isinstance(value, str) and value.lstrip().startswith(_WRITTEN_AS_JSON):
@@ -52,13 +53,13 @@ def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests
         inputs, outputs = value["inputs"], value["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise DataError(f"{where}: inputs and outputs must be lists of the same length")
-        value = [{"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)]
+        value = [{"input": stdin, "output": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: there must be tests: code, a list of assertions, or pairs of input and output")
-    if all(isinstance(each, Mapping) for each in value):
-        return CodeTests(pairs=tuple(_read_pair(each, where) for each in value), setup=setup)
-    if not all(isinstance(each, str) and each.strip() for each in value):
+    if all(isinstance(test, Mapping) for test in value):
+        return CodeTests(pairs=tuple(_read_pair(test, where) for test in value), setup=setup)
+    if not all(isinstance(test, str) and test.strip() for test in value):
         raise DataError(f"{where}: tests must be all code, or all pairs of input and output")
     _parse(setup, where)
     for source in value:
@@ -68,10 +69,10 @@ def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests
 
 
 def _read_pair(pair: Mapping[str, Any], where: str) -> tuple[str, str]:
-    given, wanted = pair.get("input"), pair.get("output")
-    if not isinstance(given, str) or not isinstance(wanted, str):
+    stdin, stdout = pair.get("input"), pair.get("output")
+    if not isinstance(stdin, str) or not isinstance(stdout, str):
         raise DataError(f"{where}: input and output of a test must be texts")
-    return given, wanted
+    return stdin, stdout
 
 
 def _parse(source: str, where: str) -> set[str]:
@@ -88,9 +89,9 @@ def code_of(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def same_output(found: str, wanted: str) -> bool:
+def same_output(actual: str, expected: str) -> bool:
     """Whether two outputs are the same but for spaces at the ends of lines and empty lines at the end."""
-    return _lines(found) == _lines(wanted)
+    return _lines(actual) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -31,53 +31,58 @@ def make_problems(task: str, size: int, seed: int, parameters: dict[str, Any]) -
         return f"its problems cannot be made: {type(error).__name__}: {str(error)[:200]}"
 
 
-def score(asked: dict[str, Any], problems: Any) -> float | str:
+def score(request: dict[str, Any], problems: Any) -> float | str:
     """The verdict of the task's own verifier."""
     if isinstance(problems, str):
         return problems
-    entry = problems[asked["index"]]
-    if str(entry["answer"]) != asked["answer"]:
+    entry = problems[request["index"]]
+    if str(entry["answer"]) != request["answer"]:
         return "this version of reasoning-gym makes another problem than the row's: make the rows again"
-    return float(problems.score_answer(asked["given"], entry))
+    return float(problems.score_answer(request["given"], entry))
 
 
-def score_all(requests: list[dict[str, Any]], made: dict[str, Any]) -> list[float | str]:
-    """A score, or why there is none, for each.
+def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[float | str]:
+    """A score for each request, or the reason why there is none.
 
-    The problems of a task, which may take a while, are made once. What is asked twice is answered once: groups of a
-    policy that is sure are full of it.
+    Equal requests are scored once: a policy that is sure gives the same answer many times in a group.
+
+    Args:
+        requests: as the module describes them.
+        problems: data sets by task, size, seed and parameters; those that are missing are added, since making them may
+            take a while.
     """
-    scores, answered = [], {}
-    for asked in requests:
-        which = [asked[name] for name in ("task", "size", "seed", "parameters")]
-        key = json.dumps(which, sort_keys=True)
-        if key not in made:
-            made[key] = make_problems(*which)
+    scores = []
+    score_of = {}
+    for request in requests:
+        task = [request[name] for name in ("task", "size", "seed", "parameters")]
+        task_key = json.dumps(task, sort_keys=True)
+        if task_key not in problems:
+            problems[task_key] = make_problems(*task)
             gc.freeze()  # memory that processes share stays shared
-        whole = json.dumps(asked, sort_keys=True)
-        if whole not in answered:
-            answered[whole] = in_own_process(asked, made[key])
-        scores.append(answered[whole])
+        request_key = json.dumps(request, sort_keys=True)
+        if request_key not in score_of:
+            score_of[request_key] = in_own_process(request, problems[task_key])
+        scores.append(score_of[request_key])
     return scores
 
 
-def in_own_process(asked: dict[str, Any], problems: Any) -> float | str:
-    """The same in a fork, which is ended after its time."""
+def in_own_process(request: dict[str, Any], problems: Any) -> float | str:
+    """``score`` in a forked process, which is killed after ``limit_s`` with all that it has started."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for each in (0, 1, 2):  # what it prints is no result
-            os.dup2(nothing, each)
+        null_fd = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # what it prints is no result
+            os.dup2(null_fd, descriptor)
         try:
-            result: float | str = score(asked, problems)
+            result: float | str = score(request, problems)
         except BaseException as error:
             result = f"its verifier raised {type(error).__name__}: {str(error)[:200]}"
         os.write(writing, json.dumps(result).encode())
         os._exit(0)
     os.close(writing)
-    ready, _, _ = select.select([reading], [], [], asked["limit_s"])
+    ready, _, _ = select.select([reading], [], [], request["limit_s"])
     content = os.read(reading, 4096) if ready else b""
     os.close(reading)
     os.kill(child, signal.SIGKILL)
@@ -85,7 +90,8 @@ def in_own_process(asked: dict[str, Any], problems: Any) -> float | str:
     with contextlib.suppress(ProcessLookupError):  # there mostly are none
         os.kill(-1, signal.SIGKILL)  # what it has started: all within the sandbox but this process and the first
     if not content:
-        return "its verifier ended without a score" if ready else f"its verifier took more than {asked['limit_s']:g} s"
+        limit_s = request["limit_s"]
+        return "its verifier ended without a score" if ready else f"its verifier took more than {limit_s:g} s"
     try:
         return json.loads(content)
     except ValueError:
@@ -98,6 +104,6 @@ if __name__ == "__main__":
     import reasoning_gym  # noqa: F401  (once, before the processes that use it)
 
     print(json.dumps("ready"), flush=True)
-    of_tasks: dict[str, Any] = {}
+    problems_of_tasks: dict[str, Any] = {}
     for line in sys.stdin:
-        print(json.dumps(score_all(json.loads(line), of_tasks)), flush=True)
+        print(json.dumps(score_all(json.loads(line), problems_of_tasks)), flush=True)

@@ -104,7 +104,8 @@ class HttpCaller:
         self._servers = [_Server(url) for url in base_urls]
         self._key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._retry_for_s, self._request_timeout_s = retry_for_s, request_timeout_s
+        self._retry_for_s = retry_for_s
+        self._request_timeout_s = request_timeout_s
         self._allow_private = allow_private
         has_tls = any(server.base.scheme == "https" for server in self._servers)
         self._tls = ssl.create_default_context() if has_tls else None
@@ -138,13 +139,13 @@ class HttpCaller:
         Raises:
             HttpError: no server gave an answer.
         """
-        return self._answer(_Request("POST", path, body, {"Content-Type": content_type}, parse, deadline))
+        return self._send_until_answered(_Request("POST", path, body, {"Content-Type": content_type}, parse, deadline))
 
     def get(self, path: str, parse: Callable[[bytes], AnswerT], deadline: float = math.inf) -> AnswerT:
         """Like ``post``, without a body."""
-        return self._answer(_Request("GET", path, b"", {}, parse, deadline))
+        return self._send_until_answered(_Request("GET", path, b"", {}, parse, deadline))
 
-    def _answer(self, request: _Request) -> Any:
+    def _send_until_answered(self, request: _Request) -> Any:
         while True:
             server = self._take_server(request)
             try:
@@ -169,6 +170,7 @@ class HttpCaller:
             answer = request.parse(data)
         except BadAnswerError as error:
             raise BadAnswerError(f"{server.base.text}: {error}") from error
+        # any success ends the outage for all requests
         with self._lock:
             server.failures = 0
             self._failing_since = None
@@ -180,22 +182,23 @@ class HttpCaller:
             if request.num_bad_answers >= MAX_BAD_ANSWERS or len(request.refused_by) == len(self._servers):
                 raise HttpError("; ".join(request.last.values()))
             now = time.monotonic()
-            server, wait_s = self._best_server(request, now)
+            server, wait_s = self._pick_server(request, now)
             give_up = self._give_up_at(request)
             # In an outage that was waited out already, a request still asks each server once.
             is_over = now >= give_up and request.tries[server] > 0
             if is_over or server.closed_until > max(give_up, now) or now + wait_s >= request.deadline:
-                said = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
+                last_words = request.last or {server: f"{server.base.text} asked for a pause of {wait_s:.0f} s"}
                 tried_s = min(self._retry_for_s, request.deadline - request.started)
-                raise HttpError(f"{'; '.join(said.values())}; tried for {tried_s:.3g} s")
+                raise HttpError(f"{'; '.join(last_words.values())}; tried for {tried_s:.3g} s")
         time.sleep(min(wait_s, max(give_up - now, 0.0)))  # the last try is at the end of the time
+        # picked again: while this request slept, others may have taken the server or found it down
         with self._lock:
-            server, _ = self._best_server(request, time.monotonic())
+            server, _ = self._pick_server(request, time.monotonic())
             server.outstanding += 1
             server.last_turn = next(self._turns)
         return server
 
-    def _best_server(self, request: _Request, now: float) -> tuple[_Server, float]:
+    def _pick_server(self, request: _Request, now: float) -> tuple[_Server, float]:
         """The server that may be asked first, of those the least busy one, and in how many seconds.
 
         Once the outage has lasted too long, one that this request has not asked yet goes before those that it has.
@@ -223,8 +226,8 @@ class HttpCaller:
         return min(begins, default=math.inf) + self._retry_for_s
 
     def _note_failure(self, server: _Server, request: _Request, error: AttemptError) -> None:
-        said = str(error)  # which may quote what a server that should not has sent back
-        request.last[server] = said.replace(self._key, "***") if self._key else said
+        message = str(error)  # which may quote what a server that should not has sent back
+        request.last[server] = message.replace(self._key, "***") if self._key else message
         with self._lock:
             self.counters[error.kind] += 1
             now = time.monotonic()
@@ -239,6 +242,7 @@ class HttpCaller:
                 if now >= server.rests_until:  # requests that fail together are one failure
                     server.failures += 1
                     server.rests_until = now + self._delay_s(server.failures)
+                # a little later than the server asked for, so that not all requests come back at once
                 server.closed_until = max(
                     server.closed_until, now + error.retry_after_s * self._jitter.uniform(1.0, 1.25)
                 )

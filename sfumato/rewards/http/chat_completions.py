@@ -25,12 +25,12 @@ MAX_CANDIDATES = 1000
 _EXCERPT_CHARACTERS = 200
 
 Content = str | list[dict[str, Any]]
-"""What a message says: a text, or parts that are texts and images."""
+"""Content of a message: a text, or a list of parts that are texts and images."""
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """What a model answered."""
+    """The reply of a model."""
 
     text: str
     refusal: str
@@ -42,7 +42,7 @@ class ChatReply:
 
     @property
     def excerpt(self) -> str:
-        """The beginning of what was said, for messages."""
+        """The beginning of the refusal or of the text, for messages."""
         return (self.refusal or self.text)[:_EXCERPT_CHARACTERS]
 
 
@@ -81,15 +81,15 @@ def encode_question(model: str, content: Content, max_tokens: int, more: dict[st
 
 def decode_reply(data: bytes) -> ChatReply:
     """The reply in the body of an answer. Raises BadAnswerError when it is no chat completion."""
-    said = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
+    excerpt = data[:_EXCERPT_CHARACTERS].decode("utf-8", errors="replace")
     try:
         choice = _Completion.model_validate(_first_only(load_json(data, max_values=MAX_REPLY_VALUES))).choices[0]
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "body"
-        raise BadAnswerError(f"the answer is no chat completion ({place}: {first['msg']}): {said!r}") from error
+        raise BadAnswerError(f"the answer is no chat completion ({place}: {first['msg']}): {excerpt!r}") from error
     except ValueError as error:
-        raise BadAnswerError(f"the answer is no chat completion (body: Invalid JSON: {error}): {said!r}") from error
+        raise BadAnswerError(f"the answer is no chat completion (body: Invalid JSON: {error}): {excerpt!r}") from error
     tokens = (choice.logprobs.content if choice.logprobs else None) or []
     return ChatReply(
         text=choice.message.content or "",
@@ -102,15 +102,18 @@ def decode_reply(data: bytes) -> ChatReply:
 
 
 def _first_only(reply: Any) -> Any:
-    """The first choice, and the first token of its logprobs with its first candidates: all that is read of a reply."""
+    """A reply cut down to what is read: the first choice, and the first candidates for its first token.
+
+    The rest is not validated, however much of it a server sends.
+    """
     if not isinstance(reply, dict) or not isinstance(reply.get("choices"), list):
         return reply
     choices = reply["choices"][:1]
-    for choice in (each for each in choices if isinstance(each, dict)):
+    for choice in (entry for entry in choices if isinstance(entry, dict)):
         logprobs = choice.get("logprobs")
         if isinstance(logprobs, dict) and isinstance(logprobs.get("content"), list):
             logprobs["content"] = tokens = logprobs["content"][:1]
-            for token in (each for each in tokens if isinstance(each, dict)):
+            for token in (entry for entry in tokens if isinstance(entry, dict)):
                 if isinstance(token.get("top_logprobs"), list):
                     token["top_logprobs"] = token["top_logprobs"][:MAX_CANDIDATES]
     return {"choices": choices}

@@ -17,6 +17,7 @@ import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from typing import cast
 
 from sfumato.errors import ConfigError
 
@@ -148,6 +149,7 @@ def exchange(
         RefusedError: a redirect, a private address, a wrong certificate, or a status that blames the request.
     """
     try:
+        # http.client is given an open socket: it would look the name up by itself, and knows no deadline over a request
         with _connect(base, limits, tls, has_key="Authorization" in headers) as opened:
             connection = http.client.HTTPConnection(base.host, base.port)
             connection.sock = _TimedSocket(opened, limits.deadline)  # type: ignore[assignment]
@@ -170,17 +172,18 @@ def exchange(
 
 def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key: bool) -> socket.socket:
     """A connection to the first address of the host that answers and may be used."""
-    found = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
-    usable = [entry for entry in found if limits.allow_private or is_public(entry[4][0])]
+    addresses = socket.getaddrinfo(base.host, base.port, type=socket.SOCK_STREAM)
+    usable = [entry for entry in addresses if limits.allow_private or is_public(cast("str", entry[4][0]))]
     if not usable:
         raise RefusedError(
             "private address",
-            f"{base.text}: {base.host} is the private address {found[0][4][0]}, which is refused: set allow_private: "
-            "true if the server is yours",
+            f"{base.text}: {base.host} is the private address {addresses[0][4][0]}, which is refused: set "
+            "allow_private: true if the server is yours",
         )
+    # The checked address is connected to itself: a second look-up of the name could give another one.
     failed: OSError = OSError("no address")
     for family, kind, protocol, _, address in usable:
-        if has_key and base.scheme == "http" and is_public(address[0]):
+        if has_key and base.scheme == "http" and is_public(cast("str", address[0])):
             raise RefusedError("key in clear text", f"{base.text}: a key is not sent over http://: use https://")
         opened = socket.socket(family, kind, protocol)
         try:
@@ -258,7 +261,8 @@ def _read(response: http.client.HTTPResponse, base: BaseUrl, max_bytes: int) -> 
     too_large = f"{base.text}: the answer is larger than {max_bytes / 2**20:g} MiB"
     if response.length is not None and response.length > max_bytes:
         raise BadAnswerError(too_large, kind="too large")
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     while piece := response.read(min(65536, max_bytes + 1 - size)):
         pieces.append(piece)
         size += len(piece)
@@ -280,7 +284,8 @@ class _TimedSocket:
     """As much of a socket as http.client uses, with one deadline over all it does, however small the pieces."""
 
     def __init__(self, opened: socket.socket, deadline: float) -> None:
-        self._opened, self._deadline = opened, deadline
+        self._opened = opened
+        self._deadline = deadline
 
     def sendall(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -298,7 +303,8 @@ class _TimedSocket:
 
 class _TimedStream(io.RawIOBase):
     def __init__(self, opened: socket.socket, deadline: float) -> None:
-        self._opened, self._deadline = opened, deadline
+        self._opened = opened
+        self._deadline = deadline
 
     def readable(self) -> bool:
         return True

@@ -89,7 +89,7 @@ class MessageReader:
         Raises:
             WireError: it is no list, or a longer one.
         """
-        with self._errors(place):
+        with self._prefix_errors(place):
             try:
                 size = self._unpacker.read_array_header()
             except ValueError as error:
@@ -110,7 +110,7 @@ class MessageReader:
         Raises:
             WireError: it is of another type.
         """
-        with self._errors(place):
+        with self._prefix_errors(place):
             try:
                 value = self._unpacker.unpack()
             except ValueError as error:
@@ -134,14 +134,14 @@ class MessageReader:
             raise WireError("not msgpack: there is more after the message")
 
     def _map_size(self, place: str) -> int:
-        with self._errors(place or "not msgpack, or not this protocol"):
+        with self._prefix_errors(place or "not msgpack, or not this protocol"):
             try:
                 return int(self._unpacker.read_map_header())
             except ValueError as error:
                 raise WireError("Input should be a valid dictionary") from error
 
     @contextlib.contextmanager
-    def _errors(self, place: str) -> Iterator[None]:
+    def _prefix_errors(self, place: str) -> Iterator[None]:
         try:
             yield
         except WireError as error:

@@ -37,7 +37,7 @@ MAX_PIXEL_BYTES = 2**31
 MAX_PICTURE_PIXELS = 2**26
 """Pixels of one picture or frame."""
 PICTURE_BYTES = 7
-"""What a pixel takes besides while its picture is decoded: four bytes in Pillow's image, three in its copy."""
+"""Bytes that a pixel takes for a while when its picture is decoded: four in Pillow's image, three in its copy."""
 MAX_METADATA_BYTES = 2**29
 """Memory of the metadata of one request, as far as values are counted without being read."""
 MAX_METADATA_VALUES = 2**20
@@ -61,7 +61,7 @@ _MAX_REASON = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """A sample as it arrived: nothing of it is decoded yet."""
+    """A sample as it arrived, with pictures and metadata not yet decoded."""
 
     image: bytes | list[bytes] | None
     text: str | None
@@ -83,7 +83,7 @@ class EncodedRequest:
 
 @dataclass(frozen=True)
 class ServedReward:
-    """What a client has to know of a reward of a server."""
+    """A reward of a server, as clients are told of it."""
 
     groupwise: bool
     fingerprint: str
@@ -92,7 +92,7 @@ class ServedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDescription:
-    """What a server serves, and how much it takes at once."""
+    """The rewards of a server, and the limits of a request."""
 
     rewards: dict[str, ServedReward]
     max_batch_size: int
@@ -114,17 +114,18 @@ def encode_sample(sample: Sample) -> dict[str, Any]:
 
 
 def encoded_size(sample: dict[str, Any]) -> int:
-    """At least as many bytes as an encoded sample takes in a request."""
+    """An upper bound of the bytes that an encoded sample takes in a request."""
     pictures = [
         sample["source"] or b"",
         *(sample["image"] if isinstance(sample["image"], list) else [sample["image"] or b""]),
     ]
     texts = [sample["text"] or "", sample["prompt"], sample["metadata"]]
+    # a character of UTF-8 takes 4 bytes at most; 8 and 100 are for msgpack's lengths and keys
     return sum(len(picture) + 8 for picture in pictures) + 4 * sum(map(len, texts)) + 100
 
 
 def pixel_bytes(sample: Sample) -> int:
-    """What a sample counts towards MAX_PIXEL_BYTES."""
+    """Bytes of a sample's pixels, which count towards MAX_PIXEL_BYTES."""
     return sum(pixels.nbytes for pixels in (sample.image, sample.source) if pixels is not None)
 
 
@@ -132,7 +133,7 @@ def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
     """Metadata as JSON. Raises DataError that names the prompt and the column that is no JSON."""
     try:
         return json.dumps(metadata)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # once more, column by column, to name the one that is to blame
         for name, value in metadata.items():
             try:
                 json.dumps({name: value})
@@ -159,7 +160,9 @@ def read_request(data: bytes | bytearray, is_given_up: Callable[[], bool] = lamb
     Raises:
         WireError: it is no request, or one of more than a request may hold.
     """
-    reader, reward, samples = MessageReader(data), "", []
+    reader = MessageReader(data)
+    reward = ""
+    samples = []
     for name in reader.fields("", ("version", "reward", "samples")):
         if name == "version":
             _read_version(reader)
@@ -170,7 +173,7 @@ def read_request(data: bytes | bytearray, is_given_up: Callable[[], bool] = lamb
                 if is_given_up():
                     raise WireError("nobody waits for it any more")
                 samples.append(_read_sample(reader, f"samples.{number}"))
-    reader.end()
+    reader.end()  # nothing may follow the message
     if not samples:
         raise WireError("samples: there must be at least 1 item")
     return EncodedRequest(reward, samples, _decoded_bytes(samples))
@@ -182,7 +185,7 @@ def decode_samples(request: EncodedRequest, is_given_up: Callable[[], bool] = la
     for number, sample in enumerate(request.samples):
         if is_given_up():
             raise WireError("nobody waits for it any more")
-        with _place(f"samples.{number}"):
+        with _prefix_errors(f"samples.{number}"):
             decoded.append(
                 Sample(
                     image=_decode_pixels(sample.image),
@@ -209,14 +212,15 @@ def encode_answer(values: Sequence[float], reasons: Sequence[str]) -> bytes:
         values: one per sample; NaN where there is a reason.
         reasons: why a sample has no value; "" where it has one.
     """
-    known = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
+    numbers = [None if reason else float(value) for value, reason in zip(values, reasons, strict=True)]
     failures = [reason[:_MAX_REASON] or None for reason in reasons]
-    return import_msgpack().packb({"version": VERSION, "values": known, "failures": failures})
+    return import_msgpack().packb({"version": VERSION, "values": numbers, "failures": failures})
 
 
 def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
-    """What a server says of each sample. Raises WireError for anything but one value or failure per sample."""
-    reader, lists = MessageReader(data), {"values": [], "failures": []}
+    """A server's value, or failure, of each sample. Raises WireError unless there is one for every sample."""
+    reader = MessageReader(data)
+    lists = {"values": [], "failures": []}
     kinds: dict[str, tuple[type | None, ...]] = {"values": (float, None), "failures": (str, None)}
     for name in reader.fields("", ("version", *lists)):
         if name == "version":
@@ -226,16 +230,18 @@ def decode_answer(data: bytes, num_samples: int) -> list[float | Failure]:
             if len(lists[name]) != num_samples:
                 raise WireError(f"{len(lists[name])} {name} for {num_samples} samples")
     reader.end()
-    return [_value(value, failure) for value, failure in zip(lists["values"], lists["failures"], strict=True)]
+    return [
+        _value_or_failure(value, failure) for value, failure in zip(lists["values"], lists["failures"], strict=True)
+    ]
 
 
 def encode_description(description: ServerDescription) -> bytes:
-    """The body that says what a server serves."""
+    """The body that describes a server."""
     return import_msgpack().packb({"version": VERSION, **dataclasses.asdict(description)})
 
 
 def decode_description(data: bytes) -> ServerDescription:
-    """What a server serves. Raises WireError."""
+    """Reads the body that describes a server. Raises WireError."""
     reader = MessageReader(data)
     fields: dict[str, Any] = {}
     for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):
@@ -251,7 +257,7 @@ def decode_description(data: bytes) -> ServerDescription:
     return ServerDescription(**fields)
 
 
-def _value(value: float | None, failure: str | None) -> float | Failure:
+def _value_or_failure(value: float | None, failure: str | None) -> float | Failure:
     if failure:
         return Failure(f"the server says: {failure[:_MAX_REASON]}")
     if value is None:
@@ -275,24 +281,30 @@ def _read_served(reader: MessageReader, label: str) -> ServedReward:
 def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
     fields: dict[str, Any] = {}
     for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
-        at = f"{place}.{name}"
+        field_place = f"{place}.{name}"
         if name == "image" and reader.is_list():
-            fields[name] = [reader.value(f"{at}.{frame}", bytes) for frame in reader.items(at, MAX_FRAMES)]
+            fields[name] = [
+                reader.value(f"{field_place}.{frame}", bytes) for frame in reader.items(field_place, MAX_FRAMES)
+            ]
         else:
-            fields[name] = reader.value(at, *SAMPLE_FIELDS[name])
+            fields[name] = reader.value(field_place, *SAMPLE_FIELDS[name])
     if (fields["image"] is None) == (fields["text"] is None):
         raise WireError(f"{place}: not either an image or a text")
     return EncodedSample(**fields)
 
 
 def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
-    """Memory of what is encoded, from the headers of pictures and the length of texts. Raises WireError."""
+    """About the memory that decoding will take, from the headers of the PNGs and the count of values in metadata.
+
+    Nothing is decoded here, so a small body that would unpack to much is refused before it does. Raises WireError.
+    """
     pixel_bytes = metadata_bytes = largest = 0
     for number, sample in enumerate(samples):
-        with _place(f"samples.{number}"):
+        with _prefix_errors(f"samples.{number}"):
             frames = sample.image if isinstance(sample.image, list) else [sample.image]
             sizes = [_size_of_png(data) for data in (*frames, sample.source) if data is not None]
-            pixel_bytes, largest = pixel_bytes + sum(sizes), max(largest, *sizes, 0)
+            pixel_bytes = pixel_bytes + sum(sizes)
+            largest = max(largest, *sizes, 0)
             if pixel_bytes > MAX_PIXEL_BYTES:
                 raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
             metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)
@@ -302,7 +314,7 @@ def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
 
 
 @contextlib.contextmanager
-def _place(place: str) -> Iterator[None]:
+def _prefix_errors(place: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -334,6 +346,7 @@ def _decode_pixels(data: bytes | list[bytes] | None) -> np.ndarray | None:
         return None if data is None else _decode_png(data)
     if not data:
         raise WireError("a video without frames")
+    # one array for all frames, so that they are not held twice
     first = _decode_png(data[0])
     frames = np.empty((len(data), *first.shape), np.uint8)
     for number, png in enumerate(data):

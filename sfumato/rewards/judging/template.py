@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,19 @@ class JudgeTemplate:
     """A template that was checked.
 
     Args:
-        source: name of one that is shipped, path of a file, or the text itself, known by its braces.
+        source: name of a template that is shipped, path of a file, or the text itself, told by its braces.
         required: variables that it must use.
-        known: variables that it may use besides.
+        optional: variables that it may use besides.
 
     Raises:
         ConfigError: no such file, wrong syntax, an unknown variable, or a required one that is not used.
     """
 
-    def __init__(self, source: str, required: Iterable[str], known: Iterable[str]) -> None:
+    def __init__(self, source: str, required: Iterable[str], optional: Iterable[str]) -> None:
         import jinja2.meta
         import jinja2.sandbox
 
-        self.name, text = _find(source)
+        self.name, text = _read_source(source)
         self._required = tuple(required)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -45,14 +45,14 @@ class JudgeTemplate:
             line = getattr(error, "lineno", None)
             where = f"line {line}: " if line else ""
             raise ConfigError(f"{self.name} is not valid Jinja: {where}{error}") from error
-        allowed = sorted({*self._required, *known})
+        allowed = sorted({*self._required, *optional})
         for name in sorted(used.difference(allowed)):
             raise ConfigError(f"{self.name} uses the unknown variable {name!r}; there are: {', '.join(allowed)}")
         for name in self._required:
             if name not in used:
                 raise ConfigError(f"{self.name} does not use {{{{ {name} }}}}, so the judge would not see it")
 
-    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Sequence[np.ndarray]]) -> Content:
+    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Collection[np.ndarray]]) -> Content:
         """What the judge is asked.
 
         Args:
@@ -65,9 +65,9 @@ class JudgeTemplate:
         import jinja2
 
         mark = secrets.token_hex(16)  # no prompt can contain it
-        images = [image for some in pictures.values() for image in some]
+        images = [image for shown in pictures.values() for image in shown]
         numbers = iter(range(len(images)))
-        marks = {name: "".join(f"{mark}{next(numbers)};" for _ in some) for name, some in pictures.items()}
+        marks = {name: "".join(f"{mark}{next(numbers)};" for _ in shown) for name, shown in pictures.items()}
         try:
             text = self._template.render({**values, **marks})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -96,20 +96,27 @@ load_template = functools.cache(JudgeTemplate)
 
 
 def read_file(path: Path) -> str:
-    """A text that somebody wrote. Raises ConfigError when it is not UTF-8."""
+    """Reads a text file. Raises ConfigError when it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def _find(source: str) -> tuple[str, str]:
-    """What messages call a template, and its text."""
+def _read_source(source: str) -> tuple[str, str]:
+    """A name of the template for messages, and its text.
+
+    Args:
+        source: the text itself, if it has Jinja's braces; else the name of a shipped template, or a path.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     if "{{" in source or "{%" in source:
         return "the judge's template", source
     shipped = _SHIPPED / f"{source}.jinja"
     path = shipped if shipped.is_file() else Path(source).expanduser()
     if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.jinja")))
-        raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {known}")
+        names = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.jinja")))
+        raise ConfigError(f"template: no Jinja file {source}; the templates with a name are {names}")
     return f"template {path}", read_file(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -43,7 +43,7 @@ class Classifier:
         self.pad_token = text_config.pad_token_id
 
     def __call__(self, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
-        """The output for each conversation, float32 [B]; NaN where it is too long."""
+        """The output for each conversation, float32 [B] on the CPU; NaN where it is longer than the model reads."""
         rows = [
             torch.tensor(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
             for conversation in conversations
@@ -71,8 +71,8 @@ load_classifier = loader_of(Classifier)
 class StepClassifier:
     """Gives the steps of answers probabilities of being right.
 
-    A classifier of sequences with one output is read at the tokens that end steps, a classifier of tokens with one
-    output or two (of which the second is right) as it is.
+    Both kinds of ``STEP_CLASSIFIERS`` are read at the token that ends a step. One output is the logit of being right;
+    of two outputs the second one stands for right.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -92,8 +92,9 @@ class StepClassifier:
         auto_class = getattr(transformers, f"AutoModelFor{kinds[0]}")
         self.model = load_model(auto_class, folder, dtype, device)
         if self.model.config.num_labels not in STEP_CLASSIFIERS[kinds[0]]:
-            known = " or ".join(map(str, STEP_CLASSIFIERS[kinds[0]]))
-            raise ConfigError(f"model_path {folder}: the model has {self.model.config.num_labels} outputs, not {known}")
+            allowed = " or ".join(map(str, STEP_CLASSIFIERS[kinds[0]]))
+            num_outputs = self.model.config.num_labels
+            raise ConfigError(f"model_path {folder}: the model has {num_outputs} outputs, not {allowed}")
         if not isinstance(getattr(self.model, "score", None), torch.nn.Linear):
             raise ConfigError(f"model_path {folder}: {type(self.model).__name__} has no linear layer 'score'")
         self.tokenizer = load_tokenizer(folder)
@@ -114,50 +115,65 @@ class StepClassifier:
         Returns:
             float32 ``[steps]`` of each answer on the CPU; ``[0]`` where there are none, or it is too long.
         """
-        rows, ends = [], []
+        rows = []
+        ends = []
         for prompt, steps in answers:
-            ids, places = self._encode(prompt, [step.strip() for step in steps], separator)
+            ids, step_ends = self._encode(prompt, [step.strip() for step in steps], separator)
             rows.append(ids)
-            ends.append(places)
-        found = [torch.zeros(0)] * len(rows)
+            ends.append(step_ends)
+        step_probabilities = [torch.zeros(0)] * len(rows)
+        # rows without steps, or too long, keep their empty tensor: they have no reward, and cost no pass
         fitting = [index for index, row in enumerate(rows) if 0 < len(row) <= self.max_length]
         if fitting:
             probabilities = self._forward([rows[index] for index in fitting]).cpu()
             for place, index in enumerate(fitting):
-                found[index] = probabilities[place, ends[index]]
-        return found
+                step_probabilities[index] = probabilities[place, ends[index]]
+        return step_probabilities
 
     def _encode(
         self, prompt: list[dict[str, Any]], steps: list[str], separator: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of a conversation, int64 ``[L]``, and those that hold the last character of each step, int64
-        ``[steps]``; nothing of a conversation without steps, or whose template changes one."""
-        nothing, place, places = torch.zeros(0, dtype=torch.int64), 0, []
+        """Encodes a conversation and finds the tokens at which its steps end.
+
+        Returns:
+            Token ids, int64 ``[L]``, and the position of the token that holds the last character of each step, int64
+            ``[steps]``. Both are empty where the answer has no steps, or where the chat template changes a step.
+        """
+        nothing = torch.zeros(0, dtype=torch.int64)
+        step_ends = []
         messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
         begin, text = (
-            self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt)
+            cast("str", self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=chat is prompt))
             for chat in (prompt, messages)
         )
+        # Steps are looked for behind the prompt, which may hold the same text. Where the template writes the prompt
+        # otherwise when an answer follows, the text of the whole answer is looked for instead, from the end.
         place = len(begin) if text.startswith(begin) else text.rfind(messages[-1]["content"])
         for step in steps:
-            found = text.find(step, max(place, 0))
-            if found < 0:
+            begin_of_step = text.find(step, max(place, 0))
+            if begin_of_step < 0:
                 return nothing, nothing
-            place = found + len(step)
-            places.append(place)
-        if not places:
+            place = begin_of_step + len(step)
+            step_ends.append(place)
+        if not step_ends:
             return nothing, nothing
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = torch.tensor([start for start, _ in encoded["offset_mapping"]])
-        return torch.tensor(encoded["input_ids"]), torch.searchsorted(starts, torch.tensor(places) - 1, right=True) - 1
+        # The last token that starts at or before the last character of a step is the one that holds it.
+        last_tokens = torch.searchsorted(starts, torch.tensor(step_ends) - 1, right=True) - 1
+        return torch.tensor(encoded["input_ids"]), last_tokens
 
     def _forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        """The probability at each token, float32 ``[B, L]``."""
+        """The probability of being right at each token, float32 ``[B, L]``.
+
+        The model's body and its head are called apart: a classifier of sequences would give the output of the last
+        token alone.
+        """
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True).to(self.device)
         base = getattr(self.model, self.model.base_model_prefix)
         hidden = base(input_ids=pad(rows, batch_first=True).to(self.device), attention_mask=mask).last_hidden_state
-        logits = self.model.score(hidden).float()
+        logits = cast("torch.nn.Linear", self.model.score)(hidden).float()
         return logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0].sigmoid()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from sfumato.rewards.networks.folder import (
     loader_of,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 IMAGE_MODELS = ("clip", "siglip", "dinov2")
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -38,12 +41,13 @@ class Embedder:
         """Raises ConfigError when the folder holds no model of ``IMAGE_MODELS``."""
         from transformers import AutoModel
 
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.lock = threading.Lock()
-        self.tokenizer: Any = None
+        self.tokenizer: PreTrainedTokenizerFast | None = None
         self.model_type = check_model_type(folder, IMAGE_MODELS)
         self.processor = load_image_processor(folder)
-        self.model = load_model(AutoModel, folder, dtype, device)
+        self.model: Any = load_model(AutoModel, folder, dtype, device)  # one of three classes without a common base
 
     @property
     def scale(self) -> torch.Tensor:
@@ -69,6 +73,8 @@ class Embedder:
 
     def texts(self, texts: list[str]) -> torch.Tensor:
         """Embeddings of texts, cut off at the model's number of tokens (77), float32 [B, D] of length 1."""
+        assert self.tokenizer is not None, "an embedder of images alone has no tokenizer"
+        # padded to the full length, as CLIP was trained
         length = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         features = self.model.get_text_features(
@@ -82,7 +88,7 @@ class Embedder:
 
 
 def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
-    """The whole image with black at the shorter sides, and CLIP's normalisation: what HPSv2's package makes of it.
+    """The whole image, padded with black to a square, with CLIP's normalisation, as HPSv2's package prepares images.
 
     Args:
         image: uint8 [H, W, 3].
@@ -95,8 +101,8 @@ def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
     scale = size / max(image.shape[:2])
     height, width = (round(side * scale) for side in image.shape[:2])
     if (height, width) != tuple(image.shape[:2]):
-        wanted = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
-        pixels = torch.nn.functional.interpolate(pixels[None], **wanted)[0]
+        target = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
+        pixels = torch.nn.functional.interpolate(pixels[None], **target)[0]
     rows, columns = (size - side for side in pixels.shape[1:])
     pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
     return (pixels - torch.tensor(PIXEL_MEAN)[:, None, None]) / torch.tensor(PIXEL_STD)[:, None, None]
@@ -110,6 +116,7 @@ load_embedder = loader_of(Embedder)
 def load_clip(folder: str, device: str, dtype: str) -> Embedder:
     """The embedder of a folder with a CLIP model, with its tokenizer. Raises ConfigError for another model."""
     check_model_type(Path(folder), ("clip",))
+    # the embedder is shared with rewards of images alone, which load it without a tokenizer
     tokenizer = load_tokenizer(Path(folder))
     embedder = load_embedder(folder, device, dtype)
     embedder.tokenizer = tokenizer
@@ -136,7 +143,7 @@ class ScoreHead(nn.Module):
 
 
 def build_score_head(tensors: Mapping[str, torch.Tensor], num_features: int, folder: Path) -> ScoreHead:
-    """A float32 head with these weights, frozen. Raises ConfigError when they are not those of such a head."""
+    """A frozen float32 head with these weights. Raises ConfigError when their names or shapes do not fit."""
     return assign_tensors(ScoreHead(num_features), {name: tensor.float() for name, tensor in tensors.items()}, folder)
 
 

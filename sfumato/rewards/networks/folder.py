@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,12 +20,16 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.weights import refuse_not_finite
 from sfumato.rewards import base
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 load_once = functools.partial(base.load_once, lock=threading.RLock())
 """Models are loaded one after the other, whichever rewards ask for them."""
 
 NetworkT = TypeVar("NetworkT")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def pick_device(name: str) -> torch.device:
@@ -45,7 +49,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def loader_of(network: Callable[[Path, torch.device, torch.dtype], NetworkT]) -> Callable[[str, str, str], NetworkT]:
-    """The function that makes the network of a folder, a device and a type: one per process and setting."""
+    """A loader that builds ``network`` from a folder and the names of a device and a type, once per process."""
     return load_once(lambda folder, device, dtype: network(Path(folder), pick_device(device), DTYPES[dtype]))
 
 
@@ -76,17 +80,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
-    """The ``model_type`` of ``config.json``. Raises ConfigError when it is none of those allowed."""
+    """The ``model_type`` in ``config.json``. Raises ConfigError when it is not in ``allowed``."""
     check_folder(folder, "config.json")
-    found = str(read_json(folder / "config.json").get("model_type"))
-    if found not in allowed:
+    model_type = str(read_json(folder / "config.json").get("model_type"))
+    if model_type not in allowed:
         raise ConfigError(
-            f"model_path {folder} holds a model of type {found!r}, but this reward needs {' or '.join(allowed)}"
+            f"model_path {folder} holds a model of type {model_type!r}, but this reward needs {' or '.join(allowed)}"
         )
-    return found
+    return model_type
 
 
-def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any) -> nn.Module:
+def load_model(
+    auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any
+) -> PreTrainedModel:
     """A transformers model of a folder with safetensors files, frozen and in evaluation mode.
 
     Args:
@@ -99,6 +105,7 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
     Raises:
         ConfigError: no or broken files, weights of another model, or such that are not finite.
     """
+    # first, since these messages say what to do about the files; transformers' errors would not
     check_weights(folder, "model_path")
     check_folder(folder, "config.json", "*.safetensors")
     try:
@@ -107,6 +114,7 @@ def load_model(auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load it: {error}") from error
+    # transformers only warns of weights that the files lack, and makes random ones
     _refuse_keys(folder, {kind: report.get(kind) or () for kind in ("missing_keys", "mismatched_keys")})
     refuse_not_finite(model, folder)
     return model.eval().requires_grad_(False).to(device)
@@ -123,7 +131,7 @@ def load_image_processor(folder: Path) -> Any:
         raise ConfigError(f"model_path {folder}: transformers cannot load its image processor: {error}") from error
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder. Raises ConfigError."""
     from transformers import AutoTokenizer
 
@@ -145,15 +153,16 @@ def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor
         raise ConfigError(f"{folder / name} is no readable safetensors file: {error}") from error
 
 
-def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> Any:
+def assign_tensors(module: ModuleT, tensors: Mapping[str, torch.Tensor], folder: Path) -> ModuleT:
     """The module with exactly these weights, frozen. Raises ConfigError when names or shapes differ, or one is NaN."""
-    own = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    shared = expected.keys() & tensors.keys()
     _refuse_keys(
         folder,
         {
-            "missing_keys": own.keys() - tensors.keys(),
-            "unexpected_keys": tensors.keys() - own.keys(),
-            "mismatched_keys": {name for name in own.keys() & tensors.keys() if own[name] != tensors[name].shape},
+            "missing_keys": expected.keys() - tensors.keys(),
+            "unexpected_keys": tensors.keys() - expected.keys(),
+            "mismatched_keys": {name for name in shared if expected[name] != tensors[name].shape},
         },
     )
     module.load_state_dict(tensors, assign=True)
@@ -161,7 +170,8 @@ def assign_tensors(module: Any, tensors: Mapping[str, torch.Tensor], folder: Pat
     return module.eval().requires_grad_(False)
 
 
-def _refuse_keys(folder: Path, kinds: dict[str, Any]) -> None:
+def _refuse_keys(folder: Path, kinds: Mapping[str, Iterable[object]]) -> None:
+    """Raises ConfigError for the first kind with keys, such as ``missing_keys``, and names three of them."""
     for kind, keys in kinds.items():
         wrong = sorted(map(str, keys))
         if wrong:

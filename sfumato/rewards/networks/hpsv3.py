@@ -42,7 +42,8 @@ class HpsV3Network:
         check_model_type(folder, ("qwen2_vl",))
         check_folder(folder, INSTRUCTION_FILE, WEIGHTS_FILE)
         self.lock = threading.Lock()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.instruction = _read_instruction(folder / INSTRUCTION_FILE)
         self.processor = load_image_processor(folder)
         self.tokenizer = load_tokenizer(folder)
@@ -56,7 +57,7 @@ class HpsV3Network:
         batch = self.processor(images=[resize(image) for image in images], return_tensors="pt")
         grids = batch.image_grid_thw
         num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
-        texts = [self._text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
+        texts = [self._chat_text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
         embeddings = self.model.get_input_embeddings()(tokens.input_ids)
         seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
@@ -69,7 +70,7 @@ class HpsV3Network:
         is_reward = tokens.input_ids == self.reward_token
         return self.head(hidden[is_reward].float())
 
-    def _text(self, prompt: str, num_image_tokens: int) -> str:
+    def _chat_text(self, prompt: str, num_image_tokens: int) -> str:
         """The conversation as Qwen2-VL's chat template writes it, with room for the image's tokens."""
         image = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>"
         question = self.instruction.replace(PROMPT_FIELD, prompt)
@@ -85,6 +86,7 @@ load_hpsv3 = loader_of(HpsV3Network)
 def resize(image: np.ndarray) -> Image.Image:
     """Scales an image, uint8 [H, W, 3], bicubic, so that it has close to 448 x 448 pixels and sides of 28 times n."""
     height, width = image.shape[:2]
+    # Qwen2-VL's patches of 14 pixels are merged two by two, so sides are multiples of 28
     sides = [max(28, round(side / 28) * 28) for side in (height, width)]
     if math.prod(sides) > NUM_PIXELS:
         shrink = math.sqrt(height * width / NUM_PIXELS)
@@ -115,7 +117,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
         elif not name.startswith("lm_head."):
             for pattern, replacement in NAMES:
                 renamed = re.sub(pattern, replacement, name)
-                if renamed != name:
+                if renamed != name:  # the second pattern matches what the first one does, and more
                     break
             body[renamed] = tensor.to(device, dtype)
     config = load_pretrained(AutoConfig, folder)

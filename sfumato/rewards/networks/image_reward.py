@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,12 @@ from sfumato.rewards.networks.folder import (
     read_json,
 )
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072
+if TYPE_CHECKING:
+    from transformers import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+MEAN = 0.16717362830052426
+STD = 1.0333394966054072
 MAX_TOKENS = 35
 HEAD_WIDTH = 64  # of an attention head, in every published size of the image encoder
 
@@ -48,17 +53,19 @@ class ImageRewardNetwork:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
         check_folder(folder, "ImageReward.safetensors", "med_config.json")
         self.lock = threading.Lock()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.tokenizer = load_tokenizer(folder)
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
         vision, text, head = split_tensors(tensors)
-        self.vision = _build_vision(vision, folder).to(device, dtype)
-        self.text = _build_text(text, folder, width=self.vision.config.hidden_size).to(device, dtype)
+        self.vision = _build_vision(vision, folder).to(device, dtype)  # pyright: ignore[reportArgumentType]
+        width = self.vision.config.hidden_size
+        self.text = _build_text(text, folder, width).to(device, dtype)  # pyright: ignore[reportArgumentType]
         self.head = build_score_head(head, self.text.config.hidden_size, folder).to(device)
 
     def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
         """Scores of uint8 [H, W, 3] images, float32 [B]. Prompts are cut off at 35 tokens."""
-        size = self.vision.config.image_size
+        size = cast("int", self.vision.config.image_size)  # not a pair: _build_vision sets it
         pixels = torch.stack([prepare_pixels(image, size) for image in images]).to(self.device, self.dtype)
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
@@ -68,7 +75,7 @@ class ImageRewardNetwork:
             input_ids=tokens.input_ids.to(self.device),
             attention_mask=tokens.attention_mask.to(self.device),
             encoder_hidden_states=seen,
-            is_decoder=False,
+            is_decoder=False,  # no causal mask: the text is read, not generated
         ).last_hidden_state[:, 0]
         return (self.head(features.float()) - MEAN) / STD
 
@@ -93,15 +100,21 @@ def prepare_pixels(image: np.ndarray, size: int) -> torch.Tensor:
     )
     left, top = round((scaled.width - size) / 2), round((scaled.height - size) / 2)
     pixels = np.asarray(scaled.crop((left, top, left + size, top + size)), dtype=np.float32) / 255
-    return torch.from_numpy((pixels - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)).permute(2, 0, 1)
+    mean = np.float32(PIXEL_MEAN)  # pyright: ignore[reportArgumentType]  # of a tuple numpy makes an array
+    std = np.float32(PIXEL_STD)  # pyright: ignore[reportArgumentType]
+    return torch.from_numpy((pixels - mean) / std).permute(2, 0, 1)
 
 
-def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict]:
+def split_tensors(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights of the image encoder, the text encoder and the head, each under the names of its module here.
 
     BLIP's projections, which the published file holds as well, take no part in the score.
     """
-    vision, text, head = {}, {}, {}
+    vision = {}
+    text = {}
+    head = {}
     for name, tensor in tensors.items():
         if name.startswith("blip.visual_encoder."):
             renamed = name.removeprefix("blip.")
@@ -115,13 +128,14 @@ def split_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict, dict
     return vision, text, head
 
 
-def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
+def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> BlipVisionModel:
     """BLIP's image encoder in the size of its weights."""
     from transformers import BlipVisionConfig, BlipVisionModel
 
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     patches = shapes.get("embeddings.patch_embedding.weight", (HEAD_WIDTH, 3, 16, 16))
     positions = shapes.get("embeddings.position_embedding", (1, 197, HEAD_WIDTH))[1]
+    # the published files come without a configuration of the image encoder; the shapes of its weights tell its size
     config = BlipVisionConfig(
         hidden_size=patches[0],
         intermediate_size=4 * patches[0],
@@ -132,21 +146,21 @@ def _build_vision(tensors: dict[str, torch.Tensor], folder: Path) -> Any:
         layer_norm_eps=1e-6,
     )
     module = build_on_meta(lambda: BlipVisionModel._from_config(config, attn_implementation="eager"))
-    return assign_tensors(module, tensors, folder)
+    return assign_tensors(cast("BlipVisionModel", module), tensors, folder)
 
 
-def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> Any:
+def _build_text(tensors: dict[str, torch.Tensor], folder: Path, width: int) -> BlipTextModel:
     """BLIP's text encoder with cross-attention to image features of this width, as ``med_config.json`` describes it."""
     from transformers import BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
     described = read_json(folder / "med_config.json")
-    kept = {
+    fields = {
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
         "max_position_embeddings", "layer_norm_eps", "pad_token_id",
     }  # fmt: skip
-    known = {key: value for key, value in described.items() if key in kept}
-    config = BlipTextConfig(**known, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
+    settings = {key: value for key, value in described.items() if key in fields}
+    config = BlipTextConfig(**settings, encoder_hidden_size=width, is_decoder=True)  # a decoder has cross-attention
     config._attn_implementation = "eager"
     module = build_on_meta(lambda: BlipTextModel(config, add_pooling_layer=False))
-    return assign_tensors(module, tensors, folder)
+    return assign_tensors(cast("BlipTextModel", module), tensors, folder)

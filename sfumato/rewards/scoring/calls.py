@@ -24,7 +24,7 @@ Checked = list[tuple[float, str]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call."""
+    """The checked values of a call, and whether its thread or process was lost."""
 
     values: Checked
     is_lost: bool = False
@@ -63,7 +63,12 @@ def describe_error(error: BaseException, own_file: str | None) -> str:
 
 
 def check_values(result: Any, num_samples: int) -> Checked:
-    """What a reward returned, value by value."""
+    """Checks what ``score`` returned; a value that is no finite number becomes NaN with a reason.
+
+    Args:
+        result: a list, tuple, array or tensor if the reward keeps its promise.
+        num_samples: length that it must have; otherwise no sample has a value.
+    """
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, (list, tuple)):

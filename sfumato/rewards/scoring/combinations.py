@@ -1,4 +1,4 @@
-"""What is optimised, made of the values of the rewards, each normalised before."""
+"""Combines the values of several rewards, each normalised before, into the total that is optimised."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
     result = np.full_like(values, np.nan)
     for group in np.unique(group_ids) if how == "group" else [None]:
         members = np.isfinite(values) & (True if group is None else group_ids == group)
-        result[members] = _standardised(values[members])
+        result[members] = _standardise(values[members])
     return result
 
 
-def _standardised(values: np.ndarray) -> np.ndarray:
+def _standardise(values: np.ndarray) -> np.ndarray:
+    # equal values become exactly 0; their standard deviation may be a rounding error above 0
     if len(values) == 0 or values.min() == values.max():
         return np.zeros_like(values)
     return (values - values.mean()) / max(values.std(), LEAST_STD)
@@ -123,7 +124,8 @@ class FunctionCombination(Combination):
             ConfigError: it raised, or returned something else.
         """
         del weights
-        function, num_samples = import_function(self.path), len(next(iter(values.values())))
+        function = import_function(self.path)
+        num_samples = len(next(iter(values.values())))
         try:
             total = np.asarray(function({name: array.copy() for name, array in values.items()}, metadata), np.float64)
         except Exception as error:

@@ -35,8 +35,11 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
     """
     values = np.full(len(samples), math.nan)
     reasons = [""] * len(samples)
-    given_up, lost_in_a_row, most_lost = "", 0, 2 if reward.process else 1
+    given_up = ""
+    lost_in_a_row = 0
+    most_lost = 2 if reward.process else 1
     for indices in reward.plan_calls(samples):
+        # a video may be several samples of the batch: its frames
         parts = [reward.seen(samples[index]) for index in indices]
         batch = [image for part in parts for image in part]
         if given_up:
@@ -47,7 +50,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
             given_up = outcome.values[0][1] if lost_in_a_row == most_lost else ""
         rest = iter(outcome.values)
         for index, part in zip(indices, parts, strict=True):
-            values[index], reasons[index] = _mean([next(rest) for _ in part])
+            values[index], reasons[index] = _mean_of_frames([next(rest) for _ in part])
     return values, reasons
 
 
@@ -81,43 +84,51 @@ class ScoreCache:
 
 
 def digest(samples: Sequence[Sample]) -> bytes:
-    """128 bits of all that a reward sees of samples, in their order; their group's number does not count."""
+    """128 bits that identify all that a reward may look at in samples, in their order.
+
+    The number of their group is left out, which says nothing of the sample.
+    """
     content = hashlib.blake2b(digest_size=16)
     for sample in samples:
         seen = [] if sample.images is None else [list(sample.images.find())]
         for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *seen):
-            for piece in _pieces(part):
+            for piece in _to_buffers(part):
                 content.update(len(piece).to_bytes(8, "little"))
                 content.update(piece)
     return content.digest()
 
 
-def _pieces(part: Any) -> list[Any]:
+def _to_buffers(part: object) -> list[bytes | memoryview]:
+    """What identifies a part of a sample: of an array its shape and its bytes, of anything else its pickle."""
     if isinstance(part, np.ndarray):
         return [repr(part.shape).encode(), np.ascontiguousarray(part).data.cast("B")]
     return [pickle.dumps(part, protocol=5)]  # equal bytes are equal values, whatever types metadata has
 
 
 def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) -> tuple[np.ndarray, list[str], int]:
-    """As ``score_with``, but equal samples, or groups, are scored once; failures are not remembered.
+    """Scores B samples as ``score_with`` does, but equal samples, or equal groups, once.
+
+    Failures are not remembered: what failed may succeed the next time.
 
     Returns:
-        Values float64 [B] and reasons, and the number of samples whose value was there already.
+        Values float64 [B], reasons, and the number of samples whose value was known without scoring them.
     """
     units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
     keys = [digest([samples[index] for index in unit]) for unit in units]
-    known = {key: cache.get(key) for key in keys}
+    cached_values = {key: cache.get(key) for key in keys}
     new: dict[bytes, list[int]] = {}  # the first unit of each content that is not known
     for key, unit in zip(keys, units, strict=True):
-        if known[key] is None:
+        if cached_values[key] is None:
             new.setdefault(key, unit)
     rows = sorted(index for unit in new.values() for index in unit)
+    # all new units in one call, so that a reward can batch them
     new_values, new_reasons = score_with(reward, [samples[index] for index in rows])
     place = {index: row for row, index in enumerate(rows)}
-    values, reasons = np.full(len(samples), math.nan), [""] * len(samples)
+    values = np.full(len(samples), math.nan)
+    reasons = [""] * len(samples)
     for key, unit in zip(keys, units, strict=True):
         if key not in new:
-            values[unit] = known[key]
+            values[unit] = cached_values[key]
             continue
         scored = [place[index] for index in new[key]]
         values[unit] = new_values[scored]
@@ -128,8 +139,8 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
     return values, reasons, len(samples) - len(rows)
 
 
-def _mean(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Value and reason of a sample from those of its frames: without value when one of them has none."""
+def _mean_of_frames(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Value and reason of a sample from those of its frames: their mean, or NaN when a frame has no value."""
     reasons = [reason for _, reason in checked if reason]
     return (math.nan, reasons[0]) if reasons else (sum(value for value, _ in checked) / len(checked), "")
 
@@ -139,21 +150,21 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
 
     Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
     """
-    found: dict[str, Any] = {}
-    own = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
+    outcome: dict[str, Any] = {}
+    copies = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
 
     def run() -> None:
         try:
-            found["values"] = score_batch(reward, own)
+            outcome["values"] = score_batch(reward, copies)
         except UserError as error:
-            found["error"] = error
+            outcome["error"] = error
 
     thread = threading.Thread(target=run, name=f"reward-{reward.label}", daemon=True)
     timeout_s = reward.call_timeout_s(len(samples))
     thread.start()
     thread.join(timeout_s)
-    if not found:
+    if not outcome:
         return Outcome(failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
-    if "error" in found:
-        raise found["error"]
-    return Outcome(found["values"])
+    if "error" in outcome:
+        raise outcome["error"]
+    return Outcome(outcome["values"])

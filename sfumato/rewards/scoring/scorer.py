@@ -53,9 +53,9 @@ class Scorer:
                     f"reward.rewards holds a {type(reward).__name__}, which does not derive from "
                     "sfumato.rewards.base.Reward"
                 )
-        twice = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
-        if twice:
-            raise ConfigError(f"several rewards are called {twice[0]!r}: set a different 'name' on each")
+        duplicates = [label for label, count in Counter(reward.label for reward in rewards).items() if count > 1]
+        if duplicates:
+            raise ConfigError(f"several rewards are called {duplicates[0]!r}: set a different 'name' on each")
         if not 0 <= max_failed_fraction <= 1:
             raise ConfigError(f"max_failed_fraction must be from 0 to 1, not {max_failed_fraction}")
         self.rewards = list(rewards)
@@ -101,8 +101,8 @@ class Scorer:
         """
         if samples and samples[0].scores is not None:
             return self._scored_before(samples)
-        whole = [row for row, sample in enumerate(samples) if not sample.damage]
-        shown = [samples[row] for row in whole]
+        undamaged_rows = [row for row, sample in enumerate(samples) if not sample.damage]
+        undamaged = [samples[row] for row in undamaged_rows]
         components: dict[str, np.ndarray] = {}
         failed = Counter(f"{_DAMAGED}{sample.damage}" for sample in samples if sample.damage)
         notes: list[str] = []
@@ -113,22 +113,24 @@ class Scorer:
             started = time.perf_counter()
             if reward.label in self._caches:
                 cache = self._caches[reward.label]
-                values, reasons, remembered[reward.label] = score_remembering(reward, shown, cache)
+                values, reasons, remembered[reward.label] = score_remembering(reward, undamaged, cache)
             else:
-                values, reasons = score_with(reward, shown)
+                values, reasons = score_with(reward, undamaged)
             seconds[reward.label] = time.perf_counter() - started
+            # damaged samples keep NaN
             components[reward.label] = np.full(len(samples), math.nan)
-            components[reward.label][whole] = values
+            components[reward.label][undamaged_rows] = values
             failed.update(f"{_failure_prefix(reward)}{reason}" for reason in reasons if reason)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
         metadata = [sample.metadata for sample in samples] if self.combination.takes_metadata else None
-        level, more = self._combine(components, metadata, None)
+        # without group_ids nothing is standardised: that needs the other samples of the iteration, see ``finish``
+        level, left_out = self._combine(components, metadata, None)
         return Scores(
             total=level,
             level=level,
             components=components,
-            failed=failed + more,
+            failed=failed + left_out,
             notes=notes,
             counts=counts,
             metadata=metadata,
@@ -137,16 +139,20 @@ class Scorer:
         )
 
     def _scored_before(self, samples: list[Sample]) -> Scores:
-        """The scores of samples that bring them. Raises DataError when one of a reward that is optimised is missing."""
-        known = [sample.scores or {} for sample in samples]
-        missing = [reward.label for reward in self.objective if any(reward.label not in each for each in known)]
+        """The scores of samples that were scored before and carry their values.
+
+        Raises:
+            DataError: the value of an optimised reward is missing, or the combination takes metadata.
+        """
+        scores = [sample.scores or {} for sample in samples]
+        missing = [reward.label for reward in self.objective if any(reward.label not in values for values in scores)]
         if missing or self.combination.takes_metadata:
-            what = (
+            lack = (
                 f"no value of the reward {missing[0]!r}" if missing else "no metadata, which reward.combination takes"
             )
-            raise DataError(f"samples that were scored before bring {what}: draw and score them again")
+            raise DataError(f"samples that were scored before bring {lack}: draw and score them again")
         components = {
-            reward.label: np.array([each[reward.label] for each in known], np.float64) for reward in self.objective
+            reward.label: np.array([values[reward.label] for values in scores], np.float64) for reward in self.objective
         }
         level, _ = self._combine(components, None, None)
         return Scores(total=level, level=level, components=components, seconds=dict.fromkeys(components, 0.0))
@@ -161,9 +167,9 @@ class Scorer:
         Returns:
             The scores with these totals, and with a message where one could not be made; ``check_budget`` comes next.
         """
-        total, more = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
+        total, left_out = self._combine(scores.components, scores.metadata, np.asarray(group_ids))
         is_new = any(reward.normalise in ("group", "batch") for reward in self.objective)  # else it was said before
-        return dataclasses.replace(scores, total=total, failed=scores.failed + (more if is_new else Counter()))
+        return dataclasses.replace(scores, total=total, failed=scores.failed + (left_out if is_new else Counter()))
 
     def _combine(
         self,
@@ -171,7 +177,13 @@ class Scorer:
         metadata: list[dict[str, Any]] | None,
         group_ids: np.ndarray | None,
     ) -> tuple[np.ndarray, Counter[str]]:
-        """Totals float64 [B], and how many the combination left out, by reason."""
+        """Totals float64 [B], and the number of samples by reason for which the combination gave no usable total.
+
+        Args:
+            components: values of every reward by label, float64 [B].
+            metadata: B rows of the data, for a combination that takes them.
+            group_ids: [B]; None where the samples are a part of an iteration, so that nothing is standardised.
+        """
         num_samples = len(next(iter(components.values()))) if components else 0
         if not (self.objective and num_samples):
             return np.full(num_samples, math.nan), Counter()
@@ -179,6 +191,7 @@ class Scorer:
             reward.label: normalised(components[reward.label].copy(), reward.normalise, group_ids)
             for reward in self.objective
         }
+        # copies, since a combination may be a function of the user's that writes into what it is given
         total = self.combination.combine(
             values, {reward.label: reward.weight for reward in self.objective}, copy.deepcopy(metadata)
         )
@@ -190,6 +203,7 @@ class Scorer:
         }
         left_out = np.any(list(reasons.values()), axis=0)
         prefix = f"{_COMBINATION}{self.combination.type} returned"
+        # the plus leaves out reasons that no sample has
         return np.where(has_all & ~left_out, total, math.nan), +Counter(
             {f"{prefix} {reason}": int(rows.sum()) for reason, rows in reasons.items()}
         )
@@ -199,7 +213,8 @@ class Scorer:
 
         Rewards that are not optimised never raise, whatever they returned.
         """
-        num_samples, num_failed = len(scores.total), int(np.isnan(scores.total).sum())
+        num_samples = len(scores.total)
+        num_failed = int(np.isnan(scores.total).sum())
         if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
             return
         prefixes = (_DAMAGED, _COMBINATION, *(_failure_prefix(reward) for reward in self.objective))

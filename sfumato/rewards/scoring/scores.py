@@ -1,4 +1,4 @@
-"""What rewards gave a batch, and what of it is logged."""
+"""The scores of a batch, and the metrics and records that are logged of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from sfumato.tracking.samples import SampleRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a batch of B samples was given."""
+    """Scores of a batch of B samples."""
 
     total: np.ndarray
     """What is optimised, float64 [B]; NaN where a reward of non-zero weight failed."""
     level: np.ndarray
-    """The same without standardising within groups or the iteration, so that it can be compared over time."""
+    """The total without standardising within groups or the iteration, float64 [B]: comparable over time."""
     components: dict[str, np.ndarray]
     """Values of every reward by label, as it gave them, float64 [B]; NaN where it failed."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -76,19 +76,23 @@ class Scores:
 
     @property
     def messages(self) -> list[str]:
-        """What could not be scored, and what else the rewards have to say, each once."""
+        """Failures and notes for the log, each once."""
         return list(dict.fromkeys([*(f"failed: {failure}" for failure in self.failures), *self.notes]))
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Means of what could be scored, spreads, and the fractions that failed, of several rewards of each."""
-        found = {f"{prefix}reward/total": _mean(self.level)}
-        found |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
+        """Metrics by name: means, spreads and failed fractions, also of each reward where there are several.
+
+        Samples without a value count in the fractions alone.
+        """
+        numbers = {f"{prefix}reward/total": _mean(self.level)}
+        numbers |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():
-            found[f"{prefix}{name}"] = part / whole if whole else math.nan
-        found |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+            numbers[f"{prefix}{name}"] = part / whole if whole else math.nan
+        numbers |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+        # With one reward its spread and its failures are those of the total, which stand there already.
         for name, values in self.components.items() if len(self.components) > 1 else ():
-            found |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
-        return found
+            numbers |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
+        return numbers
 
     def timings(self, wait_s: float) -> dict[str, float]:
         """What scoring took, which is not the same in a rerun.
@@ -97,9 +101,9 @@ class Scores:
             wait_s: seconds that a step waited for rewards.
         """
         scoring_s = sum(self.seconds.values())
-        found = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
-        found |= {f"time/reward_{name}_s": seconds for name, seconds in self.seconds.items()}
-        return found | {
+        metrics = {"time/scoring_s": scoring_s, "scoring/hidden_share": 1 - wait_s / max(scoring_s, wait_s, 1e-9)}
+        metrics |= {f"time/reward_{name}_s": seconds for name, seconds in self.seconds.items()}
+        return metrics | {
             f"scoring/remembered_share_{name}": count / len(self.total) for name, count in self.remembered.items()
         }
 
@@ -107,7 +111,7 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(values[row]) for name, values in self.components.items()}
         return SampleRecord(
-            content=sample.text if sample.image is None else sample.image,
+            content=cast("str", sample.text) if sample.image is None else sample.image,
             damage=sample.damage,
             source=sample.source if sample.images is None else sample.images.side_by_side(),
             prompt=sample.prompt,

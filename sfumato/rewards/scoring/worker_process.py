@@ -18,24 +18,29 @@ import pickle
 import resource
 import select
 import signal
-from typing import Any
+from typing import Any, BinaryIO
 
 from sfumato.config.process_limits import lower_limit
 from sfumato.errors import UserError
-from sfumato.rewards.base import Reward
+from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import Checked, describe_error, score_batch
 
 LONGEST_REASON = 1000
 
 
 def main(request_fd: int, reply_fd: int) -> None:
-    """Answers requests until there are no more."""
+    """Loads the reward and answers requests until the parent closes its end of the pipe.
+
+    Args:
+        request_fd: descriptor of the pipe with requests.
+        reply_fd: descriptor of the pipe for answers.
+    """
     _end_with_parent(request_fd, reply_fd)
     for descriptor in (request_fd, reply_fd):
         os.set_inheritable(descriptor, False)
     lower_limit(resource.RLIMIT_CORE, 0)
     with open(request_fd, "rb") as requests, open(reply_fd, "w", encoding="ascii", buffering=1) as replies:
-        reward, answer = _load(requests)
+        reward, answer = _load_reward(requests)
         for number in itertools.count():
             replies.write(json.dumps({"request": number, **answer}) + "\n")
             if reward is None:
@@ -44,11 +49,11 @@ def main(request_fd: int, reply_fd: int) -> None:
                 samples = pickle.load(requests)
             except EOFError:
                 return
-            answer = _answer(reward, samples)
+            answer = _answer_request(reward, samples)
 
 
 def _end_with_parent(request_fd: int, reply_fd: int) -> None:
-    """Leaves a guard that ends the whole group when nobody can send requests any more, whatever this process does."""
+    """Forks a guard process that kills this process group once the parent is gone, even while ``score`` hangs."""
     if os.fork():
         return
     os.close(reply_fd)
@@ -58,27 +63,28 @@ def _end_with_parent(request_fd: int, reply_fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load(requests: Any) -> tuple[Reward | None, dict[str, Any]]:
+def _load_reward(requests: BinaryIO) -> tuple[Reward | None, dict[str, Any]]:
+    """The prepared reward and the first answer; None and an error where it cannot be loaded."""
     try:
         reward = pickle.load(requests)
-        if reward.memory_mib:
+        if reward.memory_mib:  # before prepare, so that what it loads counts
             lower_limit(resource.RLIMIT_AS, reward.memory_mib * 2**20)
         reward.prepare()
     except UserError as error:
-        return None, _error(error)
+        return None, _encode_error(error)
     except BaseException as error:
         return None, {"error": ["ConfigError", f"cannot be loaded in its process: {describe_error(error, None)}"]}
     return reward, {"values": [], "last": False}
 
 
-def _answer(reward: Reward, samples: Any) -> dict[str, Any]:
+def _answer_request(reward: Reward, samples: list[Sample]) -> dict[str, Any]:
     try:
         values: Checked = score_batch(reward, samples)
     except UserError as error:
-        return _error(error)
+        return _encode_error(error)
     rows = [[None if reason else value, reason[:LONGEST_REASON]] for value, reason in values]
     return {"values": rows, "last": any(reason.startswith("MemoryError") for _, reason in values)}
 
 
-def _error(error: UserError) -> dict[str, Any]:
+def _encode_error(error: UserError) -> dict[str, Any]:
     return {"error": [type(error).__name__, str(error)]}

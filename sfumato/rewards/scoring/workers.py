@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 from sfumato import errors
 from sfumato.errors import ConfigError, UserError
@@ -50,16 +50,17 @@ class Worker:
     def __init__(self, reward: Reward, pickled: bytes) -> None:
         self.reward = reward
         self._num_asked = 0
-        its_requests, self._requests = os.pipe()
-        self._replies, its_replies = os.pipe()
-        os.set_blocking(self._requests, False)
+        # pipes of their own and not stdin and stdout, which a reward's libraries may write to
+        child_requests, self._requests = os.pipe()
+        self._replies, child_replies = os.pipe()
+        os.set_blocking(self._requests, False)  # a write that waits for a process that hangs would have no deadline
         command = [sys.executable, "-X", "faulthandler", "-c", _PROGRAM]
         try:
             self._process = subprocess.Popen(
-                [*command, json.dumps(sys.path), str(its_requests), str(its_replies)],
+                [*command, json.dumps(sys.path), str(child_requests), str(child_replies)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward prints belongs to the log, not into this program's output
-                pass_fds=(its_requests, its_replies),
+                pass_fds=(child_requests, child_replies),
                 process_group=0,  # of its own, to be ended with all that it starts
             )
         except OSError as error:
@@ -67,8 +68,8 @@ class Worker:
             os.close(self._replies)
             raise LostError(f"could not be started: {error}") from error
         finally:
-            os.close(its_requests)
-            os.close(its_replies)
+            os.close(child_requests)
+            os.close(child_replies)
         try:
             self._ask(pickled, 0, START_TIMEOUT_S)
         except LostError as error:
@@ -114,38 +115,44 @@ class Worker:
         os.close(self._replies)
 
     def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> dict[str, Any]:
+        """Sends a pickle and returns the answer; see ``score`` for the errors.
+
+        Writing waits as reading does: a process that hangs before it reads leaves the pipe full.
+        """
         deadline = time.monotonic() + timeout_s
         too_late = LostError(f"{TIMED_OUT} after {timeout_s:g} s")
-        rest, number = memoryview(request), self._num_asked
+        unsent = memoryview(request)
+        number = self._num_asked
         self._num_asked += 1
-        while rest:
+        while unsent:
             self._wait(self._requests, select.POLLOUT, deadline, too_late)
             try:
-                rest = rest[os.write(self._requests, rest) :]
+                unsent = unsent[os.write(self._requests, unsent) :]
             except BrokenPipeError:
-                raise LostError(self._how_it_ended()) from None
-        answer, most = bytearray(), 65536 + 8192 * num_samples
+                raise LostError(self._describe_end()) from None
+        answer = bytearray()
+        max_bytes = 65536 + 8192 * num_samples  # a value and its reason take far less
         while not answer.endswith(b"\n"):
             self._wait(self._replies, select.POLLIN, deadline, too_late)
             part = os.read(self._replies, 65536)
             answer += part
             if not part:
-                raise LostError(self._how_it_ended())
-            if len(answer) > most:
+                raise LostError(self._describe_end())
+            if len(answer) > max_bytes:
                 raise LostError(NONSENSE)
-        return _parse(bytes(answer), number, num_samples)
+        return _parse_answer(bytes(answer), number, num_samples)
 
     def _wait(self, descriptor: int, event: int, deadline: float, too_late: LostError) -> None:
-        """Until the pipe is ready, or closed."""
+        """Waits until the pipe is ready or closed. Raises ``too_late`` at the deadline, LostError without a process."""
         ready = select.poll()
         ready.register(descriptor, event)
         while not ready.poll(max(min(_POLL_S, deadline - time.monotonic()), 0) * 1000):
             if time.monotonic() >= deadline:
                 raise too_late
             if self._process.poll() is not None and not ready.poll(0):  # what it has started may keep the pipe open
-                raise LostError(self._how_it_ended())
+                raise LostError(self._describe_end())
 
-    def _how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
@@ -153,21 +160,32 @@ class Worker:
             return "closed its connection"
         if code >= 0:
             return f"ended itself with exit code {code}"
-        known = {number.value: number.name for number in signal.Signals}
-        return f"was ended by {known.get(-code, f'signal {-code}')}"
+        signal_names = {number.value: number.name for number in signal.Signals}
+        return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
 
 
-def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
-    """An answer to the request of that number. Raises what it says is a UserError, and LostError for nonsense."""
+def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
+    """Checks an answer line and returns it.
+
+    Args:
+        line: JSON, as ``worker_process`` describes it.
+        number: of the request that it must answer.
+        num_samples: values that it must hold, unless it holds an error.
+
+    Raises:
+        UserError: the class that an error names, with its text.
+        LostError: the line is anything else.
+    """
     try:
         answer = json.loads(line)
         if answer["request"] != number:
             raise ValueError(answer["request"])
         if "error" in answer:
             name, text = answer["error"]
-            found = getattr(errors, str(name), None)
-            is_known = isinstance(found, type) and issubclass(found, UserError)
-            raise (found if is_known else ConfigError)(str(text))
+            error_class = getattr(errors, str(name), None)
+            is_known = isinstance(error_class, type) and issubclass(error_class, UserError)
+            # a name that sfumato.errors does not hold is a subclass of the reward's own, or nonsense
+            raise (cast("type[UserError]", error_class) if is_known else ConfigError)(str(text))
         rows = [(value, reason) for value, reason in answer["values"]]
         is_valid = len(rows) == num_samples and all(
             isinstance(reason, str) and (value is None if reason else _is_finite(value)) for value, reason in rows
@@ -181,7 +199,7 @@ def _parse(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
     raise LostError(NONSENSE)
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
@@ -189,7 +207,8 @@ class WorkerPool:
     """The processes of one reward, which comes with its pickle."""
 
     def __init__(self, reward: Reward, pickled: bytes) -> None:
-        self.reward, self._pickled = reward, pickled
+        self.reward = reward
+        self._pickled = pickled
         self._idle: list[Worker] = []
         self._busy: set[Worker] = set()
         self._lock = threading.Lock()
@@ -197,7 +216,7 @@ class WorkerPool:
     def start(self) -> None:
         """Loads the reward in a first process. Raises UserError as ``prepare`` of the reward does, or in its place."""
         try:
-            self._put_back(self._take())
+            self._put_back(self._take_worker())
         except LostError as error:
             raise ConfigError(f"reward {self.reward.label!r}: its process {error}") from error
 
@@ -207,9 +226,10 @@ class WorkerPool:
             pickled = pickle.dumps(samples)
         except Exception as error:
             return Outcome(failed(f"the samples cannot be sent to its process: {error}", len(samples)))
-        worker, keep = None, False
+        worker = None
+        keep = False
         try:
-            worker = self._take()
+            worker = self._take_worker()
             values, keep = worker.score(pickled, len(samples))
             return Outcome(values)
         except LostError as error:
@@ -233,7 +253,7 @@ class WorkerPool:
         for worker in busy:  # the thread that waits for it sees it end, and clears up
             worker.kill()
 
-    def _take(self) -> Worker:
+    def _take_worker(self) -> Worker:
         while (worker := self._pop_idle()) is not None and not worker.is_running:
             worker.end()
         worker = worker or Worker(self.reward, self._pickled)

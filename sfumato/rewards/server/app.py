@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
@@ -154,7 +154,7 @@ class RewardServer:
     async def load(self) -> None:
         """Loads all engines and begins to score. Raises what ``prepare`` of a reward raises."""
         await asyncio.to_thread(self.scorer.prepare)
-        if self.state != "loading":
+        if self.state != "loading":  # it was told to stop meanwhile
             return
         self._fingerprints = {reward.label: _fingerprint(reward) for reward in self.scorer.rewards}
         for reward in self.scorer.rewards:
@@ -183,7 +183,7 @@ class RewardServer:
             task.cancel()
 
     def describe(self) -> wire.ServerDescription:
-        """What is served."""
+        """The description that clients are sent."""
         served = {
             reward.label: wire.ServedReward(groupwise=reward.groupwise, fingerprint=self._fingerprints[reward.label])
             for reward in self.scorer.rewards
@@ -197,6 +197,7 @@ class RewardServer:
 
         started = time.monotonic()
         status = 500
+        # counted before anything is checked, so that ``stop`` waits for every request that was begun
         self.num_accepted += 1
         try:
             self._check_token(request)
@@ -221,6 +222,7 @@ class RewardServer:
             too_large = f"the request is larger than max_request_mib {max_mib}"
             body = await read_body(request, max_mib * 2**20, too_large, READ_TIMEOUT_S, held)
             self.metrics.bytes_received += len(body)
+            # only once the body is read: both receive messages of the same connection
             hung_up = asyncio.create_task(_wait_for_hang_up(request))
             try:
                 label, samples = await self._decode(body, decoded, hung_up.done)
@@ -238,7 +240,11 @@ class RewardServer:
     async def _decode(
         self, body: bytearray, decoded: ByteShare, is_given_up: Callable[[], bool]
     ) -> tuple[str, list[Sample]]:
-        """The reward's label and the samples, in a thread, which looks between samples whether somebody still waits."""
+        """The reward's label and the samples of a request.
+
+        They are decoded in a thread, once the budget of decoded bytes has room. Between samples the thread asks
+        ``is_given_up``, so that a request whose client has hung up takes no more time.
+        """
         try:
             encoded = await asyncio.to_thread(wire.read_request, body, is_given_up)
             await decoded.wait_to_grow(encoded.decoded_bytes)
@@ -249,8 +255,8 @@ class RewardServer:
             raise RefusedRequestError(400, str(error)) from error
 
     def _check_token(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if self._token is not None and not hmac.compare_digest(given, b"Bearer " + self._token):
+        authorization = request.headers.get("authorization", "").encode()
+        if self._token is not None and not hmac.compare_digest(authorization, b"Bearer " + self._token):
             raise RefusedRequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
         trust(request.scope)
 
@@ -265,19 +271,23 @@ async def _wait_for_hang_up(request: Request) -> None:
 
 
 def _fingerprint(reward: Reward) -> str:
-    """A digest of the fields, the files that they name, and the version, whatever weight the reward has here."""
-    fields = Variant("sfumato.rewards").dump(reward) or {}
-    kept = {
+    """A digest of the reward's fields, of the files that they name, and of sfumato's version.
+
+    Fields that do not change a value are left out: the weight and the like are the client's.
+    """
+    fields = cast("dict[str, Any]", Variant("sfumato.rewards").dump(reward) or {})  # a mapping, since not ``short``
+    settings = {
         name: value
         for name, value in fields.items()
         if name not in ("weight", "evaluation_only", "normalise", "process")
     }
-    files = {name: _file_hash(value) for name, value in kept.items()}
-    return hashlib.sha256(json.dumps([sfumato.__version__, kept, files], sort_keys=True).encode()).hexdigest()
+    files = {name: _file_hash(value) for name, value in settings.items()}
+    return hashlib.sha256(json.dumps([sfumato.__version__, settings, files], sort_keys=True).encode()).hexdigest()
 
 
-def _file_hash(value: Any) -> str | None:
+def _file_hash(value: object) -> str | None:
     """The digest of the file that a field names: a template, a rubric, a function's source. None when it names none."""
+    # before the colon of path.py:function stands the file of a function
     for name in (value, value.rpartition(":")[0]) if isinstance(value, str) else ():
         try:
             return hashlib.sha256(Path(name).read_bytes()).hexdigest()

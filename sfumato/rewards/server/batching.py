@@ -44,7 +44,9 @@ class Batcher:
         self, reward: Reward, max_batch_size: int, max_wait_s: float, on_call: Callable[[list[str], float], None]
     ) -> None:
         self.reward = reward
-        self._max_batch_size, self._max_wait_s, self._on_call = max_batch_size, max_wait_s, on_call
+        self._max_batch_size = max_batch_size
+        self._max_wait_s = max_wait_s
+        self._on_call = on_call
         self._queue: asyncio.Queue[Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=reward.label)  # one that hangs keeps no other waiting
         self._held_over: Job | None = None
@@ -78,11 +80,12 @@ class Batcher:
     async def _next_jobs(self) -> list[Job]:
         """The next job, and those that arrive in time and still fit into a batch with it."""
         first, self._held_over = self._held_over or await self._queue.get(), None
-        jobs, num_samples = [first], len(first.samples)
-        until = time.monotonic() + self._max_wait_s
+        jobs = [first]
+        num_samples = len(first.samples)
+        wait_until = time.monotonic() + self._max_wait_s
         while self._max_wait_s and num_samples < self._max_batch_size:
             try:
-                job = await asyncio.wait_for(self._queue.get(), max(until - time.monotonic(), 0))
+                job = await asyncio.wait_for(self._queue.get(), max(wait_until - time.monotonic(), 0))
             except TimeoutError:
                 break
             if num_samples + len(job.samples) > self._max_batch_size:
@@ -111,9 +114,12 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
         for sample in samples
     ]
     size = len(merged) if reward.groupwise else max_batch_size
-    values, reasons = [], []
+    values = []
+    reasons = []
     for start in range(0, len(merged), size):
         part_values, part_reasons = _score(reward, merged[start : start + size])
+        # A call that failed as a whole may have done so for the samples of one request, so each is scored alone then;
+        # not after a timeout, which every one of them might wait for again.
         if len(requests) > 1 and all(part_reasons) and not part_reasons[0].startswith(TIMED_OUT):
             return [outcome for samples in requests for outcome in score_requests(reward, [samples], max_batch_size)]
         values += part_values
@@ -123,7 +129,7 @@ def score_requests(reward: Reward, requests: Sequence[list[Sample]], max_batch_s
 
 
 def _score(reward: Reward, samples: list[Sample]) -> RequestScores:
-    """A reward's own mistakes and those of a row are reasons here: they must not end a server."""
+    """Scores samples; a UserError, which ends a training run, is a reason of failure here: it must not end a server."""
     try:
         if any(sample.image is not None and sample.image.ndim == 4 for sample in samples):
             reward.check_video()

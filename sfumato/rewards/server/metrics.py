@@ -1,4 +1,4 @@
-"""What a reward server counts, in the text format of Prometheus."""
+"""Counters of a reward server in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Histogram:
 
     def observe(self, seconds: float) -> None:
         """Counts one."""
+        # the first bucket whose bound is not exceeded; ``lines`` adds them up, as Prometheus counts
         self.counts[sum(seconds > bound for bound in BUCKETS_S)] += 1
         self.sum_s += seconds
 
