@@ -49,26 +49,26 @@ def evaluate(
     actor, count = roles.actor, config.eval.num_prompts
     drawer = roles.sampler if config.sampler_evaluates else actor
     by_rank = [list(range_of_rank(count, rank, drawer.num_data_ranks)) for rank in drawer.data_ranks]
-    drawing = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
+    draw_and_score = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
     with run.timed("evaluate"):
-        made, scored, measured = stream.by_newest_weights(drawing) if drawer is not actor else drawing()
+        samples, scored, drawn_by_rank = stream.by_newest_weights(draw_and_score) if drawer is not actor else draw_and_score()
         values = {
             name: [
-                value for rows, own in zip(by_rank, measured, strict=True) for value in own.values[name][: len(rows)]
+                value for rows, drawn in zip(by_rank, drawn_by_rank, strict=True) for value in drawn.values[name][: len(rows)]
             ]
-            for name in measured[0].values
+            for name in drawn_by_rank[0].values
         }
         everyone = roles.together((Scores.cat(scored), values))
-        all_scores = Scores.cat([some for some, _ in everyone])
+        all_scores = Scores.cat([values_of_process for values_of_process, _ in everyone])
         for text in all_scores.messages:
             run.say(f"evaluation at step {step}: reward {text}")
-        metrics = all_scores.metrics("eval/") | measured[0].metrics
+        metrics = all_scores.metrics("eval/") | drawn_by_rank[0].metrics
         for name in values:
-            finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
+            finite = [value for _, values_of_process in everyone for value in values_of_process[name] if math.isfinite(value)]
             metrics[name] = sum(finite) / len(finite) if finite else math.nan
-        shares = [range_of_rank(len(made), number, len(actor.data_ranks)) for number in range(len(actor.data_ranks))]
+        shares = [range_of_rank(len(samples), number, len(actor.data_ranks)) for number in range(len(actor.data_ranks))]
         parts = [
-            ([made[place] for place in share], [scored[place] for place in share], part)
+            ([samples[place] for place in share], [scored[place] for place in share], part)
             for share, part in zip(shares, list(trained) or [None] * len(shares), strict=True)
         ]
         actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
@@ -82,16 +82,16 @@ def _draw_and_score(
     """Samples of held-out prompts as each of a role's data-parallel ranks has drawn them, with scores."""
     size, longest = config.rollout.micro_batch_size, -(-config.eval.num_prompts // drawer.num_data_ranks)
     padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-    made = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
+    handles = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
     scoring = [
         [
-            roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
-            for at in range(0, len(rows), size)
+            roles.scorer.submit(_score, samples, start, min(start + size, len(rows)), kind="score")
+            for start in range(0, len(rows), size)
         ]
-        for rows, (samples, _) in zip(by_rank, made, strict=True)
+        for rows, (samples, _) in zip(by_rank, handles, strict=True)
     ]
     scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
-    return [samples for samples, _ in made], scored, [drawn.fetch() for _, drawn in made]
+    return [samples for samples, _ in handles], scored, [drawn.fetch() for _, drawn in handles]
 
 
 def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:

@@ -173,7 +173,7 @@ class LocalRole:
         self.state, self.name = state, name
         self.data_ranks, self.num_data_ranks = range(data_rank, data_rank + 1), num_data_ranks
         self._record = record or Record()
-        self._own: Any = SimpleNamespace(rank=data_rank)
+        self._local: Any = SimpleNamespace(rank=data_rank)
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function now."""
@@ -188,7 +188,7 @@ class LocalRole:
             return function(self.state, *values_of(args))
         finally:
             ended = max(started, time.time())  # a wall clock may be set back
-            self._record.add(Event(self.name, self._own.rank, kind, started, ended, label.step, label.version))
+            self._record.add(Event(self.name, self._local.rank, kind, started, ended, label.step, label.version))
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
@@ -201,9 +201,9 @@ class LocalRole:
         if parts[0] is None:
             return [()]
         started = time.perf_counter()
-        found = self.call(function, parts[0], *args, kind=kind).result()
+        result = self.call(function, parts[0], *args, kind=kind).result()
         seconds = time.perf_counter() - started
-        return [tuple(LocalHandle(value, seconds) for value in (found if num_values > 1 else [found]))]
+        return [tuple(LocalHandle(value, seconds) for value in (result if num_values > 1 else [result]))]
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """They are here."""
@@ -229,11 +229,11 @@ class ThreadRole(LocalRole):
     def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
         super().__init__(state, name, record=record)
         self._ranks = iter(range(num_threads))
-        self._own = threading.local()
-        self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._number)
+        self._local = threading.local()
+        self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._assign_rank)
 
-    def _number(self) -> None:
-        self._own.rank = next(self._ranks)
+    def _assign_rank(self) -> None:
+        self._local.rank = next(self._ranks)
 
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Queues the function; an error rises in the future's ``result``."""
@@ -324,8 +324,8 @@ class Roles:
             if not is_lost and not getattr(error, "is_saved", False):
                 try:
                     self.actor.call(save, kind="save").result()
-                except Exception as problem:  # what stopped the run matters more
-                    error.add_note(f"and its finished work could not be saved: {problem}")
+                except Exception as save_error:  # what stopped the run matters more
+                    error.add_note(f"and its finished work could not be saved: {save_error}")
             raise
 
     def close(self) -> None:

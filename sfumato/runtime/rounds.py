@@ -25,7 +25,7 @@ class Unit:
     """What one of the sampler's data-parallel ranks draws together: a micro-batch, or a group."""
 
     requests: Sequence[Request]
-    made: tuple[Handle, ...] = ()
+    handles: tuple[Handle, ...] = ()
     """What was generated, for the update and for the rewards, and what is left to the next iteration, where something
     is; empty before it is begun."""
     scores: Future | None = None
@@ -58,13 +58,13 @@ class Round:
     @property
     def unfinished(self) -> Handle | None:
         """What it leaves to the next iteration; the first of the ranks that this process drives speaks for all."""
-        made = self.units[0].made
-        return made[2] if len(made) > 2 else None
+        handles = self.units[0].handles
+        return handles[2] if len(handles) > 2 else None
 
     @property
     def handles(self) -> list[Handle]:
         """What was generated, of all ranks."""
-        return [handle for unit in self.units for handle in unit.made]
+        return [handle for unit in self.units for handle in unit.handles]
 
     @property
     def is_begun(self) -> bool:
@@ -127,7 +127,7 @@ class Round:
     def forget_samples(self, and_scores: bool = False) -> None:
         """Has it drawn again."""
         for unit in self.units:
-            unit.made = ()
+            unit.handles = ()
             unit.scores = None if and_scores else unit.scores
 
 
@@ -292,7 +292,7 @@ def _slices(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
 
 
 def _groups(requests: Sequence[Request]) -> list[Sequence[Request]]:
-    found: dict[int, list[Request]] = {}
+    requests_by_group: dict[int, list[Request]] = {}
     for request in requests:
-        found.setdefault(request.group_id, []).append(request)
-    return list(found.values())
+        requests_by_group.setdefault(request.group_id, []).append(request)
+    return list(requests_by_group.values())

@@ -219,16 +219,16 @@ class Actor(Generic[Model]):
     def _keep_only(self, *parts: str) -> None:
         """Leaves the weights and these parts on the device, and nothing else."""
         if self.memory is not None:
-            kept = [part for part in parts if part in self.memory.parts]
-            self.memory.onload(PARAMETERS, *kept)
-            self.memory.before_generation(sampled_here=True, keep=kept)
+            sampling_parts = [part for part in parts if part in self.memory.parts]
+            self.memory.onload(PARAMETERS, *sampling_parts)
+            self.memory.before_generation(sampled_here=True, keep=sampling_parts)
 
 
 def build_memory(actor: Actor[Any]) -> RoleMemory:
     """The actor's tensors as parts that can be moved: weights, optimiser, averages and other policies by name."""
     averages = {EMA: actor.state.ema} if actor.state.ema is not None else {}
-    followers = {**averages, **actor.policies.saved}
-    others = {name: (lambda ema=ema: ema.averages.values()) for name, ema in followers.items()}
+    averages_by_name = {**averages, **actor.policies.saved}
+    others = {name: (lambda ema=ema: ema.averages.values()) for name, ema in averages_by_name.items()}
     if actor.policies.frozen_weights is not None:
         frozen = actor.policies.frozen_weights
         others["reference_weights"] = lambda: [*all_parameters(frozen).values(), *frozen.buffers()]

@@ -111,7 +111,7 @@ class RolloutStream:
         self.total_steps, self.micro_batch_size, self.more_groups = total_steps, micro_batch_size, more_groups
         self.with_reward, self.max_staleness, self.max_idle_turns = with_reward, max_staleness, max_idle_turns
         self.log, self.unfinished = log, unfinished
-        self._left: Handle | None = None
+        self._last_unfinished: Handle | None = None
         """What the iteration left that was delivered last."""
         self.weights = SamplerWeights(
             roles,
@@ -158,7 +158,7 @@ class RolloutStream:
         self.weights.actor_version, self._next_step, self.in_flight.iterations = from_step, from_step, []
         if self.unfinished is not None:
             nothing = [()] * len(self.roles.actor.data_ranks)
-            ((self._left,), *_) = self.roles.actor.map_remote(self.unfinished, nothing, kind="load")
+            ((self._last_unfinished,), *_) = self.roles.actor.map_remote(self.unfinished, nothing, kind="load")
         self.roles.driver.on_progress(self._listen)
         try:
             for step in range(from_step, self.total_steps):
@@ -187,9 +187,9 @@ class RolloutStream:
             WeightSyncError, RoleLostError, ConfigError: as ``steps``.
         """
         version, drawn = self.weights.actor_version, ()
-        before = min(version + 1, self.total_steps) if self.max_staleness == 1 and version else 0
+        first_step = min(version + 1, self.total_steps) if self.max_staleness == 1 and version else 0
         while not drawn:
-            while self._next_step < before or not all(round_.is_begun for round_ in self.in_flight.rounds):
+            while self._next_step < first_step or not all(round_.is_begun for round_ in self.in_flight.rounds):
                 self._advance()  # what older weights draw comes first
                 self._raise_problem()
                 self.roles.driver.wait(self.in_flight.pending())
@@ -227,7 +227,7 @@ class RolloutStream:
             self._raise_problem()
             iteration = self.in_flight.iterations[0] if self._next_step > step else None
             if iteration is not None and iteration.is_complete:
-                if self._has_arrived(iteration):
+                if self._bring_samples(iteration):
                     break
                 continue
             pending = self.in_flight.pending()
@@ -240,7 +240,7 @@ class RolloutStream:
             if not any(round_.is_begun and not round_.is_generated for round_ in rounds):
                 wait_s += time.perf_counter() - started
         self.in_flight.iterations.remove(iteration)
-        self._left = iteration.rounds[-1].unfinished
+        self._last_unfinished = iteration.rounds[-1].unfinished
         self.in_flight.delivered_bytes = sum(round_.nbytes for round_ in iteration.rounds)
         return self._batch(iteration, wait_s)
 
@@ -254,13 +254,13 @@ class RolloutStream:
             for request in unit.requests
         ]
         everyone = self.roles.together((scores, drawn))
-        samples = [sample for _, some in everyone for sample in some]
+        samples = [sample for _, samples_of_process in everyone for sample in samples_of_process]
         order = sorted(range(len(samples)), key=lambda index: samples[index].sample_id)
         places = {samples[index].sample_id: place for place, index in enumerate(order)}
         rank_batches = [
             RankBatch(
-                rollouts=[unit.made[0] for unit in units],
-                samples=[unit.made[1] for unit in units],
+                rollouts=[unit.handles[0] for unit in units],
+                samples=[unit.handles[1] for unit in units],
                 sample_ids={sample_id: places[sample_id] for sample_id in ids},
                 unfinished=iteration.rounds[-1].unfinished,
             )
@@ -330,7 +330,7 @@ class RolloutStream:
             return False
         with labelled(self.roles.driver.record, round_.step + 1, round_.version):
             for unit in round_.units:
-                unit.scores = self.roles.scorer.submit(self.score, unit.made[1], kind="score")
+                unit.scores = self.roles.scorer.submit(self.score, unit.handles[1], kind="score")
         return True
 
     def _ask_for_more(self) -> bool:
@@ -365,28 +365,28 @@ class RolloutStream:
             round_.forget_samples(and_scores=True)
         requests = [None if unit is None else unit.requests for unit in round_.by_rank]
         with labelled(self.roles.driver.record, step + 1, round_.version):
-            goes_on_from = self._goes_on_from(round_)
-            made = self.roles.sampler.map_remote(
+            unfinished = self._unfinished_before(round_)
+            handles_by_rank = self.roles.sampler.map_remote(
                 self.generate,
                 requests,
                 step,
                 round_.version,
-                *goes_on_from,
-                num_values=2 + len(goes_on_from),
+                *unfinished,
+                num_values=2 + len(unfinished),
                 kind="generate",
             )
-        for unit, handles in zip(round_.by_rank, made, strict=True):
+        for unit, handles_of_rank in zip(round_.by_rank, handles_by_rank, strict=True):
             if unit is not None:
-                unit.made = handles
+                unit.handles = handles_of_rank
         return True
 
-    def _goes_on_from(self, round_: Round) -> list[Handle]:
+    def _unfinished_before(self, round_: Round) -> list[Handle]:
         """What the iteration before the one of a round has left, where it leaves something."""
         if self.unfinished is None:
             return []
         rounds = self.in_flight.rounds
         before = rounds.index(round_) - 1
-        return [self._left if before < 0 else rounds[before].unfinished]
+        return [self._last_unfinished if before < 0 else rounds[before].unfinished]
 
     def _plan(self, step: int) -> Iteration:
         sampler = self.roles.sampler
@@ -411,7 +411,7 @@ class RolloutStream:
             except RoleLostError as lost:
                 self._replace_sampler(lost)
 
-    def _has_arrived(self, iteration: Iteration) -> bool:
+    def _bring_samples(self, iteration: Iteration) -> bool:
         """Brings samples to the actor before it learns from them, or has those drawn again that are lost."""
         lost = [round_ for round_ in iteration.rounds if round_.lost is not None]
         problem = lost[0].lost if lost else None
@@ -420,7 +420,7 @@ class RolloutStream:
         if self.roles.weights is None:  # the actor has drawn them itself
             return True
         if problem is None:
-            parts = [[handle for unit in some for handle in unit.made] for some, _ in self._samples_of_actor(iteration)]
+            parts = [[handle for unit in units for handle in unit.handles] for units, _ in self._samples_of_actor(iteration)]
             try:
                 with labelled(self.roles.driver.record, iteration.step + 1):
                     self.roles.actor.bring(parts).result()

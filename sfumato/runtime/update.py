@@ -122,16 +122,16 @@ class Update:
         """Adds sums over a micro-batch's rows, by metric."""
         self._sums.add_all(**{name: value * micro.is_counted for name, value in sums.items()})
 
-    def metrics(self, further: Mapping[str, float] | None = None) -> dict[str, float]:
+    def metrics(self, common_metrics: Mapping[str, float] | None = None) -> dict[str, float]:
         """Means over the trained rows of all ranks, which all call it.
 
         Args:
             further: metrics that all ranks agree on already.
         """
         steps = len(self.grad_norms)
-        found = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums.sums()).items()}
-        found |= {"grad_norm": sum(self.grad_norms) / max(steps, 1), "lr": self._lr} | dict(further or {})
-        return found | {"rows": self._rows, "updates": float(steps)}
+        metrics = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums.sums()).items()}
+        metrics |= {"grad_norm": sum(self.grad_norms) / max(steps, 1), "lr": self._lr} | dict(common_metrics or {})
+        return metrics | {"rows": self._rows, "updates": float(steps)}
 
 
 def optimizer_passes(

@@ -134,10 +134,10 @@ class SglangServer(ServedEngine):
     def _score(self, tokens: list[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        found = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
-        if [token for _, token, *_ in found] != tokens:
+        scored = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        if [token for _, token, *_ in scored] != tokens:
             raise EngineError(f"{self.name} scored other tokens than it was given")
-        return [float(log_prob) for log_prob, *_ in found[1:]]
+        return [float(log_prob) for log_prob, *_ in scored[1:]]
 
     def _pause(self, mode: Literal["keep", "abort"]) -> None:
         """``retract`` gives up keys and values, which would be of earlier weights."""
@@ -172,7 +172,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             "and top_k to 0, or take another rollout.engine"
         )
     key = hashlib.blake2b(str(request.seed).encode(), digest_size=8).digest()
-    found = {
+    params = {
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,
@@ -184,7 +184,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "ignore_eos": True,  # only the tokens above end a completion
         "skip_special_tokens": False,
     }
-    return found | ({"stop": list(sampling.stop)} if sampling.stop else {})
+    return params | ({"stop": list(sampling.stop)} if sampling.stop else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +246,9 @@ class SglangSettings(ServedSettings):
     def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
         if max_length is None:
             raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
-        given = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
-        given += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
-        given += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
+        arguments = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
+        arguments += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
         if self.gpu_memory_utilization is not None:
-            given += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
-        return [*given, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]
+            arguments += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
+        return [*arguments, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]

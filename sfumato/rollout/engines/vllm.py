@@ -129,7 +129,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             f"vLLM draws by a temperature of {COLDEST:g} where {sampling.temperature:g} is asked for: take at least "
             f"{COLDEST:g}, or 0 for the likeliest token"
         )
-    found = {
+    params = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -141,8 +141,8 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "detokenize": False,
     }
     if sampling.stop:  # which vLLM looks for in what it decodes; it gives all tokens, those of the text among them
-        found |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
-    return found
+        params |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+    return params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,8 @@ def max_rank(template: nn.Module) -> int:
     configurations: Mapping[str, Any] = getattr(template, "peft_config", {})
     (config,) = configurations.values()
     if config.use_dora or config.target_parameters:
-        what = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
-        raise ConfigError(f"model.lora: vLLM cannot compute with {what}: leave it out, or take another rollout.engine")
+        feature = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
+        raise ConfigError(f"model.lora: vLLM cannot compute with {feature}: leave it out, or take another rollout.engine")
     for rank in LORA_RANKS:
         if config.r <= rank:
             return rank

@@ -45,8 +45,8 @@ class Environment(RolloutKind):
             raise ConfigError("rollout.kind: max_turns, max_output_chars and timeout_s must be positive")
 
     def prepare(self, template: PromptTemplate) -> None:
-        made = self._class()
-        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        environment_class = self._class()
+        missing = [name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))]
         if missing:
             raise ConfigError(f"rollout.kind.path {self.path} has no method {missing[0]}")
         if template.chat is not None:
@@ -96,11 +96,11 @@ class Environment(RolloutKind):
                 return False
             if sequence.finish_reason == "length":
                 return True
-            given = play.tokens_of(observation, drawn, sampling)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            tokens = play.tokens_of(observation, drawn, sampling)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 return True
             if turn < self.max_turns - 1:
-                play.tell(observation, given)
+                play.tell(observation, tokens)
         return True
 
 
@@ -133,8 +133,8 @@ class _Play:
             first = self._checked(first)
             content: Any = first
             if self.messages is not None:
-                head = [each for each in self.messages if each["role"] in ("system", "developer")]
-                content = self.messages = [*head, {"role": "user", "content": first}]
+                system_messages = [message for message in self.messages if message["role"] in ("system", "developer")]
+                content = self.messages = [*system_messages, {"role": "user", "content": first}]
             ids = tuple(self.template.encode_one(content, self.prompt.where, self.prompt.tools))
         self.sequence = GrowingSequence.after_prompt(ids)
 
@@ -168,10 +168,10 @@ class _Play:
         message = {"role": "user", "content": observation}
         return tokens_between(self.template, [message], end_token(drawn, sampling), self.prompt.tools)
 
-    def tell(self, observation: str, given: list[int]) -> None:
+    def tell(self, observation: str, tokens: list[int]) -> None:
         """Appends an observation."""
         assert self.sequence is not None
-        self.sequence.append_given(given)
+        self.sequence.append_given(tokens)
         if self.messages is not None:
             self.messages.append({"role": "user", "content": observation})
 

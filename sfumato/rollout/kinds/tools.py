@@ -119,16 +119,16 @@ class ToolUse(RolloutKind):
                 break
             answers = await asyncio.gather(*(self._call(tools, call) for call in calls))
             results += answers
-            said = [
+            tool_messages = [
                 {"role": "tool", "name": call.name or "unknown", "content": answer.text or "(no output)"}
                 for call, answer in zip(calls, answers, strict=True)
             ]
-            given = tokens_between(template, said, end_token(drawn, sampling), prompt.tools)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            tokens = tokens_between(template, tool_messages, end_token(drawn, sampling), prompt.tools)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.append_given(given)
-            messages += said
-        return DrawnText([sequence.freeze()], text, messages, is_truncated, _counted(results))
+            sequence.append_given(tokens)
+            messages += tool_messages
+        return DrawnText([sequence.freeze()], text, messages, is_truncated, _tool_metrics(results))
 
     async def _draw_inline(
         self,
@@ -143,14 +143,14 @@ class ToolUse(RolloutKind):
         results: list[ToolResult] = []
         ends = tokens_that_end_in(template.tokenizer, INLINE_END) - set(sampling.stop_token_ids)
         stopping = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
-        turn, begins, is_truncated = 0, len(sequence), True
+        turn, turn_start, is_truncated = 0, len(sequence), True
         while room := limits.room(sequence.num_prompt_tokens, len(sequence)):
-            await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=len(sequence) - begins)
+            await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=len(sequence) - turn_start)
             is_stopped = sequence.token_ids[-1] in sampling.stop_token_ids
-            if sequence.finish_reason == "length" or is_stopped or template.completes_stop(sequence.token_ids[begins:]):
+            if sequence.finish_reason == "length" or is_stopped or template.completes_stop(sequence.token_ids[turn_start:]):
                 is_truncated = sequence.finish_reason == "length"
                 break
-            text = template.decode(sequence.token_ids[begins:])
+            text = template.decode(sequence.token_ids[turn_start:])
             call = inline_call(text)
             tool = None if call is None else tools.get(SHORT.get(call[0], call[0]))
             if call is None or tool is None:
@@ -158,16 +158,16 @@ class ToolUse(RolloutKind):
             if turn == self.max_turns - 1:
                 break
             results.append(await tool.call({tool.parameters[0]: call[1]}, self.max_output_chars))
-            said = defused(results[-1].text, template.tokenizer)
-            given = tokens_after(template, sequence.token_ids[-1], said)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            text_of_result = defused(results[-1].text, template.tokenizer)
+            tokens = tokens_after(template, sequence.token_ids[-1], text_of_result)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.append_given(given)
-            turn, begins = turn + 1, len(sequence)
+            sequence.append_given(tokens)
+            turn, turn_start = turn + 1, len(sequence)
         text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
         messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
         finished = sequence.freeze("length" if is_truncated else "stop")
-        return DrawnText([finished], text, messages, is_truncated, _counted(results))
+        return DrawnText([finished], text, messages, is_truncated, _tool_metrics(results))
 
     async def _call(self, tools: dict[str, Tool], call: ToolCall) -> ToolResult:
         """What the model is told of a call."""
@@ -178,5 +178,5 @@ class ToolUse(RolloutKind):
         return await tools[call.name].call(call.arguments, self.max_output_chars)
 
 
-def _counted(results: Sequence[ToolResult]) -> dict[str, Any]:
+def _tool_metrics(results: Sequence[ToolResult]) -> dict[str, Any]:
     return {"tool_calls": len(results), "tool_errors": sum(result.is_error for result in results)}

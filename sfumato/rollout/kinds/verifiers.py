@@ -31,15 +31,15 @@ class Verifiers(ChatAgent):
         task = prompt.metadata.get(KEY)
         if task is None:
             raise ConfigError("rollout.kind verifiers plays the tasks of data.data_type verifiers: set it, too")
-        made = json.dumps(task["config"], sort_keys=True)
-        own = copy.copy(load_environment(task["environment"], made))  # while it serves, it holds what it serves with
+        config_json = json.dumps(task["config"], sort_keys=True)
+        environment = copy.copy(load_environment(task["environment"], config_json))  # while it serves, it holds what it serves with
         client = verifiers.EvalClientConfig(
             base_url=base_url, api_key_var="SFUMATO_POLICY_KEY", headers={KEY_HEADER: api_key}
         )
         context = verifiers.ModelContext(model=model, client=client)
-        slot = own.slots(load_tasks(task["environment"], made)[task["task"]])[0]
-        async with own.serving():
-            episode = await own.run_slot(slot, context)
+        slot = environment.slots(load_tasks(task["environment"], config_json)[task["task"]])[0]
+        async with environment.serving():
+            episode = await environment.run_slot(slot, context)
         return _outcome(episode)
 
 

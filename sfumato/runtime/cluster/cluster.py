@@ -91,12 +91,12 @@ class Cluster(Driver):
             roles = {" with ".join(groups): list(groups)}
             groups = dict.fromkeys(roles, pair)
         wanted = {name: (pool, True) for name, pool in groups.items()}
-        found = self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
+        reserved = self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
         for name, names in roles.items():
-            places = found.pop(name)
+            places = reserved.pop(name)
             places.num_roles = len(names)
-            found |= dict.fromkeys(names, places)
-        self._places |= found
+            reserved |= dict.fromkeys(names, places)
+        self._places |= reserved
 
     def group(
         self,
@@ -157,14 +157,14 @@ class Cluster(Driver):
     def take_timings(self) -> dict[str, float]:
         """What was measured since the last call, by role: bytes that went through this process,
         ``driver_bytes/ROLE``, and the most memory of its processes, such as ``memory/actor_gpu_peak_mib``."""
-        now = dict(self.loop.driver_bytes)
-        told, self._bytes_told = self._bytes_told, now
-        sent = {f"driver_bytes/{role}": float(size - told.get(role, 0)) for role, size in now.items()}
+        bytes_by_role = dict(self.loop.driver_bytes)
+        bytes_before, self._bytes_told = self._bytes_told, bytes_by_role
+        driver_bytes = {f"driver_bytes/{role}": float(size - bytes_before.get(role, 0)) for role, size in bytes_by_role.items()}
         memory, self.loop.memory = self.loop.memory, {}
-        used = {
-            name.replace("memory/", f"memory/{role}_"): mib for role, own in memory.items() for name, mib in own.items()
+        memory_metrics = {
+            name.replace("memory/", f"memory/{role}_"): mib for role, memory_of_role in memory.items() for name, mib in memory_of_role.items()
         }
-        return sent | used
+        return driver_bytes | memory_metrics
 
     @property
     def num_gpus(self) -> float:
@@ -316,12 +316,12 @@ def _start_here(run: Any, **options: Any) -> None:
 def _import_path() -> dict[str, str]:
     """PYTHONPATH with which the processes find what this one imports from outside its installation."""
     installed = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
-    known = {Path(path).resolve() for path in installed if path} | {
+    installed_paths = {Path(path).resolve() for path in installed if path} | {
         Path(sysconfig.get_paths()["stdlib"]) / "lib-dynload"
     }
     paths = [Path(path or ".").resolve() for path in sys.path]
     return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in known))
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in installed_paths))
     }
 
 

@@ -82,7 +82,7 @@ class DriverLoop:
         """What is wrong with Ray itself, if anything."""
         self.is_broken = False
         """Whether there was a problem: no role can be reached any more."""
-        self._looked = 0.0
+        self._last_look = 0.0
 
     def on_progress(self, listener: Callable[[], None] | None) -> None:
         """Runs the listener, which may issue calls, whenever some have ended."""
@@ -114,7 +114,7 @@ class DriverLoop:
     def turn(self, timeout_s: float) -> None:
         """Sends what can be sent, and hears what came, waiting for something at most so long."""
         self._flush()
-        if time.monotonic() - self._looked > LOOK_S:
+        if time.monotonic() - self._last_look > LOOK_S:
             self._look_at_ray()
             self._look_at_starts()
         for future, part in self._hear(timeout_s):
@@ -138,14 +138,14 @@ class DriverLoop:
 
     def write_processes(self) -> None:
         """Writes which processes there are to ``processes.json`` in the run folder."""
-        known = [
-            {"role": process.role, "rank": process.rank, "pid": who.pid, "host": who.host, "stderr": who.stderr}
+        entries = [
+            {"role": process.role, "rank": process.rank, "pid": identity.pid, "host": identity.host, "stderr": identity.stderr}
             for role in self.roles
             for process in role.processes
-            if (who := process.identity) is not None and not process.is_lost
+            if (identity := process.identity) is not None and not process.is_lost
         ]
         path = self.run.output_dir / "processes.json"
-        write_atomically(path, json.dumps(known, indent=1).encode())
+        write_atomically(path, json.dumps(entries, indent=1).encode())
 
     def forget(self, process: RoleProcess) -> None:
         """Drops what the process has not answered."""
@@ -173,7 +173,7 @@ class DriverLoop:
         role.on_lost(processes, unfinished, error)
 
     def _look_at_ray(self) -> None:
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         if text := self.problem():
             self.is_broken = True
             raise RoleLostError("ray", (), text)
@@ -221,7 +221,7 @@ class DriverLoop:
 
         reference, heartbeat.reference = heartbeat.reference, None
         try:
-            stop, said, running = ray.get(reference)
+            stop, lines, running = ray.get(reference)
         except ray.exceptions.RayActorError as error:
             if not process.unanswered:  # else its calls tell so
                 self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
@@ -229,14 +229,14 @@ class DriverLoop:
         if heartbeat.is_said:
             self.run.say(f"role {process.role}, rank {process.rank} answers again, after {heartbeat.silent_s:.0f} s")
         heartbeat.silent_s, heartbeat.is_said = 0.0, False
-        self._notice(process, stop, said)
+        self._notice(process, stop, lines)
         for _, part in process.unanswered.values():
             part.running_s = running.get(part.call)
 
-    def _notice(self, process: RoleProcess, stop: bool, said: list[str]) -> None:
+    def _notice(self, process: RoleProcess, stop: bool, lines: list[str]) -> None:
         if stop:
             self.run.stop_requested = True
-        for line in self._role_of(process).new_lines(said):
+        for line in self._role_of(process).new_lines(lines):
             self.run.say(line)
 
     def _role_of(self, process: RoleProcess) -> Any:
@@ -266,7 +266,7 @@ class DriverLoop:
         label = future.label
         version = reply.version if label.version is None else label.version
         self.record.add(Event(process.role, process.rank, future.kind, reply.start, reply.end, label.step, version))
-        self._notice(process, reply.stop_requested, reply.said)
+        self._notice(process, reply.stop_requested, reply.lines)
         if process.rank == 0:
             for name, seconds in reply.timings.items():
                 self.run.add_time(name, seconds)
@@ -373,9 +373,9 @@ class DriverLoop:
         stacks = self.stacks(role)
         path = self.run.output_dir / f"stacks_{role.name}.txt"
         write_atomically(path, stacks.encode(errors="replace"))
-        what = f"{future.function.name} has not ended after {seconds:.0f} s (runtime.call_timeout_s)"
-        self.run.say(f"role {role.name}: {what}; the stacks of its processes, also in {path}:\n{stacks}")
-        self.lose(role, [part.process for part in parts], f"{what}; the stacks are in {path}")
+        problem = f"{future.function.name} has not ended after {seconds:.0f} s (runtime.call_timeout_s)"
+        self.run.say(f"role {role.name}: {problem}; the stacks of its processes, also in {path}:\n{stacks}")
+        self.lose(role, [part.process for part in parts], f"{problem}; the stacks are in {path}")
 
     def stacks(self, role: Any) -> str:
         """What the Python threads of all processes of a role are doing, as text."""
@@ -415,7 +415,7 @@ def _how_it_died(error: Exception) -> str:
         return "was ended by Ray because its machine ran out of memory"
     if "node" in text and "died" in text and "Worker exit type" not in text:
         return f"has ended with its machine: {text.splitlines()[0]}"
-    _, found, detail = text.partition("Worker exit detail: ")
-    if found and "unexpectedly exits with a connection error" not in detail:
+    _, separator, detail = text.partition("Worker exit detail: ")
+    if separator and "unexpectedly exits with a connection error" not in detail:
         return f"has ended: {detail.splitlines()[0]}"
     return "has died: it was killed, ended itself or crashed"

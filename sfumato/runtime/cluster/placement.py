@@ -41,8 +41,8 @@ class Machine:
     free: Amount
 
     def __str__(self) -> str:
-        taken = "" if self.free == self.total else f" ({said(self.free)} free)"
-        return f"{self.name} {said(self.total)}{taken}"
+        taken = "" if self.free == self.total else f" ({amount_text(self.free)} free)"
+        return f"{self.name} {amount_text(self.total)}{taken}"
 
 
 @dataclass
@@ -67,32 +67,32 @@ def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list
         For each role the machines of its processes, those on one machine beside each other; None when there is no way
         (or none is found within ``MOST_TRIES``).
     """
-    wanted = sorted(((amount, role) for role, some in enumerate(roles) for amount in some), key=_largest_first)
-    left, taken, dead_ends, tries = list(free), [], set(), 0
+    processes = sorted(((amount, role) for role, amounts in enumerate(roles) for amount in amounts), key=_largest_first)
+    remaining, chosen_machines, dead_ends, tries = list(free), [], set(), 0
     chosen: list[dict[int, int]] = [{} for _ in roles]
-    levels = [_candidates(left, chosen, wanted, 0)] if wanted else []
+    levels = [_candidates(remaining, chosen, processes, 0)] if processes else []
     while levels:
-        if len(taken) == len(levels):  # the last choice at this level led nowhere
-            machine, (amount, role) = taken.pop(), wanted[len(levels) - 1]
-            left[machine] = (left[machine][0] + amount[0], left[machine][1] + amount[1])
+        if len(chosen_machines) == len(levels):  # the last choice at this level led nowhere
+            machine, (amount, role) = chosen_machines.pop(), processes[len(levels) - 1]
+            remaining[machine] = (remaining[machine][0] + amount[0], remaining[machine][1] + amount[1])
             chosen[role][machine] -= 1
         machine = next(levels[-1], None)
         if machine is None:
             levels.pop()
-            dead_ends.add((len(levels), tuple(sorted(left))))
+            dead_ends.add((len(levels), tuple(sorted(remaining))))
             continue
         tries += 1
         if tries > MOST_TRIES:
             return None
-        amount, role = wanted[len(levels) - 1]
-        left[machine] = (left[machine][0] - amount[0], left[machine][1] - amount[1])
+        amount, role = processes[len(levels) - 1]
+        remaining[machine] = (remaining[machine][0] - amount[0], remaining[machine][1] - amount[1])
         chosen[role][machine] = chosen[role].get(machine, 0) + 1
-        taken.append(machine)
-        if len(taken) == len(wanted):
+        chosen_machines.append(machine)
+        if len(chosen_machines) == len(processes):
             break
-        if (len(levels), tuple(sorted(left))) not in dead_ends:
-            levels.append(_candidates(left, chosen, wanted, len(levels)))
-    if len(taken) < len(wanted):
+        if (len(levels), tuple(sorted(remaining))) not in dead_ends:
+            levels.append(_candidates(remaining, chosen, processes, len(levels)))
+    if len(chosen_machines) < len(processes):
         return None
     return [[machine for machine, count in sorted(counts.items()) for _ in range(count)] for counts in chosen]
 
@@ -103,22 +103,22 @@ def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
 
 
 def _candidates(
-    left: Sequence[Amount], chosen: Sequence[Mapping[int, int]], wanted: Sequence[tuple[Amount, int]], level: int
+    remaining: Sequence[Amount], chosen: Sequence[Mapping[int, int]], processes: Sequence[tuple[Amount, int]], level: int
 ) -> Iterator[int]:
     """Machines with room for a process, of equal ones the first.
 
     Those come first where its role is already, then those with room for most of the rest of it, those without idle
     GPUs, and the tightest.
     """
-    (cpus, gpus), role = wanted[level]
-    rest = sum(process == wanted[level] for process in wanted[level:])
-    found: dict[Any, int] = {}
-    for machine, (free_cpus, free_gpus) in enumerate(left):
+    (cpus, gpus), role = processes[level]
+    rest = sum(process == processes[level] for process in processes[level:])
+    machine_by_rank: dict[Any, int] = {}
+    for machine, (free_cpus, free_gpus) in enumerate(remaining):
         if free_cpus >= cpus and free_gpus >= gpus:
             is_there = chosen[role].get(machine, 0) > 0
             room = min([rest, *(free // need for free, need in ((free_cpus, cpus), (free_gpus, gpus)) if need)])
-            found.setdefault((not is_there, -room, free_gpus - gpus, free_cpus - cpus), machine)
-    return iter([found[key] for key in sorted(found)])
+            machine_by_rank.setdefault((not is_there, -room, free_gpus - gpus, free_cpus - cpus), machine)
+    return iter([machine_by_rank[key] for key in sorted(machine_by_rank)])
 
 
 class Places:
@@ -146,10 +146,10 @@ class Places:
         is_group = len({id(self.slots[rank].group) for rank in ranks}) < len(ranks)
         wanted = {self.name: (self.pool.model_copy(update={"processes": len(ranks)}), is_group)}
         try:
-            found = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
+            slots = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
         except ConfigError as error:
             raise RoleLostError(role, ranks, f"their machine is lost: {error}") from error
-        for rank, slot in zip(ranks, found, strict=True):
+        for rank, slot in zip(ranks, slots, strict=True):
             self.slots[rank] = slot
 
     def free(self) -> None:
@@ -180,22 +180,22 @@ class Reserver:
         started = time.monotonic()
         say_at = started + SAY_PLACE_S
         while True:
-            found = machines()
-            check_addresses(found)
-            if (planned := _plan_on([machine.free for machine in found], wanted)) is not None:
-                slots = [[found[machine].node_id for machine in indices] for indices in planned]
+            cluster_machines = machines()
+            check_addresses(cluster_machines)
+            if (planned := _plan_on([machine.free for machine in cluster_machines], wanted)) is not None:
+                slots = [[cluster_machines[machine].node_id for machine in indices] for indices in planned]
                 if (places := self._ask_ray(wanted, slots)) is not None:
                     return places
             waited = time.monotonic() - started
-            can_never_be = planned is None and _plan_on([machine.total for machine in found], wanted) is None
+            can_never_be = planned is None and _plan_on([machine.total for machine in cluster_machines], wanted) is None
             patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
-            text = _about(wanted, found)
+            text = _about(wanted, cluster_machines)
             if waited > patience:
                 raise ConfigError(f"{text}. {self._remedy(can_never_be)}")
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + SAY_AGAIN_S
-                what = "for machines to join" if can_never_be else "until others give some back"
-                self.run.say(f"{text}; waiting {what}, at most {patience - waited:.0f} s more")
+                event = "for machines to join" if can_never_be else "until others give some back"
+                self.run.say(f"{text}; waiting {event}, at most {patience - waited:.0f} s more")
             self.check_stop()
             time.sleep(LOOK_S)
 
@@ -232,11 +232,11 @@ class Reserver:
             bundle = {key: value for key, value in need.items() if value} or {"CPU": 1 / UNIT}
             slots[name] = []
             for team in [ids] if is_group else [[node_id] for node_id in ids]:
-                where = [{"ray.io/node-id": node_id} for node_id in team]
+                node_labels = [{"ray.io/node-id": node_id} for node_id in team]
                 bundles = [bundle] * len(team)
-                group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=where)
+                group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=node_labels)
                 slots[name] += [Slot(group, index, node_id) for index, node_id in enumerate(team)]
-        groups = {slot.group.id: slot.group for some in slots.values() for slot in some}
+        groups = {slot.group.id: slot.group for slots_of_role in slots.values() for slot in slots_of_role}
         deadline = time.monotonic() + RESERVE_S
         while not all(group.wait(timeout_seconds=LOOK_S) for group in groups.values()):
             if time.monotonic() > deadline or self.run.stop_requested:
@@ -244,7 +244,7 @@ class Reserver:
                     ray.util.remove_placement_group(group)
                 self.check_stop()
                 return None
-        return {name: Places(self, name, wanted[name][0], some) for name, some in slots.items()}
+        return {name: Places(self, name, wanted[name][0], slots_of_role) for name, slots_of_role in slots.items()}
 
 
 def machines() -> list[Machine]:
@@ -253,7 +253,7 @@ def machines() -> list[Machine]:
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    found = [
+    nodes = [
         Machine(
             node["NodeID"],
             node["NodeManagerHostname"],
@@ -263,10 +263,10 @@ def machines() -> list[Machine]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(found, key=lambda machine: (machine.name, machine.node_id))
+    return sorted(nodes, key=lambda machine: (machine.name, machine.node_id))
 
 
-def check_addresses(found: Sequence[Machine]) -> None:
+def check_addresses(cluster_machines: Sequence[Machine]) -> None:
     """Refuses machines that give others an address which leads every machine to itself.
 
     Raises:
@@ -274,7 +274,7 @@ def check_addresses(found: Sequence[Machine]) -> None:
     """
     import ray
 
-    if len({machine.name for machine in found}) < 2:
+    if len({machine.name for machine in cluster_machines}) < 2:
         return
     wrong = [node for node in ray.nodes() if node["Alive"] and is_loopback(node["NodeManagerAddress"])]
     if wrong:
@@ -282,7 +282,7 @@ def check_addresses(found: Sequence[Machine]) -> None:
         raise ConfigError(f"other machines of the cluster cannot reach {names}: {ADDRESS_REMEDY}")
 
 
-def said(amount: Amount) -> str:
+def amount_text(amount: Amount) -> str:
     """Such as ``1.5 CPU, 1 GPU``."""
     return ", ".join(f"{value / UNIT:g} {kind}" for kind, value in zip(KINDS, amount, strict=True))
 
@@ -300,10 +300,10 @@ def _amount(resources: Mapping[str, float]) -> Amount:
     return cpus, gpus
 
 
-def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], found: Sequence[Machine]) -> str:
-    asked = ", ".join(f"{name} {pool.processes} x ({said(_need(pool))})" for name, (pool, _) in wanted.items())
-    there = "; ".join(map(str, found))
-    return f"no place for runtime.pools: asked for are {asked}; the machines have: {there}"
+def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], cluster_machines: Sequence[Machine]) -> str:
+    requested = ", ".join(f"{name} {pool.processes} x ({amount_text(_need(pool))})" for name, (pool, _) in wanted.items())
+    machine_texts = "; ".join(map(str, cluster_machines))
+    return f"no place for runtime.pools: asked for are {requested}; the machines have: {machine_texts}"
 
 
 def _remove(slots: Iterable[Slot]) -> None:

@@ -54,7 +54,7 @@ class RayRole:
         self.num_restarts = 0
         self._data_rank_of = list(data_rank_of)
         self._functions = Functions()
-        self._held: list[RayFuture] = []
+        self._waiting: list[RayFuture] = []
         self._open: set[RayFuture] = set()
         self._starts: dict[int, list[RayFuture]] = {}
         self._failure: BaseException | None = None
@@ -82,9 +82,9 @@ class RayRole:
         """As ``map``, with results that stay with the first process of each data-parallel rank."""
         by_rank = self._shared(parts, args)
         firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
-        kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
-        self._issue(function, by_rank, kept=kept, shippers=(), kind=kind)
-        return [tuple(kept.get(rank, ())) for rank in firsts]
+        kept_handles = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
+        self._issue(function, by_rank, kept_handles=kept_handles, shippers=(), kind=kind)
+        return [tuple(kept_handles.get(rank, ())) for rank in firsts]
 
     def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
         """Brings values to the machines of each rank's processes, where they stay while the handles are kept.
@@ -124,18 +124,18 @@ class RayRole:
         Where processes work together, one whose arguments are not there holds up later ones.
         """
         blocked: set[ConcurrencyGroup] = set()
-        for future in list(self._held):
+        for future in list(self._waiting):
             if future.group not in blocked and all(handle.future.settled for handle in future.handles):
-                self._held.remove(future)
+                self._waiting.remove(future)
                 self._send(future)
             elif self.works_together:
                 blocked.add(future.group)
 
-    def new_lines(self, said: list[str]) -> list[str]:
+    def new_lines(self, lines: list[str]) -> list[str]:
         """Those of what a process said that are to be shown: while the role starts, each line once."""
         if self._start_lines is None:
-            return said
-        new = [line for line in said if line not in self._start_lines]
+            return lines
+        new = [line for line in lines if line not in self._start_lines]
         self._start_lines.update(new)
         return new
 
@@ -156,7 +156,7 @@ class RayRole:
             process.kill(END_S)
         for process in self.processes:
             self.loop.forget(process)
-        self._held.clear()
+        self._waiting.clear()
         for future in list(self._open):
             future.settle(self._failure)
 
@@ -169,22 +169,22 @@ class RayRole:
             self.processes[rank : rank + 1] = [process]
         members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
-        asked = (None if token is None else token.name,)
-        who = self._issue(
-            identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True, kind="load"
+        identify_args = (None if token is None else token.name,)
+        identifying = self._issue(
+            identify, dict.fromkeys(ranks, identify_args), kept_handles=members, shippers=ranks, is_start=True, kind="load"
         )
         is_group, identities = len(ranks) > 1, [member for (member,) in members.values()]
         if is_group:
             first = {ranks[0]: (identities,)}
-            self._issue(open_store, first, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
-        found = (identities, port) if is_group else ([], None)
-        args = (plan.build, plan.config, plan.train, *found)
+            self._issue(open_store, first, kept_handles={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
+        group_args = (identities, port) if is_group else ([], None)
+        args = (plan.build, plan.config, plan.train, *group_args)
         built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
-        self._starts[ranks[0]] = [who, built]
-        who.on_settled(lambda: self._has_met(ranks[0], who, token))
+        self._starts[ranks[0]] = [identifying, built]
+        identifying.on_settled(lambda: self._on_identified(ranks[0], identifying, token))
         built.on_settled(lambda: self._has_started(ranks[0], built))
 
-    def _has_met(self, first: int, who: RayFuture, token: Token | None) -> None:
+    def _on_identified(self, first: int, who: RayFuture, token: Token | None) -> None:
         self._has_started(first, who)
         if who.error is not None:
             if token is not None:
@@ -196,11 +196,11 @@ class RayRole:
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        own = versions()
+        driver_versions = versions()
         for part in who.parts:
             part.process.identity = part.value
-            other = part.value.versions
-            if different := [f"{name} {other[name]} ({own[name]} here)" for name in own if other[name] != own[name]]:
+            process_versions = part.value.versions
+            if different := [f"{name} {process_versions[name]} ({driver_versions[name]} here)" for name in driver_versions if process_versions[name] != driver_versions[name]]:
                 self.fail(
                     ConfigError(
                         f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has "
@@ -220,9 +220,9 @@ class RayRole:
             )
         by_data_rank = [None if part is None else (part, *args) for part in parts]
         return {
-            rank: given
+            rank: rank_args
             for rank, data_rank in enumerate(self._data_rank_of)
-            if (given := by_data_rank[data_rank]) is not None
+            if (rank_args := by_data_rank[data_rank]) is not None
         }
 
     def _issue(
@@ -230,7 +230,7 @@ class RayRole:
         function: Callable[..., Any],
         args: dict[int, tuple[Any, ...]],
         *,
-        kept: Mapping[int, list[RayHandle]] = MappingProxyType({}),
+        kept_handles: Mapping[int, list[RayHandle]] = MappingProxyType({}),
         shippers: Collection[int] = (0,),
         **manner: Any,
     ) -> RayFuture:
@@ -246,13 +246,13 @@ class RayRole:
         future = RayFuture(self.loop, self.name, None, [], **manner)
         future.function = self._functions.ship(function, of_worker=future.is_start or future.brings)
         packed: dict[int, Arguments] = {}
-        for rank, given in args.items():
-            if id(given) not in packed:
-                arguments = _arguments(given)
-                packed[id(given)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
-            arguments = packed[id(given)]
+        for rank, rank_args in args.items():
+            if id(rank_args) not in packed:
+                arguments = _arguments(rank_args)
+                packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
+            arguments = packed[id(rank_args)]
             arguments.num_users += 1
-            part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept.get(rank, ())))
+            part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept_handles.get(rank, ())))
             for handle in part.keeps:
                 handle.future = future
             future.parts.append(part)
@@ -261,7 +261,7 @@ class RayRole:
             return future
         self._open.add(future)
         future.on_settled(lambda: self._open.discard(future))
-        self._held.append(future)
+        self._waiting.append(future)
         self.flush()
         return future
 

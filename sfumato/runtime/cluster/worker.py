@@ -54,7 +54,7 @@ class Reply:
     version: int | None
     """``state.version`` after the call, of states that have one."""
     stop_requested: bool
-    said: list[str]
+    lines: list[str]
     timings: dict[str, float]
     """Seconds by name, as the function timed them with its ``run``."""
     sizes: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class RoleRun:
         self.stop_requested = False
         """Whether the run was asked to stop: the driver or a process of any role got SIGTERM."""
         self._speaks = speaks
-        self._said: list[str] = []
+        self._lines: list[str] = []
         self._timings: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class RoleRun:
         """A line for the person who watches; only the first process of a group is heard."""
         if self._speaks:
             with self._lock:
-                self._said.append(text)
+                self._lines.append(text)
 
     def sync(self) -> str:
         """Nothing: the driver has made sure that its metrics are on disk before it asks for a save."""
@@ -109,8 +109,8 @@ class RoleRun:
     def take_said(self) -> list[str]:
         """What was said since the last time."""
         with self._lock:
-            said, self._said = self._said, []
-        return said
+            lines, self._lines = self._lines, []
+        return lines
 
     def take_timings(self) -> dict[str, float]:
         """What was timed since the last time."""
@@ -172,23 +172,23 @@ class RoleWorker:
         Returns:
             The packed pair of reply and result, or a tuple of it and the kept values, each packed.
         """
-        start, kept, result = time.time(), [], None
+        start, kept_values, result = time.time(), [], None
         reply = Reply(start, start, None, False, [], {})
         self._running[call] = time.monotonic()
         self.run_of_role.stop_requested |= stop
         try:
-            known = self._function(digest, function)
-            made = known(self, *unpack(args, values))
+            run_function = self._function(digest, function)
+            returned = run_function(self, *unpack(args, values))
             if num_values:
-                made_values = (made,) if num_values == 1 else tuple(made)
-                if len(made_values) != num_values:
-                    raise ValueError(f"returned {len(made_values)} values, {num_values} were to be kept")
-                kept = [pack(value) for value in made_values]
-                reply.sizes = [float(size_of(packed_value)) for packed_value in kept]
-            packed = pack(made if ships else None)
+                returned_values = (returned,) if num_values == 1 else tuple(returned)
+                if len(returned_values) != num_values:
+                    raise ValueError(f"returned {len(returned_values)} values, {num_values} were to be kept")
+                kept_values = [pack(value) for value in returned_values]
+                reply.sizes = [float(size_of(packed_value)) for packed_value in kept_values]
+            packed = pack(returned if ships else None)
         except BaseException as error:  # also SystemExit: what a function raises must not end the process
             reply.error = _describe(error)
-            kept, packed = [None] * num_values, pack(None)
+            kept_values, packed = [None] * num_values, pack(None)
         finally:
             del self._running[call]
         reply.end, reply.version = max(start, time.time()), getattr(self.state, "version", None)
@@ -197,9 +197,9 @@ class RoleWorker:
             from sfumato.tracking.meters import memory_in_use
 
             reply.memory, reply.peak_flops = memory_in_use(), self.peak_flops
-        reply.said, reply.timings = self.run_of_role.take_said(), self.run_of_role.take_timings()
+        reply.lines, reply.timings = self.run_of_role.take_said(), self.run_of_role.take_timings()
         result = (pack(reply), packed)
-        return (result, *kept) if num_values else result
+        return (result, *kept_values) if num_values else result
 
     def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
         """The function of that digest. Of calls at the same time the one that brings it may come after another."""
@@ -208,10 +208,10 @@ class RoleWorker:
                 self._functions[digest] = pickle.loads(pickled)
                 self._has_functions.notify_all()
             self._has_functions.wait_for(lambda: digest in self._functions)
-            found = self._functions[digest]
-        if isinstance(found, OnState):
+            function = self._functions[digest]
+        if isinstance(function, OnState):
             self.is_built.wait()
-        return found
+        return function
 
     def ping(self) -> tuple[bool, list[str], dict[int, float]]:
         """Whether the process was asked to stop, what it said, and how many seconds it has been running each call."""
@@ -257,8 +257,8 @@ def versions() -> dict[str, str]:
     """Of what must be the same on all machines."""
     import sfumato
 
-    found = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
-    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **found}
+    package_versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **package_versions}
 
 
 def arrive(worker: RoleWorker) -> None:
@@ -299,7 +299,7 @@ def build_state(
         port: of the first member's store.
     """
     rank = worker.rank if members else 0
-    on_node = [other for other in range(len(members)) if members[other].node_id == members[rank].node_id] or [0]
+    on_node = [member for member in range(len(members)) if members[member].node_id == members[rank].node_id] or [0]
     import ray
 
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -348,12 +348,12 @@ def place_of_gpu(gpu: str, visible: str | None) -> int:
     """
     if not visible:
         return int(gpu)
-    seen = [name.strip() for name in visible.split(",")]
-    if gpu not in seen:
+    visible_gpus = [name.strip() for name in visible.split(",")]
+    if gpu not in visible_gpus:
         raise ConfigError(
             f"Ray gave this process GPU {gpu}, but CUDA_VISIBLE_DEVICES is {visible}: unset it where Ray is started"
         )
-    return seen.index(gpu)
+    return visible_gpus.index(gpu)
 
 
 def _describe(error: BaseException) -> Packed:

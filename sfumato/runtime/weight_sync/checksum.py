@@ -31,7 +31,7 @@ BLOCK = 1 << BLOCK_BITS
 BLOCKS_KEY = 1 << 40
 """Keeps the weights of blocks apart from those within them."""
 
-NUM_KNOWN = 1 << 13
+NUM_CACHED_BLOCKS = 1 << 13
 """Blocks of which the weights are kept: many tensors are short, and computing weights takes longer than their sums."""
 
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}
@@ -98,8 +98,8 @@ def local_checksums(
     }
     sums = []
     for name, (shape, shard, chunks) in held.items():
-        seen = shard.detach().to(specs[name].dtype) if specs else shard
-        sums.append(shard_checksum(shape, seen, chunks).to(mesh.device))
+        cast_shard = shard.detach().to(specs[name].dtype) if specs else shard
+        sums.append(shard_checksum(shape, cast_shard, chunks).to(mesh.device))
     values = torch.stack(sums).tolist() if sums else []
     return {
         name: (tuple((chunk.offsets, chunk.sizes) for chunk in chunks), value % MODULUS)
@@ -115,15 +115,15 @@ def add_up(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]], wher
     """
     totals, wrong = {}, []
     for name, shape in shapes.items():
-        values = _by_area(ranks, name)
+        by_area = _by_area(ranks, name)
         differing = [
-            sorted(rank for held in found.values() for rank in held) for found in values.values() if len(found) > 1
+            sorted(rank for ranks_of_value in ranks_by_value.values() for rank in ranks_of_value) for ranks_by_value in by_area.values() if len(ranks_by_value) > 1
         ]
         if differing:
             wrong.append((name, differing[0], "differs between ranks that hold the same part of it"))
-        elif sum(_numel(area) for area in values) != prod(shape):
+        elif sum(_numel(area) for area in by_area) != prod(shape):
             wrong.append((name, list(range(len(ranks))), "is not there as a whole"))
-        totals[name] = sum(value for found in values.values() for value in found) % MODULUS
+        totals[name] = sum(value for ranks_by_value in by_area.values() for value in ranks_by_value) % MODULUS
     _raise_if(wrong, where, "Send it again after the role was started anew")
     return totals
 
@@ -149,37 +149,37 @@ def compare(
     """
     wrong = []
     for name, value in expected.items():
-        values = _by_area(ranks, name)
-        total = sum(next(iter(found)) for found in values.values()) % MODULUS
-        agree = all(len(found) == 1 for found in values.values())
-        if agree and total == value and sum(_numel(area) for area in values) == prod(shapes[name]):
+        by_area = _by_area(ranks, name)
+        total = sum(next(iter(ranks_by_value)) for ranks_by_value in by_area.values()) % MODULUS
+        agree = all(len(ranks_by_value) == 1 for ranks_by_value in by_area.values())
+        if agree and total == value and sum(_numel(area) for area in by_area) == prod(shapes[name]):
             continue
-        wrong.append((name, _suspects(values, value), "is not what was sent"))
+        wrong.append((name, _suspects(by_area, value), "is not what was sent"))
     _raise_if(wrong, where, remedy)
 
 
-def _suspects(values: Mapping[Area, Mapping[int, list[int]]], expected: int) -> list[int]:
+def _suspects(by_area: Mapping[Area, Mapping[int, list[int]]], expected: int) -> list[int]:
     """Ranks that may hold what is wrong: where copies differ only those of copies that cannot be right."""
-    if len(values) == 1:
-        (found,) = values.values()
-        return sorted(rank for value, ranks in found.items() if value != expected for rank in ranks)
-    split = [found for found in values.values() if len(found) > 1]
+    if len(by_area) == 1:
+        (ranks_by_value,) = by_area.values()
+        return sorted(rank for value, ranks in ranks_by_value.items() if value != expected for rank in ranks)
+    split = [ranks_by_value for ranks_by_value in by_area.values() if len(ranks_by_value) > 1]
     if len(split) == 1:
-        rest = sum(next(iter(found)) for found in values.values() if len(found) == 1)
+        rest = sum(next(iter(ranks_by_value)) for ranks_by_value in by_area.values() if len(ranks_by_value) == 1)
         wrong = [ranks for value, ranks in split[0].items() if (value + rest - expected) % MODULUS]
         if len(wrong) < len(split[0]):
             return sorted(rank for ranks in wrong for rank in ranks)
-    return sorted(rank for found in split or values.values() for ranks in found.values() for rank in ranks)
+    return sorted(rank for ranks_by_value in split or by_area.values() for ranks in ranks_by_value.values() for rank in ranks)
 
 
 def _by_area(ranks: Sequence[Checksums], name: str) -> dict[Area, dict[int, list[int]]]:
     """By what is held: the values found, and the ranks that have each."""
-    found: dict[Area, dict[int, list[int]]] = {}
+    by_area: dict[Area, dict[int, list[int]]] = {}
     for rank, checksums in enumerate(ranks):
         area, value = checksums[name]
         if area:
-            found.setdefault(area, {}).setdefault(value, []).append(rank)
-    return found
+            by_area.setdefault(area, {}).setdefault(value, []).append(rank)
+    return by_area
 
 
 def _numel(area: Area) -> int:
@@ -189,21 +189,21 @@ def _numel(area: Area) -> int:
 def _raise_if(wrong: Sequence[tuple[str, list[int], str]], where: str, remedy: str) -> None:
     if not wrong:
         return
-    named = "; ".join(f"{name} (rank {', '.join(map(str, ranks))}) {what}" for name, ranks, what in wrong[:NAMED])
+    named = "; ".join(f"{name} (rank {', '.join(map(str, ranks))}) {problem}" for name, ranks, problem in wrong[:NAMED])
     more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
     raise WeightSyncError(f"{where}: {named}{more}. {remedy}.")
 
 
 def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     """A chunk in as few dimensions as have the same positions: (size of the whole, offset, size) of each."""
-    found: list[tuple[int, int, int]] = []
+    dims: list[tuple[int, int, int]] = []
     for whole, offset, size in zip(shape, offsets, sizes, strict=True):
-        if found and (size == whole or found[-1][2] == 1):
-            outer, start, count = found[-1]
-            found[-1] = (outer * whole, start * whole + offset, count * size)
+        if dims and (size == whole or dims[-1][2] == 1):
+            outer, start, count = dims[-1]
+            dims[-1] = (outer * whole, start * whole + offset, count * size)
         else:
-            found.append((whole, offset, size))
-    return found or [(1, 0, 1)]
+            dims.append((whole, offset, size))
+    return dims or [(1, 0, 1)]
 
 
 def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) -> torch.Tensor:
@@ -228,9 +228,9 @@ def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) ->
         if size < UNIT:
             numbers.bitwise_left_shift_((index * (8 * size)).bitwise_and_(8 * UNIT - 1))
             index.bitwise_right_shift_(UNIT // size // 2)  # two or four elements are a number
-        numbers.mul_(_within(device).index_select(0, index & (BLOCK - 1)))
+        numbers.mul_(_place_weights(device).index_select(0, index & (BLOCK - 1)))
         first, last = (offset + start) * stride // per_block, (offset + start + len(rows)) * stride // per_block
-        blocks = _of_blocks(first, last + 1 - first, device)
+        blocks = _block_weights(first, last + 1 - first, device)
         total += numbers.mul_(blocks.index_select(0, index.bitwise_right_shift_(BLOCK_BITS).sub_(first))).sum()
     return total
 
@@ -263,15 +263,15 @@ def _numbers_checksum(data: torch.Tensor, position: int) -> torch.Tensor:
         _whole_blocks(numbers[head:tail]),
         _part_of_block(numbers[tail:], 0),
     ]
-    found = torch.cat([part for part in sums if part is not None])
-    return found.mul_(_of_blocks(position // BLOCK, len(found), data.device)).sum()
+    block_sums = torch.cat([part for part in sums if part is not None])
+    return block_sums.mul_(_block_weights(position // BLOCK, len(block_sums), data.device)).sum()
 
 
 def _part_of_block(numbers: torch.Tensor, place: int) -> torch.Tensor | None:
     """Weighted sum ``[1]`` of a part of one block; None of nothing."""
     if not len(numbers):
         return None
-    weights = _within(numbers.device)[place : place + len(numbers)]
+    weights = _place_weights(numbers.device)[place : place + len(numbers)]
     return numbers.to(torch.int64).mul_(weights).sum(dim=0, keepdim=True)
 
 
@@ -292,7 +292,7 @@ def blocks_by_numbers(numbers: torch.Tensor) -> torch.Tensor:
         int64 ``[B]``.
     """
     parts = numbers.split(CHUNK.get(numbers.device.type, CHUNK["cpu"]))
-    weights = _within(numbers.device)
+    weights = _place_weights(numbers.device)
     return torch.cat([part.to(torch.int64).view(-1, BLOCK).mul_(weights).sum(dim=1) for part in parts])
 
 
@@ -313,35 +313,35 @@ def blocks_by_words(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _within(device: torch.device) -> torch.Tensor:
+def _place_weights(device: torch.device) -> torch.Tensor:
     """Weights of the places of a block: what the sums over words of eight bytes give their numbers."""
-    drawn = _mixed(torch.arange(BLOCK, device=device), 0)
-    weights = drawn.clone()
-    weights[1:] += drawn[:-1] << 32
+    odd_numbers = _odd_numbers(torch.arange(BLOCK, device=device), 0)
+    weights = odd_numbers.clone()
+    weights[1:] += odd_numbers[:-1] << 32
     return weights
 
 
-def _of_blocks(first: int, count: int, device: torch.device) -> torch.Tensor:
+def _block_weights(first: int, count: int, device: torch.device) -> torch.Tensor:
     """Weights of blocks from the first on."""
-    if first + count <= NUM_KNOWN:
-        return _known(device)[first : first + count]
-    return _mixed(torch.arange(first, first + count, device=device), BLOCKS_KEY)
+    if first + count <= NUM_CACHED_BLOCKS:
+        return _cached_block_weights(device)[first : first + count]
+    return _odd_numbers(torch.arange(first, first + count, device=device), BLOCKS_KEY)
 
 
 @cache
-def _known(device: torch.device) -> torch.Tensor:
-    return _mixed(torch.arange(NUM_KNOWN, device=device), BLOCKS_KEY)
+def _cached_block_weights(device: torch.device) -> torch.Tensor:
+    return _odd_numbers(torch.arange(NUM_CACHED_BLOCKS, device=device), BLOCKS_KEY)
 
 
 @cache
 def _word_weights() -> tuple[torch.Tensor, torch.Tensor, int]:
     """Weights of the words that begin at even places, at odd ones, and of the last number, which begins no word."""
-    drawn = _mixed(torch.arange(BLOCK), 0)
-    return drawn[::2].contiguous(), drawn[1:-1:2].contiguous(), int(drawn[-1])
+    odd_numbers = _odd_numbers(torch.arange(BLOCK), 0)
+    return odd_numbers[::2].contiguous(), odd_numbers[1:-1:2].contiguous(), int(odd_numbers[-1])
 
 
-def _mixed(index: torch.Tensor, key: int) -> torch.Tensor:
+def _odd_numbers(numbers: torch.Tensor, key: int) -> torch.Tensor:
     """An odd number for each index, in place: the mixing of splitmix64, shortened. Products wrap around."""
-    index.add_(key).mul_(-7046029254386353131)
-    index.bitwise_xor_((index >> 32).bitwise_and_(0xFFFFFFFF))
-    return index.mul_(-4658895280553007687).bitwise_or_(1)
+    numbers.add_(key).mul_(-7046029254386353131)
+    numbers.bitwise_xor_((numbers >> 32).bitwise_and_(0xFFFFFFFF))
+    return numbers.mul_(-4658895280553007687).bitwise_or_(1)

@@ -63,8 +63,8 @@ def places_of(mesh: Mesh) -> list[Place]:
 
 def own_address() -> str:
     """The address of this machine that others reach: what the runtime has told, or that of the network."""
-    if told := os.environ.get(ADDRESS_VARIABLE):
-        return told
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # nothing is sent: it asks which of the networks would be taken
@@ -152,7 +152,7 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float, stop: thr
     return []
 
 
-def meet(store: dist.Store, own: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
+def meet(store: dist.Store, own_name: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
     """Waits until all have come.
 
     Args:
@@ -166,14 +166,14 @@ def meet(store: dist.Store, own: str, all_names: Sequence[str], timeout_s: float
         WeightSyncError: names those who have not come.
     """
     try:
-        store.set(f"here/{own}", "1")
+        store.set(f"here/{own_name}", "1")
         keys = {f"here/{name}": name for name in all_names}
         lacking = wait_for(store, list(keys), timeout_s, stop)
     except dist.DistNetworkError as error:
-        raise WeightSyncError(f"{own} has lost the actor while the roles were being connected: {error}") from error
+        raise WeightSyncError(f"{own_name} has lost the actor while the roles were being connected: {error}") from error
     if lacking:
         raise WeightSyncError(
-            f"{own} waited (at most {timeout_s:g} s) to be connected with "
+            f"{own_name} waited (at most {timeout_s:g} s) to be connected with "
             f"{', '.join(keys[key] for key in lacking)}, who did not come: look for what stopped them, or raise the "
             "time that the sync may take"
         )

@@ -210,8 +210,8 @@ def _sender(state: SendingState) -> Sender:
 
 def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec], needed: tuple[str, ...]) -> None:
     problems = []
-    for found, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
-        lacking = [name for name in found if name not in other]
+    for names, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
+        lacking = [name for name in names if name not in other]
         if lacking:
             more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
             problems.append(f"{text} {', '.join(lacking[:NAMED])}{more}")

@@ -69,21 +69,21 @@ class Rescored:
 
     def result(self) -> None:
         """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
-        found, expected = self.applying.result(), self.sent.log_probs
-        if found.shape != expected.shape:
-            where = f"have shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+        log_probs, expected = self.applying.result(), self.sent.log_probs
+        if log_probs.shape != expected.shape:
+            difference = f"have shape {tuple(log_probs.shape)} instead of {tuple(expected.shape)}"
         else:
-            differences = (found - expected).abs().nan_to_num(torch.inf)
+            differences = (log_probs - expected).abs().nan_to_num(torch.inf)
             if differences.max() <= self.tolerance:
                 return
             sequence, token = divmod(int(differences.argmax()), differences.shape[1])
-            where = (
+            difference = (
                 f"differ by up to {differences.max():.3g} nats, {self.tolerance:g} are allowed (sequence {sequence}, "
-                f"token {token + 1}: {found[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
+                f"token {token + 1}: {log_probs[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
             )
         raise WeightSyncError(
             f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor "
-            f"{where}: the engine does not have the weights that were sent. Look at how it fuses, casts or quantises "
+            f"{difference}: the engine does not have the weights that were sent. Look at how it fuses, casts or quantises "
             "them, whether both were built from one model, and whether it keeps values of the weights before"
         )
 
@@ -194,9 +194,9 @@ class WeightSync:
         if self.actor is self.sampler:
             return self.sampler.call(receiver.set_version, version)
         if self._sent is None or self._sent.version != version:
-            has = f"the last was {self._sent.version}" if self._sent else "none was"
+            last_transfer = f"the last was {self._sent.version}" if self._sent else "none was"
             raise WeightSyncError(
-                f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
+                f"version {version} was not transferred to the sampler ({last_transfer}), so it cannot be applied"
             )
         self._applying = self.sampler.call(receiver.apply, self._sent, self._tokens, kind=SYNC)
         if self._tokens is not None:
@@ -223,11 +223,11 @@ class WeightSync:
 
     def _while_actor_lives(self, call: Future) -> Any:
         """The result of a call of the sampler, which may wait for the actor though that has nothing to do meanwhile."""
-        looked = time.monotonic()
+        last_look = time.monotonic()
         while not call.done():
-            if time.monotonic() - looked > LOOK_S:
+            if time.monotonic() - last_look > LOOK_S:
                 self.actor.call_concurrently(sender.is_there).result()
-                looked = time.monotonic()
+                last_look = time.monotonic()
             time.sleep(LONGEST_PAUSE_S)
         return call.result()
 

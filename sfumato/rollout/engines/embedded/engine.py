@@ -28,7 +28,7 @@ from sfumato.models.language.hf_config import changing_positions, known_position
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
-from sfumato.rollout.engines.embedded.row_state import Drawing, RowState
+from sfumato.rollout.engines.embedded.row_state import ActiveRequest, RowState
 from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.engines.embedded.token_sampling import draw
 from sfumato.rollout.text.tokens import FinishReason
@@ -43,7 +43,7 @@ LONGEST_TRIED = 4096
 
 
 @dataclass(eq=False)
-class _Open(Drawing):
+class _AwaitedRequest(ActiveRequest):
     """A request that somebody waits for."""
 
     future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -91,8 +91,8 @@ class EmbeddedEngine:
         self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
         self._cache_bytes, self._max_prefill_tokens, self._decode = cache_bytes, max_prefill_tokens, decode
         self._rows: Rows | None = None
-        self._size = (0, 0)  # rows and columns that there is memory for
-        self._waiting: deque[_Open] = deque()
+        self._capacity = (0, 0)  # rows and columns that there is memory for
+        self._waiting: deque[_AwaitedRequest] = deque()
         self._state = RowState()
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = self._is_closed = False
@@ -107,13 +107,13 @@ class EmbeddedEngine:
         self.health()
         self._check(request, sampling)
         self._has_texts |= bool(sampling.stop)
-        opened = _Open(request, sampling)
-        self._waiting.append(opened)
-        self._drive()
+        awaited = _AwaitedRequest(request, sampling)
+        self._waiting.append(awaited)
+        self._ensure_driver()
         try:
-            return await opened.future
+            return await awaited.future
         except asyncio.CancelledError:
-            self._forget(opened)
+            self._drop(awaited)
             raise
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
@@ -121,34 +121,34 @@ class EmbeddedEngine:
         self._is_paused = True
         if mode == "abort":
             self.flush()
-            for opened in self._waiting:
-                opened.end("abort")
+            for awaited in self._waiting:
+                awaited.end("abort")
             self._waiting.clear()
 
     def resume(self) -> None:
         """See ``Engine``."""
         self._is_paused = False
-        self._drive()
+        self._ensure_driver()
 
     def flush(self) -> None:
         """See ``Engine``."""
-        self._put_back(0)
+        self._requeue(0)
 
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
         """See ``Engine``."""
-        found: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
+        rescored: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
         same_length = not isinstance(self._prepared(), CachedRows)
-        number_of = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
+        offsets = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
         for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
-            numbers = [number_of.index(start) for start in starts]
+            indices = [offsets.index(start) for start in starts]
             input_ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
-            for row, number in enumerate(numbers):
-                input_ids[row, : lengths[row]] = torch.tensor(sequences[number])
+            for row, index in enumerate(indices):
+                input_ids[row, : lengths[row]] = torch.tensor(sequences[index])
             logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
             log_probs = logits.log_softmax(-1).gather(-1, input_ids.to(logits.device)[:, 1:, None])[..., 0].cpu()
-            for row, number in enumerate(numbers):
-                found[number] = log_probs[row, : lengths[row] - 1].clone()
-        return found
+            for row, index in enumerate(indices):
+                rescored[index] = log_probs[row, : lengths[row] - 1].clone()
+        return rescored
 
     def release(self) -> None:
         """See ``Engine``. The module is left where it is."""
@@ -156,7 +156,7 @@ class EmbeddedEngine:
             raise EngineError(f"{self._num_open} requests are under way: wait for them, or pause with abort")
         if self._rows is not None:
             self._rows.clear()
-            self._size = (0, 0)
+            self._capacity = (0, 0)
 
     def restore(self) -> None:
         """See ``Engine``. Memory is taken when requests need it."""
@@ -179,11 +179,11 @@ class EmbeddedEngine:
     def _num_open(self) -> int:
         return len(self._waiting) + len(self._state)
 
-    def _drive(self) -> None:
+    def _ensure_driver(self) -> None:
         """Has a task go on, in the loop of who waits, if none does."""
         if self._is_paused or not self._num_open:
             return
-        loop = self._opened()[0].future.get_loop()
+        loop = self._open_requests()[0].future.get_loop()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._run())
 
@@ -193,7 +193,7 @@ class EmbeddedEngine:
             try:
                 self._step()
             except torch.OutOfMemoryError as error:
-                self._take_less(error)
+                self._halve_batch(error)
             except Exception as error:
                 failure = EngineError(f"drawing failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
@@ -210,63 +210,63 @@ class EmbeddedEngine:
             return
         logits = rows.step(torch.from_numpy(state.next_token[:count]).to(device), state.length[:count])
         uniform = torch.from_numpy(state.uniform()).to(device)
-        tokens, log_probs = (found.cpu().numpy() for found in draw(logits, uniform, state.settings(device)))
+        tokens, log_probs = (values.cpu().numpy() for values in draw(logits, uniform, state.settings(device)))
         if not np.isfinite(log_probs).all():
             raise EngineError("the model's logits are not finite: look at its weights")
         ended = state.take(tokens, log_probs, self.version)
         stopped = self._stopped_by_text()
         ended |= stopped
         if ended.any():
-            for opened, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
-                is_stop = by_text or opened.token_ids[-1] in opened.sampling.stop_token_ids
-                opened.end("stop" if is_stop else "length")
+            for awaited, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
+                is_stop = by_text or awaited.token_ids[-1] in awaited.sampling.stop_token_ids
+                awaited.end("stop" if is_stop else "length")
 
     def _stopped_by_text(self) -> np.ndarray:
         """Rows whose last token completes a text that ends them, bool ``[n]``."""
-        found = np.zeros(len(self._state), bool)
-        for row, one in enumerate(self._state.progress if self._has_texts else ()):
-            if stop := one.sampling.stop:
+        is_stopped = np.zeros(len(self._state), bool)
+        for row, active in enumerate(self._state.progress if self._has_texts else ()):
+            if stop := active.sampling.stop:
                 assert self._decode is not None
-                found[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
-        return found
+                is_stopped[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
+        return is_stopped
 
     def _make_room(self, rows: Rows) -> None:
         """Makes rows longer where their next token needs it. Without memory for all, the last ones wait."""
         while count := len(self._state):
             needed = int(self._state.length[:count].max()) + 1
-            if needed <= self._size[1]:
+            if needed <= self._capacity[1]:
                 return
             columns = rounded_up(needed)
             if self._fits(count, columns):
-                more = min(needed + needed // 4, max(one.longest for one in self._state.progress))
+                more = min(needed + needed // 4, max(active.longest for active in self._state.progress))
                 columns = rounded_up(more) if self._fits(count, rounded_up(more)) else columns
                 self._resize(rows, count, columns)
                 return
-            self._put_back(count - 1)
+            self._requeue(count - 1)
 
     def _admit(self, rows: Rows) -> None:
         """Gives rows to requests that wait, in the order in which they came."""
-        joining: list[_Open] = []
-        count, columns = len(self._state), self._size[1] if len(self._state) else 0
+        joining: list[_AwaitedRequest] = []
+        count, columns = len(self._state), self._capacity[1] if len(self._state) else 0
         while self._waiting and count + len(joining) < self._max_batch_size:
-            opened = self._waiting[0]
-            if not opened.future.done():
-                wider = max(columns, rounded_up(len(opened.context)))
+            awaited = self._waiting[0]
+            if not awaited.future.done():
+                wider = max(columns, rounded_up(len(awaited.context)))
                 if not self._fits(count + len(joining) + 1, wider):
                     break
-                joining.append(opened)
+                joining.append(awaited)
                 columns = wider
             self._waiting.popleft()
         if not joining:
             return
         count += len(joining)
-        more = rounded_up(max(min(one.longest, len(one.context) + SOON) for one in joining))
+        more = rounded_up(max(min(awaited.longest, len(awaited.context) + SOON) for awaited in joining))
         columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
-        if count > self._size[0] or columns > self._size[1]:
+        if count > self._capacity[0] or columns > self._capacity[1]:
             self._resize(rows, count, columns)
         first = len(self._state)
         self._state.add(joining)
-        rows.begin(first, [opened.context for opened in joining], [opened.request.images for opened in joining])
+        rows.begin(first, [awaited.context for awaited in joining], [awaited.request.images for awaited in joining])
 
     def _fits(self, num_rows: int, num_columns: int) -> bool:
         assert self._rows is not None and self._cache_bytes is not None
@@ -274,29 +274,29 @@ class EmbeddedEngine:
 
     def _resize(self, rows: Rows, num_rows: int, num_columns: int) -> None:
         rows.resize(num_rows, num_columns)
-        self._size = (num_rows, num_columns)
+        self._capacity = (num_rows, num_columns)
 
-    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_Open]:
+    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_AwaitedRequest]:
         """Takes rows back. Returns their requests."""
         longest = int(self._state.length[: len(self._state)].max())
-        gone, sources, targets = self._state.leave(leaving)
+        requests, sources, targets = self._state.leave(leaving)
         if len(sources):
             rows.move(sources, targets, longest)
-        return gone
+        return requests
 
-    def _put_back(self, first: int) -> None:
+    def _requeue(self, first: int) -> None:
         """Has requests of rows from a first one on wait before all others, with what was drawn."""
         if self._rows is not None and len(self._state) > first:
             self._waiting.extendleft(reversed(self._leave(self._rows, np.arange(len(self._state)) >= first)))
 
-    def _forget(self, opened: _Open) -> None:
+    def _drop(self, awaited: _AwaitedRequest) -> None:
         """Nobody waits for it any longer."""
-        if opened in self._waiting:
-            self._waiting.remove(opened)
-        elif opened in self._state.progress and self._rows is not None:
-            self._leave(self._rows, np.array([one is opened for one in self._state.progress]))
+        if awaited in self._waiting:
+            self._waiting.remove(awaited)
+        elif awaited in self._state.progress and self._rows is not None:
+            self._leave(self._rows, np.array([active is awaited for active in self._state.progress]))
 
-    def _take_less(self, error: torch.OutOfMemoryError) -> None:
+    def _halve_batch(self, error: torch.OutOfMemoryError) -> None:
         """The device has less memory than was thought: half as many at a time from now on."""
         count = len(self._state)
         if count <= 1:
@@ -306,18 +306,18 @@ class EmbeddedEngine:
         self._max_batch_size = count // 2
         self.flush()
         self._rows.clear()
-        self._size = (0, 0)
+        self._capacity = (0, 0)
         LOGGER.warning("out of memory with %d sequences at a time: %d from now on", count, count // 2)
 
-    def _opened(self) -> list[_Open]:
+    def _open_requests(self) -> list[_AwaitedRequest]:
         return [*self._state.progress, *self._waiting]
 
     def _fail(self, error: Exception) -> None:
         """Ends all requests."""
         self.flush()
-        for opened in self._waiting:
-            if not opened.future.done():
-                opened.future.set_exception(error)
+        for awaited in self._waiting:
+            if not awaited.future.done():
+                awaited.future.set_exception(error)
         self._waiting.clear()
 
     # what it needs to know
@@ -384,5 +384,5 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(found.split()[1]) * 1024
+    available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024

@@ -35,8 +35,8 @@ class Forward:
     def look(self) -> None:
         """Looks again at what the module is made of: adapters may have come."""
         # vars, not setattr, which costs a step of a small model a tenth of its time
-        self._flags = [vars(submodule) for submodule in self.module.modules()]
-        configs = [found["config"] for found in self._flags if isinstance(found.get("config"), PreTrainedConfig)]
+        self._module_attributes = [vars(submodule) for submodule in self.module.modules()]
+        configs = [attributes["config"] for attributes in self._module_attributes if isinstance(attributes.get("config"), PreTrainedConfig)]
         texts = [config.get_text_config() for config in configs]
         if self.vision is not None:  # the encoder keeps its own attention
             configs, texts = [], [self.module.config.get_text_config()]
@@ -47,24 +47,24 @@ class Forward:
         """Where the module is now."""
         return self.module.get_input_embeddings().weight.device
 
-    def __call__(self, input_ids: Tensor, attention: str | None = None, **more: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, attention: str | None = None, **arguments: object) -> Tensor:
         """Logits of tokens ``[n, q]``, with the module's attention or another one."""
-        flags, configs = self._flags, self._configs
-        trained = [found["training"] for found in flags]
+        modules, configs = self._module_attributes, self._configs
+        training_flags = [attributes["training"] for attributes in modules]
         attentions = [config._attn_implementation for config in configs]
-        for found in flags:
-            found["training"] = False
+        for attributes in modules:
+            attributes["training"] = False
         if attention is not None:
             for config in configs:
                 config._attn_implementation = attention
         try:
             with torch.no_grad(), self._around(), self._precision():
-                return self.module(input_ids=input_ids, **more).logits
+                return self.module(input_ids=input_ids, **arguments).logits
         finally:
-            for found, training in zip(flags, trained, strict=True):
-                found["training"] = training
-            for config, known in zip(configs, attentions, strict=True):
-                config._attn_implementation = known
+            for attributes, is_training in zip(modules, training_flags, strict=True):
+                attributes["training"] = is_training
+            for config, name in zip(configs, attentions, strict=True):
+                config._attn_implementation = name
 
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
@@ -85,8 +85,8 @@ class Forward:
     def beside(self, input_ids: Tensor, position_ids: Tensor, beside: MultimodalInputs) -> dict[str, Tensor]:
         """Arguments of the module for tokens ``[n, q]`` of a model that sees."""
         device = input_ids.device
-        given = beside.arguments(position_ids.cpu(), self.arguments)
-        return {name: to_device(tensor, device) for name, tensor in given.items()}
+        arguments = beside.arguments(position_ids.cpu(), self.arguments)
+        return {name: to_device(tensor, device) for name, tensor in arguments.items()}
 
     def last(self, input_ids: Tensor, media: Sequence[Tensors] | None = None) -> Tensor:
         """Logits of the last tokens ``[n, V]`` of whole sequences ``[n, q]``, nothing cached.
@@ -100,14 +100,14 @@ class Forward:
     ) -> Tensor:
         """Logits of some tokens, or all, of whole sequences ``[n, q]``, nothing cached: ``[n, columns, V]``."""
         forget_lengths(self.module)
-        kept = None if columns is None else torch.tensor(columns, device=input_ids.device)
-        can_pick = kept is not None and "logits_to_keep" in self.arguments
-        more: dict[str, object] = {"logits_to_keep": kept} if can_pick else {}
+        picked = None if columns is None else torch.tensor(columns, device=input_ids.device)
+        can_pick = picked is not None and "logits_to_keep" in self.arguments
+        arguments: dict[str, object] = {"logits_to_keep": picked} if can_pick else {}
         if self.vision is not None:
             count, width = input_ids.shape
             beside = self.vision.beside_rows(input_ids.tolist(), media or [{}] * count, width)
-            more |= self.beside(input_ids, torch.arange(width).expand(count, -1), beside)
+            arguments |= self.beside(input_ids, torch.arange(width).expand(count, -1), beside)
         elif self.gives_positions:
-            more["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        logits = self(input_ids, use_cache=False, **more)
-        return logits if kept is None or can_pick else logits[:, kept]
+            arguments["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
+        logits = self(input_ids, use_cache=False, **arguments)
+        return logits if picked is None or can_pick else logits[:, picked]

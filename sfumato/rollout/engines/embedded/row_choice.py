@@ -72,15 +72,15 @@ def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, 
 
 def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
     generator = np.random.default_rng(0)
-    size = forward.module.get_input_embeddings().num_embeddings
+    num_embeddings = forward.module.get_input_embeddings().num_embeddings
     lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
-    known = _plain_tokens(forward, size)
-    texts = [known[generator.integers(len(known), size=length)].tolist() for length in lengths]
+    vocabulary = _plain_tokens(forward, num_embeddings)
+    texts = [vocabulary[generator.integers(len(vocabulary), size=length)].tolist() for length in lengths]
     images: list[Images | None] = [None] * len(texts)
     if forward.vision is not None:
-        seen = with_images(known[generator.integers(len(known), size=13)], SIGHT, forward.vision)
-        if len(seen.input_ids) <= longest:  # of the longest text there is always one
-            texts, images = [seen.input_ids.tolist(), *texts], [seen.images, *images]
+        probe = with_images(vocabulary[generator.integers(len(vocabulary), size=13)], SIGHT, forward.vision)
+        if len(probe.input_ids) <= longest:  # of the longest text there is always one
+            texts, images = [probe.input_ids.tolist(), *texts], [probe.images, *images]
     try:
         expected = _expected(forward, texts, images)
     except ConfigError:  # the attention of packed rows, which wants to be told positions
@@ -92,11 +92,11 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
     least, most, of_size = HALF if is_half else FLOAT32
     bound = min(max(of_size * _largest(expected), least), most)
-    noise = _refuse_looking_ahead(forward, known, longest, bound if is_half else most)
+    noise = _refuse_looking_ahead(forward, vocabulary, longest, bound if is_half else most)
     bound = bound if is_half else min(max(bound, TIMES * noise), most)
     problems = []
-    for make in _ways(forward, max_tokens):
-        problem, rows = _try(make, forward, texts, images, expected, bound)
+    for build in _ways(forward, max_tokens):
+        problem, rows = _try(build, forward, texts, images, expected, bound)
         if rows is not None:
             return rows, "; ".join(problems) or None
         problems.append(problem)
@@ -105,32 +105,32 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
 
 def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
     """Tokens that stand for no image, of a vocabulary of this size."""
-    known = np.arange(size)
-    return known if forward.vision is None else np.setdiff1d(known, forward.vision.idle_ids)
+    token_ids = np.arange(size)
+    return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.idle_ids)
 
 
 def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
     """Logits of what follows the beginnings of all texts without the last token, and then of what follows the texts."""
-    device, media = forward.device, [forward.media_of(each) for each in images]
+    device, media = forward.device, [forward.media_of(media_refs) for media_refs in images]
 
-    def last(text: list[int], own: Tensors) -> Tensor:
-        return forward.last(torch.tensor([text], device=device), [own])[0]
+    def last(text: list[int], tensors: Tensors) -> Tensor:
+        return forward.last(torch.tensor([text], device=device), [tensors])[0]
 
-    begun = [last(text[:-1], own) for text, own in zip(texts, media, strict=True)]
-    return torch.stack([*begun, *(last(text, own) for text, own in zip(texts, media, strict=True))])
+    before_last = [last(text[:-1], tensors) for text, tensors in zip(texts, media, strict=True)]
+    return torch.stack([*before_last, *(last(text, tensors) for text, tensors in zip(texts, media, strict=True))])
 
 
-def _refuse_looking_ahead(forward: Forward, known: np.ndarray, length: int, bound: float) -> float:
+def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int, bound: float) -> float:
     """Returns what rounding does to nearly all tokens when others follow."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(known), (TEXTS, min(length, SHORTER)), generator=generator)
-    tokens = torch.from_numpy(known)[drawn].to(forward.device)
-    found = []
-    for begun in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
-        places = sorted({*np.linspace(0, begun - 1, PLACES).astype(int).tolist()})
-        whole, cut = forward.some(tokens, places), forward.some(tokens[:, :begun], places)
-        found.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
-    differences = torch.cat(found)
+    drawn = torch.randint(len(vocabulary), (TEXTS, min(length, SHORTER)), generator=generator)
+    tokens = torch.from_numpy(vocabulary)[drawn].to(forward.device)
+    differences_of_cuts = []
+    for length_of_cut in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
+        columns = sorted({*np.linspace(0, length_of_cut - 1, PLACES).astype(int).tolist()})
+        whole, cut = forward.some(tokens, columns), forward.some(tokens[:, :length_of_cut], columns)
+        differences_of_cuts.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
+    differences = torch.cat(differences_of_cuts)
     noticing = (differences > bound).float().mean()
     if noticing > (OTHERWISE if has_experts(forward.module) else 0):
         raise ConfigError(
@@ -169,7 +169,7 @@ def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows 
 
 
 def _try(
-    make: Callable[[int], CachedRows | GroupedRows | str],
+    build: Callable[[int], CachedRows | GroupedRows | str],
     forward: Forward,
     texts: Texts,
     images: Sequence[Images | None],
@@ -177,7 +177,7 @@ def _try(
     bound: float,
 ) -> tuple[str, Rows | None]:
     """What is wrong with a way, or the way."""
-    rows = make(0)
+    rows = build(0)
     if isinstance(rows, str):
         return rows, None
     kind, name = type(rows).__name__, type(forward.module).__name__
@@ -193,15 +193,15 @@ def _try(
         second = rows.step(*_at(texts[:count], 1, forward.device))
     except Exception as error:  # whatever transformers' modules raise
         return f"{name} does not run as {kind} ({type(error).__name__}: {error})", None
-    far = float(_differences(torch.cat([first, second]), expected).max())
-    if far > bound:
-        return f"{name} as {kind} differs from whole sequences by {far:.2g} in a log-probability", None
+    largest_difference = float(_differences(torch.cat([first, second]), expected).max())
+    if largest_difference > bound:
+        return f"{name} as {kind} differs from whole sequences by {largest_difference:.2g} in a log-probability", None
     cost = rows.bytes_per_token
     if isinstance(rows, GroupedRows):
         cost = rows.held_bytes // sum(map(len, texts[:count]))
-    made = make(cost)
-    assert not isinstance(made, str)
-    return "", made
+    chosen = build(cost)
+    assert not isinstance(chosen, str)
+    return "", chosen
 
 
 def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
@@ -216,8 +216,10 @@ def _largest(logits: Tensor) -> float:
     return float(log_probs.where(log_probs.isfinite(), 0).abs().max())
 
 
-def _differences(found: Tensor, expected: Tensor) -> Tensor:
+def _differences(logits: Tensor, expected: Tensor) -> Tensor:
     """Largest differences of the log-probabilities of the likeliest tokens, of logits ``[N, V]``: ``[N]``."""
-    found, expected = (logits.double().log_softmax(-1) for logits in (found, expected))
-    likeliest = expected.topk(min(LIKELIEST, expected.shape[-1])).indices
-    return (found - expected).gather(-1, likeliest).abs().amax(-1).nan_to_num(nan=torch.inf)
+    actual_log_probs, expected_log_probs = (values.double().log_softmax(-1) for values in (logits, expected))
+    likeliest = expected_log_probs.topk(min(LIKELIEST, expected_log_probs.shape[-1])).indices
+    differences = (actual_log_probs - expected_log_probs).gather(-1, likeliest).abs()
+    # Where the model gives a token no probability at all the difference is NaN: that counts as wrong.
+    return differences.amax(-1).nan_to_num(nan=torch.inf)

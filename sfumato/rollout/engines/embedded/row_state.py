@@ -14,7 +14,7 @@ from sfumato.rollout.text.tokens import FinishReason
 
 
 @dataclass(eq=False)
-class Drawing:
+class ActiveRequest:
     """A request, and what has been drawn for it so far."""
 
     request: GenerationRequest
@@ -45,7 +45,7 @@ class RowState:
     """Arrays over S rows; those from 0 on are taken. W: the most tokens that one of them may still draw."""
 
     def __init__(self) -> None:
-        self.progress: list[Drawing] = []
+        self.progress: list[ActiveRequest] = []
         """Of the rows that are taken."""
         self.next_token = np.zeros(0, np.int64)
         """``[S]``: the last token of each row, whose keys and values are not known yet."""
@@ -66,29 +66,29 @@ class RowState:
     def __len__(self) -> int:
         return len(self.progress)
 
-    def add(self, joining: Sequence[Drawing]) -> None:
+    def add(self, joining: Sequence[ActiveRequest]) -> None:
         """Gives the next rows to requests."""
         first, count = len(self), len(self) + len(joining)
-        width = max(len(one.noise) - len(one.token_ids) for one in joining)
-        self._grow(count, width, max(len(one.sampling.stop_token_ids) for one in joining))
-        for row, one in enumerate(joining, first):
-            context, sampling, left = one.context, one.sampling, one.noise[len(one.token_ids) :]
+        width = max(len(request.noise) - len(request.token_ids) for request in joining)
+        self._grow(count, width, max(len(request.sampling.stop_token_ids) for request in joining))
+        for row, request in enumerate(joining, first):
+            context, sampling, noise = request.context, request.sampling, request.noise[len(request.token_ids) :]
             self.next_token[row], self.length[row] = context[-1], len(context) - 1
-            self._count[row], self._limit[row] = 0, len(left)
+            self._count[row], self._limit[row] = 0, len(noise)
             self._temperature[row], self._top_p[row] = sampling.temperature, sampling.top_p
             self._top_k[row], self._stop[row] = sampling.top_k, -1
             self._stop[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-            self._noise[row, : len(left)] = left
+            self._noise[row, : len(noise)] = noise
         self.progress += joining
         self._settings = None
 
     def _grow(self, num_rows: int, width: int, num_stops: int) -> None:
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
-                wanted = (num_rows, num_stops if name == "_stop" else width)[: array.ndim]
-                more = [(0, max(want - have, 0)) for want, have in zip(wanted, array.shape, strict=True)]
-                if any(after for _, after in more):
-                    setattr(self, name, np.pad(array, more, constant_values=-1 if name == "_stop" else 0))
+                shape = (num_rows, num_stops if name == "_stop" else width)[: array.ndim]
+                padding = [(0, max(needed - size, 0)) for needed, size in zip(shape, array.shape, strict=True)]
+                if any(after for _, after in padding):
+                    setattr(self, name, np.pad(array, padding, constant_values=-1 if name == "_stop" else 0))
 
     def settings(self, device: torch.device) -> DrawSettings:
         """How the next tokens are drawn."""
@@ -104,8 +104,8 @@ class RowState:
     def take(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> np.ndarray:
         """Notes a drawn token for each row. Returns which completions have ended, bool ``[n]``."""
         count = len(self)
-        rows = np.arange(count), self._count[:count]
-        self._tokens[rows], self._log_probs[rows], self._versions[rows] = tokens, log_probs, version
+        places = np.arange(count), self._count[:count]
+        self._tokens[places], self._log_probs[places], self._versions[places] = tokens, log_probs, version
         self._count[:count] += 1
         self.length[:count] += 1
         self.next_token[:count] = tokens
@@ -114,14 +114,14 @@ class RowState:
 
     def latest(self, row: int, count: int) -> list[int]:
         """The last ``count`` tokens that were drawn for the request of a row, or all."""
-        one, taken = self.progress[row], int(self._count[row])
-        found = self._tokens[row, max(taken - count, 0) : taken].tolist()
-        if (missing := count - len(found)) > 0:
-            given = one.request.prompt_ids[len(one.request.prompt_ids) - one.request.first_position :]
-            found = [*[*given, *one.token_ids][-missing:], *found]
-        return found
+        active, taken = self.progress[row], int(self._count[row])
+        tokens = self._tokens[row, max(taken - count, 0) : taken].tolist()
+        if (missing := count - len(tokens)) > 0:
+            earlier = active.request.prompt_ids[len(active.request.prompt_ids) - active.request.first_position :]
+            tokens = [*[*earlier, *active.token_ids][-missing:], *tokens]
+        return tokens
 
-    def leave(self, leaving: np.ndarray) -> tuple[list[Drawing], np.ndarray, np.ndarray]:
+    def leave(self, leaving: np.ndarray) -> tuple[list[ActiveRequest], np.ndarray, np.ndarray]:
         """Takes rows back, and moves others into their place, so that those that are taken are the first.
 
         Args:
@@ -131,20 +131,20 @@ class RowState:
             The requests that left, with what was drawn for them, in the order of their rows; rows that moved, and where
             to, int64 ``[k]`` each.
         """
-        gone = []
+        requests = []
         for row in leaving.nonzero()[0].tolist():
-            one, drawn = self.progress[row], slice(0, self._count[row])
-            one.token_ids += self._tokens[row, drawn].tolist()
-            one.log_probs += self._log_probs[row, drawn].tolist()
-            one.versions += self._versions[row, drawn].tolist()
-            gone.append(one)
-        left = len(self) - len(gone)
-        sources, targets = (~leaving[left:]).nonzero()[0] + left, leaving[:left].nonzero()[0]
+            active, drawn = self.progress[row], slice(0, self._count[row])
+            active.token_ids += self._tokens[row, drawn].tolist()
+            active.log_probs += self._log_probs[row, drawn].tolist()
+            active.versions += self._versions[row, drawn].tolist()
+            requests.append(active)
+        num_staying = len(self) - len(requests)
+        sources, targets = (~leaving[num_staying:]).nonzero()[0] + num_staying, leaving[:num_staying].nonzero()[0]
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array[targets] = array[sources]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.progress[target] = self.progress[source]
-        del self.progress[left:]
+        del self.progress[num_staying:]
         self._settings = None
-        return gone, sources, targets
+        return requests, sources, targets

@@ -83,17 +83,17 @@ class CachedRows:
         """See ``Rows``."""
         row_of: dict[tuple[tuple[int, ...], int], int] = {}
         copies: dict[int, list[int]] = {}
-        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
-            known = tuple(context[:-1]), id(seen)
-            if known in row_of:
-                copies.setdefault(row_of[known], []).append(row)
-            elif known[0]:
-                row_of[known] = row
+        for row, (context, media) in enumerate(zip(contexts, images, strict=True), first_row):
+            key = tuple(context[:-1]), id(media)
+            if key in row_of:
+                copies.setdefault(row_of[key], []).append(row)
+            elif key[0]:
+                row_of[key] = row
             self._ahead[row] = 0
-        texts = [(tokens, row) for (tokens, _), row in row_of.items()]
-        for part in _parts(texts, self._max_tokens):
+        prefixes = [(tokens, row) for (tokens, _), row in row_of.items()]
+        for part in _parts(prefixes, self._max_tokens):
             self._compute(part, [images[row - first_row] for _, row in part])
-        lengths = {row: len(tokens) for tokens, row in texts}
+        lengths = {row: len(tokens) for tokens, row in prefixes}
         pairs = [(source, target) for source, targets in copies.items() for target in targets]
         if pairs:
             self.move(*zip(*pairs, strict=True), max(lengths[source] for source, _ in pairs))
@@ -101,30 +101,30 @@ class CachedRows:
     def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[Images | None]) -> None:
         """Keys and values of sequences from their first token on. Those with images are computed in one pass."""
         device, width = self._forward.device, rounded_up(max(len(tokens) for tokens, _ in part))
-        size, beside = self._max_tokens, None
+        chunk, inputs = self._max_tokens, None
         if self._forward.vision is not None:
-            size, media = max(size, width), [self._forward.media_of(each) for each in images]
-            beside = self._forward.vision.beside_rows([tokens for tokens, _ in part], media, width)
-            self._note_positions(part, beside)
+            chunk, media = max(chunk, width), [self._forward.media_of(media_refs) for media_refs in images]
+            inputs = self._forward.vision.beside_rows([tokens for tokens, _ in part], media, width)
+            self._note_positions(part, inputs)
         input_ids = np.zeros((len(part), width), np.int64)
         for index, (tokens, _) in enumerate(part):
             input_ids[index, : len(tokens)] = tokens
         rows = torch.tensor([row for _, row in part], device=device)
-        for start in range(0, width, size):
-            columns = input_ids[:, start : start + size]
+        for start in range(0, width, chunk):
+            columns = input_ids[:, start : start + chunk]
             end = start + columns.shape[1]
             positions = torch.arange(start, end, device=device).repeat(len(part), 1)
-            seen = None
+            cached = None
             if start:
                 assert len(part) == 1, "long sequences are computed one at a time"
-                seen = slice(part[0][1], part[0][1] + 1), end
-            self._cache.take(rows, positions, start, seen)
-            self._pass(torch.from_numpy(columns).to(device), beside)
+                cached = slice(part[0][1], part[0][1] + 1), end
+            self._cache.take(rows, positions, start, cached)
+            self._pass(torch.from_numpy(columns).to(device), inputs)
 
-    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], beside: MultimodalInputs) -> None:
+    def _note_positions(self, part: list[tuple[tuple[int, ...], int]], inputs: MultimodalInputs) -> None:
         """What follows a text with images stands, on all rotary axes, after the largest position in it."""
-        if beside.rope_positions is not None:
-            for (tokens, row), positions in zip(part, beside.rope_positions, strict=True):
+        if inputs.rope_positions is not None:
+            for (tokens, row), positions in zip(part, inputs.rope_positions, strict=True):
                 self._ahead[row] = float(positions[: len(tokens)].max()) + 1 - len(tokens)
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
@@ -134,28 +134,28 @@ class CachedRows:
             tokens = functional.pad(tokens, (0, FEWEST_ROWS - count))
             positions = np.pad(positions, (0, FEWEST_ROWS - count))
         rows = torch.arange(len(positions), device=tokens.device)
-        seen = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
-        self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, seen)
-        beside = None
+        cached = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
+        self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, cached)
+        inputs = None
         if self._forward.vision is not None:
-            beside = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
-            if beside.rope_positions is not None:
-                after = torch.from_numpy(positions + self._ahead[: len(positions)]).to(beside.rope_positions.dtype)
-                beside = replace(beside, rope_positions=after[:, None, None].expand(-1, 1, 3))
-        return self._pass(tokens[:, None], beside)[:count, -1]
+            inputs = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
+            if inputs.rope_positions is not None:
+                rope_positions = torch.from_numpy(positions + self._ahead[: len(positions)]).to(inputs.rope_positions.dtype)
+                inputs = replace(inputs, rope_positions=rope_positions[:, None, None].expand(-1, 1, 3))
+        return self._pass(tokens[:, None], inputs)[:count, -1]
 
-    def _pass(self, input_ids: Tensor, beside: MultimodalInputs | None) -> Tensor:
+    def _pass(self, input_ids: Tensor, inputs: MultimodalInputs | None) -> Tensor:
         cache = self._cache
-        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
-        more |= {"position_ids": cache.positions}
-        if beside is not None:
-            more |= self._forward.beside(input_ids, cache.positions, beside)
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        arguments |= {"position_ids": cache.positions}
+        if inputs is not None:
+            arguments |= self._forward.beside(input_ids, cache.positions, inputs)
         logits = self._forward(
             input_ids,
             self._attention,
             past_key_values=cache,
             use_cache=True,
-            **more,
+            **arguments,
         )
         self.bytes_per_token = cache.bytes_per_token
         return logits
@@ -232,7 +232,7 @@ class GroupedRows:
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
         self._forget(range(len(positions), 1 + max((row for group in self._groups for row in group.rows), default=0)))
-        found, order = [], []
+        logits, order = [], []
         for group in self._groups:
             alive = [index for index, row in enumerate(group.rows) if row >= 0]
             if len(alive) < len(group.rows):
@@ -240,19 +240,19 @@ class GroupedRows:
                 group.rows = [group.rows[index] for index in alive]
             if group.rows:
                 rows = torch.tensor(group.rows, device=tokens.device)
-                found.append(self._pass(group, tokens[rows, None])[:, -1])
+                logits.append(self._pass(group, tokens[rows, None])[:, -1])
                 order += group.rows
         self._groups = [group for group in self._groups if group.rows]
-        return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
+        return torch.cat(logits)[torch.tensor(order, device=tokens.device).argsort()]
 
     def _pass(self, group: _Group, input_ids: Tensor) -> Tensor:
         if group.cache is None:
             group.cache = DynamicCache(config=self._forward.module.config)
-        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
         first, group.length = group.length, group.length + input_ids.shape[1]
         if self._gives_positions:
-            more["position_ids"] = torch.arange(first, group.length, device=input_ids.device).expand(input_ids.shape)
-        return self._forward(input_ids, self._attention, use_cache=True, **more, **{self._argument: group.cache})
+            arguments["position_ids"] = torch.arange(first, group.length, device=input_ids.device).expand(input_ids.shape)
+        return self._forward(input_ids, self._attention, use_cache=True, **arguments, **{self._argument: group.cache})
 
     def _select(self, group: _Group, indices: list[int]) -> None:
         if group.cache is not None and indices:
@@ -301,31 +301,31 @@ class RecomputedRows:
 
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``."""
-        kept = self._tokens[:num_rows, :num_columns]
+        staying = self._tokens[:num_rows, :num_columns]
         self._tokens = np.zeros((num_rows, num_columns), np.int64)
-        self._tokens[: kept.shape[0], : kept.shape[1]] = kept
+        self._tokens[: staying.shape[0], : staying.shape[1]] = staying
 
     def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
         """See ``Rows``."""
-        media = {id(each): self._forward.media_of(each) for each in {id(each): each for each in images}.values()}
-        for row, (context, seen) in enumerate(zip(contexts, images, strict=True), first_row):
+        media = {id(media_refs): self._forward.media_of(media_refs) for media_refs in {id(media_refs): media_refs for media_refs in images}.values()}
+        for row, (context, media_refs) in enumerate(zip(contexts, images, strict=True), first_row):
             self._tokens[row, : len(context)] = context
-            self._media[row] = media[id(seen)]
+            self._media[row] = media[id(media_refs)]
 
     def step(self, tokens: Tensor, positions: np.ndarray) -> Tensor:
         """See ``Rows``."""
         rows = np.arange(len(positions))
         self._tokens[rows, positions] = tokens.cpu().numpy()
-        found: list[Tensor] = []
+        logits: list[Tensor] = []
         order: list[int] = []
         for length in np.unique(positions + 1).tolist():
             same = rows[positions + 1 == length]
             for start in range(0, len(same), max(self._max_tokens // length, 1)):
                 part = same[start : start + max(self._max_tokens // length, 1)]
                 media = [self._media[row] for row in part.tolist()]
-                found.append(self._forward.last(torch.from_numpy(self._tokens[part, :length]).to(tokens.device), media))
+                logits.append(self._forward.last(torch.from_numpy(self._tokens[part, :length]).to(tokens.device), media))
                 order += part.tolist()
-        return torch.cat(found)[torch.tensor(order, device=tokens.device).argsort()]
+        return torch.cat(logits)[torch.tensor(order, device=tokens.device).argsort()]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], num_columns: int) -> None:
         """See ``Rows``."""

@@ -66,14 +66,14 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tenso
         The tokens, int64 ``[n]``, and the natural logarithms of their probabilities as they were drawn, float64
         ``[n]``; NaN where the logits of a row have no distribution.
     """
-    step = max(AT_A_TIME // logits.shape[1], 1)
-    if len(logits) <= step:
+    num_rows = max(AT_A_TIME // logits.shape[1], 1)
+    if len(logits) <= num_rows:
         return _draw(logits, uniform, settings)
-    found = []
-    for start in range(0, len(logits), step):
-        rows = slice(start, start + step)
-        found.append(_draw(logits[rows], uniform[rows], settings.part(rows)))
-    tokens, log_probs = zip(*found, strict=True)
+    drawn = []
+    for start in range(0, len(logits), num_rows):
+        rows = slice(start, start + num_rows)
+        drawn.append(_draw(logits[rows], uniform[rows], settings.part(rows)))
+    tokens, log_probs = zip(*drawn, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
@@ -86,11 +86,11 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
     scores = scores - scores.amax(-1, keepdim=True)
     if not settings.is_plain:
         scores = _without_unlikely(scores, settings)
-    summed = scores.exp().cumsum(-1)
-    total = summed[:, -1:]
+    cumulative = scores.exp().cumsum(-1)
+    total = cumulative[:, -1:]
     # a product that is rounded up to the total would be no token's
-    wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(summed, wanted, right=True).clamp_(max=logits.shape[1] - 1)
+    threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     log_probs = scores.gather(1, tokens) - total.log()
     if not settings.is_warm:
         likeliest, greedy = scores.argmax(-1, keepdim=True), settings.temperature == 0

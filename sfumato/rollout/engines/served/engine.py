@@ -132,14 +132,14 @@ class ServedEngine(ABC):
         if self._is_paused:  # nothing is scored then; what is under way goes on for this moment
             self._resume()
         try:
-            found = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
+            log_probs = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
         finally:
             if self._is_paused:
                 self._pause("keep")
-        for sequence, scores in zip(sequences, found, strict=True):
-            if len(scores) != len(sequence) - 1:
-                raise EngineError(f"{self.name} gave {len(scores)} log-probs of {len(sequence)} tokens")
-        return [torch.tensor(scores, dtype=torch.float32) for scores in found]
+        for sequence, log_probs_of_sequence in zip(sequences, log_probs, strict=True):
+            if len(log_probs_of_sequence) != len(sequence) - 1:
+                raise EngineError(f"{self.name} gave {len(log_probs_of_sequence)} log-probs of {len(sequence)} tokens")
+        return [torch.tensor(log_probs_of_sequence, dtype=torch.float32) for log_probs_of_sequence in log_probs]
 
     @abstractmethod
     def release(self) -> None:

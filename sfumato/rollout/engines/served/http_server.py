@@ -100,11 +100,11 @@ class HttpServer:
         except RefusedError as error:
             raise RefusedByServerError(f"{self.name}: {method} {path}: {error}") from error
         except AttemptError as error:
-            late = f" ({timeout_s or self.timeout_s:g} s)" if error.kind == "timeout" else ""
+            timeout_text = f" ({timeout_s or self.timeout_s:g} s)" if error.kind == "timeout" else ""
             is_gone = error.kind in ("connection", "truncated")
             problem = self.process.problem(SEEN_S if is_gone else 0.0) if self.process is not None else ""
-            said = f"{self.name}: {method} {path}: {error}{late}" + (f": {problem}" if problem else "")
-            raise EngineError(said) from error
+            message = f"{self.name}: {method} {path}: {error}{timeout_text}" + (f": {problem}" if problem else "")
+            raise EngineError(message) from error
         try:
             return load_json(answer, max_values=MAX_VALUES) if answer else None
         except JSONLimitError as error:

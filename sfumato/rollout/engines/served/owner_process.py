@@ -43,7 +43,7 @@ def send(group: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # the run, which gets them too, decides
+    for ignored_signal in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored_signal, signal.SIG_IGN)  # the run, which gets them too, decides
     code = keep(sys.argv[1:])
     sys.exit(code if code >= 0 else 128 - code)

@@ -157,9 +157,9 @@ class ServerCalls:
             shutil.copy(WORKER_FILE, Path(self._modules.name) / f"{WORKER_MODULE}.py")
             api_key = secrets.token_hex(32)  # by the environment, which others do not see as they do a command
             key = {"VLLM_API_KEY": api_key}
-            own = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
-            whole = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
-            self._process = ServerProcess(self.name, whole, own, log, start_timeout_s)
+            variables = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
+            arguments = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
+            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s)
         self.http = HttpServer(
             self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
         )
@@ -186,7 +186,7 @@ class ServerCalls:
             probe = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
             self.http.ask("POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": probe})
         except EngineError as error:
-            needed = " ".join(f"'{each}'" if "{" in each else each for each in SERVER_ARGUMENTS)
+            needed = " ".join(f"'{argument}'" if "{" in argument else argument for argument in SERVER_ARGUMENTS)
             variables = " ".join(f"{key}={value}" for key, value in SERVER_ENVIRONMENT.items())
             raise ConfigError(
                 f"{self.name} lacks what is needed ({error}): start it as the page docs/text_rl/engines.md says, with "
@@ -214,9 +214,9 @@ class ServerCalls:
             spans = choice["weight_versions"] or []
             versions = [(span["version"], span["end"] - span["start"]) for span in spans]
             drawn = DrawnTokens(
-                choice["token_ids"], [each["logprob"] for each in content], versions, choice["finish_reason"]
+                choice["token_ids"], [token_log_prob["logprob"] for token_log_prob in content], versions, choice["finish_reason"]
             )
-            ids = [each["token_id"] for each in content]
+            ids = [token_log_prob["token_id"] for token_log_prob in content]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
         if ids != drawn.token_ids:
@@ -229,7 +229,7 @@ class ServerCalls:
         answer = self.http.ask("POST", "/inference/v1/generate", body)
         try:
             by_token = answer["prompt_logprobs"][1:]
-            return [float(each[str(token)]["logprob"]) for each, token in zip(by_token, tokens[1:], strict=True)]
+            return [float(candidates[str(token)]["logprob"]) for candidates, token in zip(by_token, tokens[1:], strict=True)]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
 

@@ -17,7 +17,7 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.http_server import NOT_SENT
 
-KEPT = 64
+MAX_CACHED_PROMPTS = 64
 """Prompts whose images are kept as vLLM has made them."""
 
 
@@ -43,7 +43,7 @@ class RenderedImages:
                 f"{type(reader.processor).__name__}: take rollout.engine embedded"
             )
         self.reader, self._render = reader, render
-        self._kept: dict[int, tuple[Images, Any]] = {}
+        self._rendered_features: dict[int, tuple[Images, Any]] = {}
         self._under_way: dict[int, asyncio.Task] = {}
 
     async def of(self, prompt_ids: Sequence[int], images: Images) -> Any:
@@ -53,8 +53,8 @@ class RenderedImages:
             DataError: when an image is broken.
             EngineError: when vLLM makes other tokens of an image than this run.
         """
-        if id(images) in self._kept:
-            return self._kept[id(images)][1]
+        if id(images) in self._rendered_features:
+            return self._rendered_features[id(images)][1]
         if id(images) not in self._under_way:  # once for a group
             task = asyncio.ensure_future(self._rendered(prompt_ids, images))
             self._under_way[id(images)] = task
@@ -68,31 +68,31 @@ class RenderedImages:
         spans = token_runs(self.reader.kinds(np.array(prompt_ids, np.int32)) == 1)
         try:
             features = dict(answer["features"])
-            made = [span["length"] for span in features["mm_placeholders"]["image"]]
+            lengths = [span["length"] for span in features["mm_placeholders"]["image"]]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"vLLM rendered images in a way that is not known: {str(answer)[:300]}") from error
-        if made != [length for _, length in spans]:
+        if lengths != [length for _, length in spans]:
             raise EngineError(
-                f"{images.where}: vLLM makes {made} tokens of the images, the run {[length for _, length in spans]}: "
+                f"{images.where}: vLLM makes {lengths} tokens of the images, the run {[length for _, length in spans]}: "
                 f"start it with --mm-processor-kwargs '{limits_of(self.reader)}'"
             )
         features["mm_placeholders"] = {"image": [{"offset": start, "length": length} for start, length in spans]}
-        if len(self._kept) >= KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[id(images)] = images, features
+        if len(self._rendered_features) >= MAX_CACHED_PROMPTS:
+            self._rendered_features.pop(next(iter(self._rendered_features)))
+        self._rendered_features[id(images)] = images, features
         return features
 
     def _scaled(self, images: Images) -> list[bytes]:
         processor = self.reader.processor.image_processor
-        found = []
+        files = []
         for file, (_, rows, columns) in zip(images.find(), images.shapes.tolist(), strict=True):
             image = self.reader.open(file, images.where)
             assert isinstance(image, Image.Image)
             size = columns * processor.patch_size, rows * processor.patch_size
             scaled = io.BytesIO()
             (image if image.size == size else image.resize(size, processor.resample)).save(scaled, "PNG")
-            found.append(scaled.getvalue())
-        return found
+            files.append(scaled.getvalue())
+        return files
 
 
 def limits_of(reader: ImageReader) -> str:

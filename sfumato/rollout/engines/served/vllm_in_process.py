@@ -67,15 +67,15 @@ class InProcessCalls:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
-        given = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
+        arguments = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
         try:
-            parsed = parser.parse_args(given)
+            parsed = parser.parse_args(arguments)
         except (SystemExit, argparse.ArgumentError) as error:
-            raise ConfigError(f"vLLM does not take its arguments {' '.join(given)} ({error})") from error
-        self._llm = self._run(self._made(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
+            raise ConfigError(f"vLLM does not take its arguments {' '.join(arguments)} ({error})") from error
+        self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
-    async def _made(self, arguments: Any) -> Any:
+    async def _create_llm(self, arguments: Any) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_engine_args(arguments)
@@ -85,18 +85,18 @@ class InProcessCalls:
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         assert features is None, "prompts with images are for a server"
-        output = await asyncio.wrap_future(self._begin(self._drawn(tokens, params, adapter), self.timeout_s))
-        (one,) = output.outputs
-        log_probs = [each[token].logprob for each, token in zip(one.logprobs or [], one.token_ids, strict=True)]
-        versions = [(span.version, span.end - span.start) for span in one.weight_versions or []]
-        return DrawnTokens(list(one.token_ids), log_probs, versions, str(one.finish_reason))
+        output = await asyncio.wrap_future(self._begin(self._final_output(tokens, params, adapter), self.timeout_s))
+        (completion,) = output.outputs
+        log_probs = [candidates[token].logprob for candidates, token in zip(completion.logprobs or [], completion.token_ids, strict=True)]
+        versions = [(span.version, span.end - span.start) for span in completion.weight_versions or []]
+        return DrawnTokens(list(completion.token_ids), log_probs, versions, str(completion.finish_reason))
 
     def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
-        given = self._run(self._drawn(tokens, params, adapter)).prompt_logprobs[1:]
-        return [each[token].logprob for each, token in zip(given, tokens[1:], strict=True)]
+        prompt_log_probs = self._run(self._final_output(tokens, params, adapter)).prompt_logprobs[1:]
+        return [candidates[token].logprob for candidates, token in zip(prompt_log_probs, tokens[1:], strict=True)]
 
-    async def _drawn(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
+    async def _final_output(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -182,12 +182,12 @@ class InProcessCalls:
             llm.shutdown()
 
     def _begin(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(self._explained(work, timeout_s), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
         return self._begin(work, timeout_s or self.timeout_s).result()
 
-    async def _explained(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    async def _await_llm(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         """Whatever vLLM raises as EngineError."""
         try:
             return await asyncio.wait_for(work, timeout_s)

@@ -59,12 +59,12 @@ class WeightFiles:
         """
         self.template, self.folder, self.base = template, folder, base
         parameters = all_parameters(template)
-        adapters = {name: each for name, each in parameters.items() if ".lora_" in name}
+        adapters = {name: parameter for name, parameter in parameters.items() if ".lora_" in name}
         self.are_adapters = bool(adapters)
         """Whether adapters alone are written."""
         self.specs = {
-            name: Spec(tuple(each.shape), torch.float32 if adapters else dtype)
-            for name, each in (adapters or parameters).items()
+            name: Spec(tuple(parameter.shape), torch.float32 if adapters else dtype)
+            for name, parameter in (adapters or parameters).items()
         }
         """What is wanted, by the names that the actor has."""
 
@@ -105,7 +105,7 @@ class WeightFiles:
         count = 0
         for name, tensor in tensors:
             held[name] = tensor.detach().to("cpu", copy=True)
-            if sum(each.nbytes for each in held.values()) >= FILE_BYTES:
+            if sum(held_tensor.nbytes for held_tensor in held.values()) >= FILE_BYTES:
                 self._write_file(held, folder, count := count + 1)
                 held = {}
         if held:

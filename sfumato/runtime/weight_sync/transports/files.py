@@ -106,17 +106,17 @@ class Receiving(transports.Receiving):
                     "must lie on a file system that all nodes share; or take runtime.weight_sync broadcast"
                 )
             time.sleep(0.1)
-        found = set()
+        received_names = set()
         try:
-            listed = read_json_object(folder / MANIFEST)["files"]
-            for name, num_bytes in listed.items():
+            num_bytes_by_file = read_json_object(folder / MANIFEST)["files"]
+            for name, num_bytes in num_bytes_by_file.items():
                 if (folder / name).stat().st_size != num_bytes:
                     raise WeightSyncError(f"version {version}: {folder / name} is not as long as it was written")
                 with safe_open(folder / name, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (it is no dict)
-                        found.add(key)
+                        received_names.add(key)
                         yield key, file.get_tensor(key)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
-        if lacking := [name for name in self.names if name not in found]:
+        if lacking := [name for name in self.names if name not in received_names]:
             raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")

@@ -57,16 +57,16 @@ def match(ends: Ends) -> tuple[int, ...]:
     Raises:
         ConfigError: when one has none.
     """
-    found = []
+    sources = []
     for rank, place in enumerate(ends.receivers):
-        near = ends.neighbours(rank)
-        if not near:
+        neighbours = ends.neighbours(rank)
+        if not neighbours:
             raise ConfigError(
                 f"runtime.weight_sync ipc needs an actor process on the {'GPU' if place.gpu else 'machine'} of each "
                 f"sampler process; the sampler's rank {rank} ({place}) has none: set it to broadcast or files"
             )
-        found.append(near[rank % len(near)])
-    return tuple(found)
+        sources.append(neighbours[rank % len(neighbours)])
+    return tuple(sources)
 
 
 class Sending(transports.Sending):
@@ -88,11 +88,11 @@ class Sending(transports.Sending):
         num_bytes = largest(tuple(buckets))
         self.paths: list[Path] = []
         self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
-        mine = {
+        rank_handles = {
             rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
         }
-        handles = {rank: slots for part in _gather_handles(mine, mesh) for rank, slots in part.items()}
+        handles = {rank: slots for part in _gather_handles(rank_handles, mesh) for rank, slots in part.items()}
         ordered = tuple(handles[rank] for rank in range(len(sources)))
         self._access = Access(address, sources, ordered, num_bytes)
 
@@ -151,13 +151,13 @@ class Sending(transports.Sending):
             self.paths.pop().unlink(missing_ok=True)
 
 
-def _gather_handles(mine: dict[int, Any], mesh: Mesh) -> list[dict[int, Any]]:
+def _gather_handles(rank_handles: dict[int, Any], mesh: Mesh) -> list[dict[int, Any]]:
     """Handles of all ranks: names of files, or what torch makes of a GPU's memory, which holds functions."""
     if mesh.device.type != "cuda" or mesh.size == 1:
-        return mesh.gather(mine, over="world")
-    handles: list[dict[int, Any]] = [{}] * mesh.size
-    dist.all_gather_object(handles, mine, group=mesh.group("world"))
-    return handles
+        return mesh.gather(rank_handles, over="world")
+    handles_by_rank: list[dict[int, Any]] = [{}] * mesh.size
+    dist.all_gather_object(handles_by_rank, rank_handles, group=mesh.group("world"))
+    return handles_by_rank
 
 
 class Receiving(transports.Receiving):
@@ -188,8 +188,8 @@ class Receiving(transports.Receiving):
             return torch.from_file(handle, shared=True, size=self.access.num_bytes, dtype=torch.uint8)
         rebuild, arguments = handle
         try:
-            own = self.mesh.device.index
-            return rebuild(*(own if index == DEVICE else argument for index, argument in enumerate(arguments)))
+            device_index = self.mesh.device.index
+            return rebuild(*(device_index if index == DEVICE else argument for index, argument in enumerate(arguments)))
         except RuntimeError as error:
             raise WeightSyncError(f"{where}: {error}; {remedy}") from error
 

@@ -36,9 +36,9 @@ class Sending(transports.Sending):
         """Copies of what the receiver in this process needs, by name, in memory that the next version is put into."""
         del version
         items = [item for bucket in self.buckets for item in bucket.items]
-        theirs = self.receiver
-        differs = theirs is None or any(
-            chunks_of(source.shards, item.name) != chunks_of(theirs, item.name) for item in items
+        receiver_shards = self.receiver
+        differs = receiver_shards is None or any(
+            chunks_of(source.shards, item.name) != chunks_of(receiver_shards, item.name) for item in items
         )
         if not self.mesh.any(differs):
             return {
@@ -46,12 +46,12 @@ class Sending(transports.Sending):
                 for item in items
             }
         memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
-        found = {}
+        copies = {}
         for bucket in self.buckets:
             source.gather(bucket, memory)
             for name, whole in bucket.tensors(memory):
-                found[name] = self._copy(name, whole if theirs is None else theirs.shard(name, whole), whole.dtype)
-        return found
+                copies[name] = self._copy(name, whole if receiver_shards is None else receiver_shards.shard(name, whole), whole.dtype)
+        return copies
 
     def close(self) -> None:
         """Frees the memory."""
