@@ -25,7 +25,7 @@ class Unit:
     """What one of the sampler's data-parallel ranks draws together: a micro-batch, or a group."""
 
     requests: Sequence[Request]
-    handles: tuple[Handle, ...] = ()
+    made: tuple[Handle, ...] = ()
     """What was generated, for the update and for the rewards, and what is left to the next iteration, where something
     is; empty before it is begun."""
     scores: Future | None = None
@@ -58,13 +58,13 @@ class Round:
     @property
     def unfinished(self) -> Handle | None:
         """What it leaves to the next iteration; the first of the ranks that this process drives speaks for all."""
-        handles = self.units[0].handles
+        handles = self.units[0].made
         return handles[2] if len(handles) > 2 else None
 
     @property
     def handles(self) -> list[Handle]:
         """What was generated, of all ranks."""
-        return [handle for unit in self.units for handle in unit.handles]
+        return [handle for unit in self.units for handle in unit.made]
 
     @property
     def is_begun(self) -> bool:
@@ -127,7 +127,7 @@ class Round:
     def forget_samples(self, and_scores: bool = False) -> None:
         """Has it drawn again."""
         for unit in self.units:
-            unit.handles = ()
+            unit.made = ()
             unit.scores = None if and_scores else unit.scores
 
 

@@ -259,8 +259,8 @@ class RolloutStream:
         places = {samples[index].sample_id: place for place, index in enumerate(order)}
         rank_batches = [
             RankBatch(
-                rollouts=[unit.handles[0] for unit in units],
-                samples=[unit.handles[1] for unit in units],
+                rollouts=[unit.made[0] for unit in units],
+                samples=[unit.made[1] for unit in units],
                 sample_ids={sample_id: places[sample_id] for sample_id in ids},
                 unfinished=iteration.rounds[-1].unfinished,
             )
@@ -330,7 +330,7 @@ class RolloutStream:
             return False
         with labelled(self.roles.driver.record, round_.step + 1, round_.version):
             for unit in round_.units:
-                unit.scores = self.roles.scorer.submit(self.score, unit.handles[1], kind="score")
+                unit.scores = self.roles.scorer.submit(self.score, unit.made[1], kind="score")
         return True
 
     def _ask_for_more(self) -> bool:
@@ -377,7 +377,7 @@ class RolloutStream:
             )
         for unit, handles_of_rank in zip(round_.by_rank, handles_by_rank, strict=True):
             if unit is not None:
-                unit.handles = handles_of_rank
+                unit.made = handles_of_rank
         return True
 
     def _unfinished_before(self, round_: Round) -> list[Handle]:
@@ -420,7 +420,7 @@ class RolloutStream:
         if self.roles.weights is None:  # the actor has drawn them itself
             return True
         if problem is None:
-            parts = [[handle for unit in units for handle in unit.handles] for units, _ in self._samples_of_actor(iteration)]
+            parts = [[handle for unit in units for handle in unit.made] for units, _ in self._samples_of_actor(iteration)]
             try:
                 with labelled(self.roles.driver.record, iteration.step + 1):
                     self.roles.actor.bring(parts).result()

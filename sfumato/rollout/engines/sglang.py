@@ -246,7 +246,16 @@ class SglangSettings(ServedSettings):
     def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
         if max_length is None:
             raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
-        arguments = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
+        arguments = [
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model_path,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         arguments += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
         arguments += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
         if self.gpu_memory_utilization is not None:

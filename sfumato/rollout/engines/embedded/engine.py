@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -33,10 +33,13 @@ from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.engines.embedded.token_sampling import draw
 from sfumato.rollout.text.tokens import FinishReason
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LOGGER = logging.getLogger(__name__)
 
 SOON = 256
-"""Tokens that new rows have room for at once, where memory allows."""
+"""Room for so many new tokens is allocated at once when a request takes a row, where memory allows."""
 
 LONGEST_TRIED = 4096
 """Tokens of the longest sequence that the ways to compute logits are compared with."""
@@ -44,12 +47,12 @@ LONGEST_TRIED = 4096
 
 @dataclass(eq=False)
 class _AwaitedRequest(ActiveRequest):
-    """A request that somebody waits for."""
+    """An active request with the future that its caller awaits."""
 
     future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, reason: FinishReason) -> None:
-        """Hands over what was drawn."""
+        """Resolves the future with the tokens drawn so far, unless the caller was cancelled."""
         if not self.future.done():
             self.future.set_result(self.completion(reason))
 
@@ -88,19 +91,21 @@ class EmbeddedEngine:
         """
         self.version = version
         self.max_length = _max_length(module, max_length)
-        self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
-        self._cache_bytes, self._max_prefill_tokens, self._decode = cache_bytes, max_prefill_tokens, decode
+        self._forward = Forward(module, around, vision)
+        self._max_batch_size = max_batch_size
+        self._cache_bytes = cache_bytes
+        self._max_prefill_tokens = max_prefill_tokens
+        self._decode = decode
         self._rows: Rows | None = None
         self._capacity = (0, 0)  # rows and columns that there is memory for
         self._waiting: deque[_AwaitedRequest] = deque()
         self._state = RowState()
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = self._is_closed = False
-        self._has_texts = (
-            False  # whether a request has named texts that end it: only then rows are looked at one by one
-        )
+        # Whether any request so far has stop texts: only then the rows are decoded one by one after each token.
+        self._has_texts = False
 
-    # what others call
+    # The interface of ``Engine``.
 
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
         """See ``Engine``."""
@@ -120,7 +125,7 @@ class EmbeddedEngine:
         """See ``Engine``."""
         self._is_paused = True
         if mode == "abort":
-            self.flush()
+            self.flush()  # puts the requests that have rows into the queue, too
             for awaited in self._waiting:
                 awaited.end("abort")
             self._waiting.clear()
@@ -138,6 +143,7 @@ class EmbeddedEngine:
         """See ``Engine``."""
         rescored: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
         same_length = not isinstance(self._prepared(), CachedRows)
+        # ``group_documents`` names each sequence by the offset at which it would begin if all were concatenated.
         offsets = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
         for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
             indices = [offsets.index(start) for start in starts]
@@ -173,14 +179,14 @@ class EmbeddedEngine:
             self.release()
             self._is_closed = True
 
-    # the loop
+    # The decoding loop.
 
     @property
     def _num_open(self) -> int:
         return len(self._waiting) + len(self._state)
 
     def _ensure_driver(self) -> None:
-        """Has a task go on, in the loop of who waits, if none does."""
+        """Starts the task that decodes, in the event loop of the waiting requests, unless it runs already."""
         if self._is_paused or not self._num_open:
             return
         loop = self._open_requests()[0].future.get_loop()
@@ -188,6 +194,7 @@ class EmbeddedEngine:
             self._driver = loop.create_task(self._run())
 
     async def _run(self) -> None:
+        """Decodes token after token until no request is left or the engine is paused."""
         self._forward.look()
         while self._num_open and not self._is_paused:
             try:
@@ -198,11 +205,17 @@ class EmbeddedEngine:
                 failure = EngineError(f"drawing failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 self._fail(failure)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets the callers of ended requests run, whose next ones may join the next step
 
     def _step(self) -> None:
-        """One token for each request that there is room for."""
-        rows, state, device = self._prepared(), self._state, self._forward.device
+        """Draws one token for each request that there is memory for.
+
+        Raises:
+            EngineError: when logits are not finite.
+        """
+        rows = self._prepared()
+        state = self._state
+        device = self._forward.device
         self._make_room(rows)
         self._admit(rows)
         count = len(state)
@@ -222,7 +235,7 @@ class EmbeddedEngine:
                 awaited.end("stop" if is_stop else "length")
 
     def _stopped_by_text(self) -> np.ndarray:
-        """Rows whose last token completes a text that ends them, bool ``[n]``."""
+        """Which rows have completed one of their stop texts with their last token: bool ``[n]``."""
         is_stopped = np.zeros(len(self._state), bool)
         for row, active in enumerate(self._state.progress if self._has_texts else ()):
             if stop := active.sampling.stop:
@@ -231,13 +244,14 @@ class EmbeddedEngine:
         return is_stopped
 
     def _make_room(self, rows: Rows) -> None:
-        """Makes rows longer where their next token needs it. Without memory for all, the last ones wait."""
+        """Makes rows longer where the next token needs it. Without memory for all, the last rows are requeued."""
         while count := len(self._state):
             needed = int(self._state.length[:count].max()) + 1
             if needed <= self._capacity[1]:
                 return
             columns = rounded_up(needed)
             if self._fits(count, columns):
+                # A quarter more than needed: enlarging the cache copies it, which should happen rarely.
                 more = min(needed + needed // 4, max(active.longest for active in self._state.progress))
                 columns = rounded_up(more) if self._fits(count, rounded_up(more)) else columns
                 self._resize(rows, count, columns)
@@ -245,9 +259,10 @@ class EmbeddedEngine:
             self._requeue(count - 1)
 
     def _admit(self, rows: Rows) -> None:
-        """Gives rows to requests that wait, in the order in which they came."""
+        """Gives rows to waiting requests in the order in which they came; drops those that were cancelled."""
         joining: list[_AwaitedRequest] = []
-        count, columns = len(self._state), self._capacity[1] if len(self._state) else 0
+        count = len(self._state)
+        columns = self._capacity[1] if count else 0
         while self._waiting and count + len(joining) < self._max_batch_size:
             awaited = self._waiting[0]
             if not awaited.future.done():
@@ -277,27 +292,28 @@ class EmbeddedEngine:
         self._capacity = (num_rows, num_columns)
 
     def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_AwaitedRequest]:
-        """Takes rows back. Returns their requests."""
+        """Frees the rows for which ``leaving``, bool ``[n]``, is true. Returns their requests."""
         longest = int(self._state.length[: len(self._state)].max())
         requests, sources, targets = self._state.leave(leaving)
         if len(sources):
             rows.move(sources, targets, longest)
-        return requests
+        return cast("list[_AwaitedRequest]", requests)
 
     def _requeue(self, first: int) -> None:
-        """Has requests of rows from a first one on wait before all others, with what was drawn."""
+        """Puts the requests of all rows from ``first`` on back to the head of the queue, with the tokens drawn so far.
+        Keys and values are computed again when they get a row."""
         if self._rows is not None and len(self._state) > first:
             self._waiting.extendleft(reversed(self._leave(self._rows, np.arange(len(self._state)) >= first)))
 
     def _drop(self, awaited: _AwaitedRequest) -> None:
-        """Nobody waits for it any longer."""
+        """Removes a request whose caller was cancelled."""
         if awaited in self._waiting:
             self._waiting.remove(awaited)
         elif awaited in self._state.progress and self._rows is not None:
             self._leave(self._rows, np.array([active is awaited for active in self._state.progress]))
 
     def _halve_batch(self, error: torch.OutOfMemoryError) -> None:
-        """The device has less memory than was thought: half as many at a time from now on."""
+        """After an out-of-memory error: halves the number of sequences at a time, and begins with empty caches."""
         count = len(self._state)
         if count <= 1:
             self._fail(EngineError(f"one sequence does not fit into the device's memory: {error}"))
@@ -310,20 +326,21 @@ class EmbeddedEngine:
         LOGGER.warning("out of memory with %d sequences at a time: %d from now on", count, count // 2)
 
     def _open_requests(self) -> list[_AwaitedRequest]:
-        return [*self._state.progress, *self._waiting]
+        """All requests that have not ended: those with rows, then those that wait."""
+        return [*cast("list[_AwaitedRequest]", self._state.progress), *self._waiting]
 
     def _fail(self, error: Exception) -> None:
-        """Ends all requests."""
+        """Ends all requests with an error."""
         self.flush()
         for awaited in self._waiting:
             if not awaited.future.done():
                 awaited.future.set_exception(error)
         self._waiting.clear()
 
-    # what it needs to know
+    # Preparation, and checks of requests.
 
     def _prepared(self) -> Rows:
-        """The rows; the first call finds out which kind is right and how much memory there is."""
+        """The rows. The first call chooses their kind by trying, and measures the free memory."""
         if self._rows is None:
             self._rows, why_not = choose_rows(
                 self._forward, min(self.max_length, LONGEST_TRIED), self._max_prefill_tokens
@@ -335,7 +352,9 @@ class EmbeddedEngine:
         return self._rows
 
     def _check(self, request: GenerationRequest, sampling: Sampling) -> None:
-        length, size = len(request.prompt_ids), self._forward.module.get_input_embeddings().num_embeddings
+        """Raises ConfigError for a request that this engine cannot draw."""
+        length = len(request.prompt_ids)
+        size = cast("nn.Embedding", self._forward.module.get_input_embeddings()).num_embeddings
         if length + request.max_new_tokens > self.max_length:
             raise ConfigError(
                 f"a prompt of {length} tokens and max_new_tokens {request.max_new_tokens} are longer than the "
@@ -361,8 +380,14 @@ class EmbeddedEngine:
 
 
 def _max_length(module: nn.Module, wanted: int | None) -> int:
-    positions = known_positions(module.config.get_text_config())
-    stretched = changing_positions(module.config)
+    """Tokens of the longest sequence: ``wanted``, or as many as the model has positions.
+
+    Raises:
+        ConfigError: when the model has fewer positions than wanted, or no limit and none was given.
+    """
+    config = cast("PreTrainedModel", module).config
+    positions = known_positions(config.get_text_config())
+    stretched = changing_positions(config)
     if stretched is not None:
         positions = min(stretched, positions or stretched)
     if wanted is None:
@@ -380,7 +405,7 @@ def _max_length(module: nn.Module, wanted: int | None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nothing uses."""
+    """Free memory of the GPU, or for the CPU the available memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

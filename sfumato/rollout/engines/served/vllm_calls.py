@@ -214,7 +214,10 @@ class ServerCalls:
             spans = choice["weight_versions"] or []
             versions = [(span["version"], span["end"] - span["start"]) for span in spans]
             drawn = DrawnTokens(
-                choice["token_ids"], [token_log_prob["logprob"] for token_log_prob in content], versions, choice["finish_reason"]
+                choice["token_ids"],
+                [token_log_prob["logprob"] for token_log_prob in content],
+                versions,
+                choice["finish_reason"],
             )
             ids = [token_log_prob["token_id"] for token_log_prob in content]
         except UNEXPECTED_ANSWER as error:
@@ -229,7 +232,9 @@ class ServerCalls:
         answer = self.http.ask("POST", "/inference/v1/generate", body)
         try:
             by_token = answer["prompt_logprobs"][1:]
-            return [float(candidates[str(token)]["logprob"]) for candidates, token in zip(by_token, tokens[1:], strict=True)]
+            return [
+                float(candidates[str(token)]["logprob"]) for candidates, token in zip(by_token, tokens[1:], strict=True)
+            ]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
 

@@ -87,7 +87,10 @@ class InProcessCalls:
         assert features is None, "prompts with images are for a server"
         output = await asyncio.wrap_future(self._begin(self._final_output(tokens, params, adapter), self.timeout_s))
         (completion,) = output.outputs
-        log_probs = [candidates[token].logprob for candidates, token in zip(completion.logprobs or [], completion.token_ids, strict=True)]
+        log_probs = [
+            candidates[token].logprob
+            for candidates, token in zip(completion.logprobs or [], completion.token_ids, strict=True)
+        ]
         versions = [(span.version, span.end - span.start) for span in completion.weight_versions or []]
         return DrawnTokens(list(completion.token_ids), log_probs, versions, str(completion.finish_reason))
 
