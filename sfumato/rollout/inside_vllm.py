@@ -1,8 +1,8 @@
-"""Runs inside vLLM's worker processes, in vLLM's environment: weights from safetensors files.
+"""Loads weights from safetensors files inside vLLM's worker processes, in vLLM's environment.
 
-vLLM imports this file when it is given as ``--worker-extension-cls``, and so knows the backend ``BACKEND`` of its
-weight transfer interface. vLLM's own backends need GPUs. It imports vLLM, safetensors and nothing of this library,
-because a copy of this file alone is given to a server whose environment does not have the library.
+vLLM imports this file because of the option ``--worker-extension-cls``, and so gets to know the backend ``BACKEND`` of
+its weight transfer interface; vLLM's own backends need GPUs. The file imports vLLM and safetensors and nothing of this
+library: a server whose environment does not have the library gets a copy of this file alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BACKEND = "sfumato_files"
 
 
 class VllmWorkerExtension:
-    """What vLLM adds to its workers: nothing. It is there so that this file is imported."""
+    """Adds nothing to vLLM's workers. It exists so that vLLM imports this file."""
 
 
 @dataclass
 class NoInitInfo(WeightTransferInitInfo):
-    """Nothing is agreed beforehand."""
+    """Empty: this backend needs no initialisation."""
 
 
 @dataclass
@@ -38,13 +38,15 @@ class FilesUpdateInfo(WeightTransferUpdateInfo):
     """Which files hold a version."""
 
     folder: str
-    """With safetensors files of the trained weights, by the names of the model's own files."""
+    """Contains safetensors files of the trained weights, with the tensor names of the model's own files."""
     base: str
-    """The model's own folder, which has the others: layers that vLLM fuses are only loaded as wholes. Empty: none."""
+    """The model's own folder, for the weights that are not trained: vLLM loads a fused layer only as a whole. Empty:
+    none."""
 
 
 class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo]):
-    """Loads weights in the phases of vLLM's own backends: layers are taken apart, loaded and processed again."""
+    """Loads weights in the phases of vLLM's own backends: start (layers return to the form in which they are loaded),
+    receive, finish (layers are processed again, such as fused or quantised)."""
 
     init_info_cls = NoInitInfo
     update_info_cls = FilesUpdateInfo
@@ -53,17 +55,17 @@ class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
-        """Before the first file."""
+        """Prepares the layers; called before the first file."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As in the base class, which waits for a GPU that may not be there."""
+        """As in the base class, but that synchronises a GPU, and there may be none."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FilesUpdateInfo) -> None:
-        """Loads the trained weights, and the others from the model's own files."""
+        """Loads the trained weights, then all others from the model's own files."""
         seen: set[str] = set()
         for folder in filter(None, (update_info.folder, update_info.base)):
             for path in sorted(Path(folder).glob("*.safetensors")):
@@ -73,11 +75,11 @@ class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo
                     seen.update(names)
 
     def finish_weight_update(self) -> None:
-        """After the last file."""
+        """Processes the layers; called after the last file."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing to free."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FilesWeightTransferEngine)

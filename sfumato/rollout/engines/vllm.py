@@ -172,7 +172,7 @@ class VllmSettings(ServedSettings):
         max_length: int | None = None,
         reader: ImageReader | None = None,
     ) -> VllmEngine:
-        """Starts or finds vLLM.
+        """Starts vLLM, or connects to the server at url.
 
         Args:
             model_path: folder of the model's own files, which the engine loads, too.

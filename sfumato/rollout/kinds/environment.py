@@ -1,4 +1,4 @@
-"""An environment of one's own: the policy acts in words, and is told what came of it."""
+"""A user's environment: the policy acts by texts, and gets observations in return."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Environment(RolloutKind):
     async def _act(
         self, play: _Play, engine: Engine, keys: SampleKeys, sampling: Sampling, limits: LengthLimits
     ) -> bool:
-        """Turn after turn. Returns whether it ended at a limit."""
+        """Plays turn after turn. Returns whether it ended at a limit of tokens or turns."""
         assert play.sequence is not None
         sequence = play.sequence
         for turn in range(self.max_turns):
@@ -96,6 +96,7 @@ class Environment(RolloutKind):
                 return False
             if sequence.finish_reason == "length":
                 return True
+            # An observation is appended only if the policy has room for a token after it.
             tokens = play.tokens_of(observation, drawn, sampling)
             if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 return True
@@ -105,27 +106,32 @@ class Environment(RolloutKind):
 
 
 class _EnvironmentError(Exception):
-    """What went wrong with the environment of a sample."""
+    """An error of a sample's environment, which becomes the sample's damage."""
 
 
 class _Play:
-    """A sample's environment, and what was said so far."""
+    """A sample's environment, with the conversation so far."""
 
     def __init__(self, kind: Environment, template: PromptTemplate, prompt: TextPrompt) -> None:
-        self.kind, self.template, self.prompt = kind, template, prompt
+        self.kind = kind
+        self.template = template
+        self.prompt = prompt
         self.environment: Any = None
         self.sequence: GrowingSequence | None = None
         self.messages = None if prompt.messages is None else list(prompt.messages)
-        self.text, self.damage, self.is_done = "", "", False
+        self.text = ""  # of the policy's last turn
+        self.damage = ""
+        self.is_done = False
         self.rewards: list[float] = []
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """Metadata for rewards."""
         rewards = {"environment_reward": math.fsum(self.rewards), "environment_rewards": self.rewards}
         return rewards | {"environment_done": self.is_done}
 
     async def reset(self, cls: Callable[..., Any]) -> None:
-        """Makes the environment, and the tokens that it begins with."""
+        """Builds the environment from the user's class, and the sequence from its first observation."""
         self.environment = await self._call(cls, **self.kind.arguments)
         first = await self._call(self.environment.reset, self.prompt)
         ids = self.prompt.token_ids
@@ -139,7 +145,7 @@ class _Play:
         self.sequence = GrowingSequence.after_prompt(ids)
 
     async def step(self, drawn: list[int], sampling: Sampling) -> str:
-        """Has the environment answer what was drawn. Returns the observation."""
+        """Passes the drawn text to the environment. Returns the observation; empty at the end."""
         self.text = self.template.decode(drawn, sampling.stop_token_ids)
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": self.text})
@@ -162,21 +168,21 @@ class _Play:
         return "" if self.is_done else self._checked(observation)
 
     def tokens_of(self, observation: str, drawn: list[int], sampling: Sampling) -> list[int]:
-        """Of an observation, with the beginning of the policy's next turn."""
+        """The tokens of an observation, with the beginning of the policy's next turn."""
         if self.messages is None:
             return tokens_after(self.template, drawn[-1], defused(observation, self.template.tokenizer))
         message = {"role": "user", "content": observation}
         return tokens_between(self.template, [message], end_token(drawn, sampling), self.prompt.tools)
 
     def tell(self, observation: str, tokens: list[int]) -> None:
-        """Appends an observation."""
+        """Appends an observation to the sequence and the messages."""
         assert self.sequence is not None
         self.sequence.append_given(tokens)
         if self.messages is not None:
             self.messages.append({"role": "user", "content": observation})
 
     async def close(self) -> None:
-        """Tells the environment that it is over. What goes wrong then is the sample's damage."""
+        """Closes the environment if it has ``close``. An error of that is the sample's damage."""
         close = getattr(self.environment, "close", None)
         if close is None:
             return
@@ -186,11 +192,13 @@ class _Play:
             self.damage = self.damage or str(error)
 
     def _checked(self, observation: Any) -> str:
+        """The observation, cut to ``max_output_chars``. Raises _EnvironmentError when it is no text."""
         if not isinstance(observation, str) or not observation:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
         return cut(observation, self.kind.max_output_chars)
 
     async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""
         try:
             return await call_own(function, *args, timeout_s=self.kind.timeout_s, **named)
         except UserError:
