@@ -159,10 +159,14 @@ class Cluster(Driver):
         ``driver_bytes/ROLE``, and the most memory of its processes, such as ``memory/actor_gpu_peak_mib``."""
         bytes_by_role = dict(self.loop.driver_bytes)
         bytes_before, self._bytes_told = self._bytes_told, bytes_by_role
-        driver_bytes = {f"driver_bytes/{role}": float(size - bytes_before.get(role, 0)) for role, size in bytes_by_role.items()}
+        driver_bytes = {
+            f"driver_bytes/{role}": float(size - bytes_before.get(role, 0)) for role, size in bytes_by_role.items()
+        }
         memory, self.loop.memory = self.loop.memory, {}
         memory_metrics = {
-            name.replace("memory/", f"memory/{role}_"): mib for role, memory_of_role in memory.items() for name, mib in memory_of_role.items()
+            name.replace("memory/", f"memory/{role}_"): mib
+            for role, memory_of_role in memory.items()
+            for name, mib in memory_of_role.items()
         }
         return driver_bytes | memory_metrics
 
@@ -321,7 +325,9 @@ def _import_path() -> dict[str, str]:
     }
     paths = [Path(path or ".").resolve() for path in sys.path]
     return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in installed_paths))
+        "PYTHONPATH": os.pathsep.join(
+            dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in installed_paths)
+        )
     }
 
 

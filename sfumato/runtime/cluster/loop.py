@@ -139,7 +139,13 @@ class DriverLoop:
     def write_processes(self) -> None:
         """Writes which processes there are to ``processes.json`` in the run folder."""
         entries = [
-            {"role": process.role, "rank": process.rank, "pid": identity.pid, "host": identity.host, "stderr": identity.stderr}
+            {
+                "role": process.role,
+                "rank": process.rank,
+                "pid": identity.pid,
+                "host": identity.host,
+                "stderr": identity.stderr,
+            }
             for role in self.roles
             for process in role.processes
             if (identity := process.identity) is not None and not process.is_lost

@@ -103,7 +103,10 @@ def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
 
 
 def _candidates(
-    remaining: Sequence[Amount], chosen: Sequence[Mapping[int, int]], processes: Sequence[tuple[Amount, int]], level: int
+    remaining: Sequence[Amount],
+    chosen: Sequence[Mapping[int, int]],
+    processes: Sequence[tuple[Amount, int]],
+    level: int,
 ) -> Iterator[int]:
     """Machines with room for a process, of equal ones the first.
 
@@ -301,7 +304,9 @@ def _amount(resources: Mapping[str, float]) -> Amount:
 
 
 def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], cluster_machines: Sequence[Machine]) -> str:
-    requested = ", ".join(f"{name} {pool.processes} x ({amount_text(_need(pool))})" for name, (pool, _) in wanted.items())
+    requested = ", ".join(
+        f"{name} {pool.processes} x ({amount_text(_need(pool))})" for name, (pool, _) in wanted.items()
+    )
     machine_texts = "; ".join(map(str, cluster_machines))
     return f"no place for runtime.pools: asked for are {requested}; the machines have: {machine_texts}"
 

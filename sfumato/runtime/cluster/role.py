@@ -171,7 +171,12 @@ class RayRole:
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
         identify_args = (None if token is None else token.name,)
         identifying = self._issue(
-            identify, dict.fromkeys(ranks, identify_args), kept_handles=members, shippers=ranks, is_start=True, kind="load"
+            identify,
+            dict.fromkeys(ranks, identify_args),
+            kept_handles=members,
+            shippers=ranks,
+            is_start=True,
+            kind="load",
         )
         is_group, identities = len(ranks) > 1, [member for (member,) in members.values()]
         if is_group:
@@ -200,7 +205,11 @@ class RayRole:
         for part in who.parts:
             part.process.identity = part.value
             process_versions = part.value.versions
-            if different := [f"{name} {process_versions[name]} ({driver_versions[name]} here)" for name in driver_versions if process_versions[name] != driver_versions[name]]:
+            if different := [
+                f"{name} {process_versions[name]} ({driver_versions[name]} here)"
+                for name in driver_versions
+                if process_versions[name] != driver_versions[name]
+            ]:
                 self.fail(
                     ConfigError(
                         f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has "
