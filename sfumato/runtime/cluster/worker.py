@@ -391,7 +391,7 @@ def _describe(error: BaseException) -> Packed:
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, Exception):
         error = RuntimeError(f"the function raised {type(error).__name__}({error})")
-    error.__traceback__ = error.__cause__ = error.__context__ = None  # a traceback cannot be pickled
+    error.__traceback__ = error.__cause__ = error.__context__ = None
     try:
         packed = pack((error, text))
         unpack(packed)
