@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, LocalRole, Record, Roles, ThreadRole
 from sfumato.tracking.run import Run
+
+if TYPE_CHECKING:
+    from sfumato.runtime.weight_sync.sync import Rescoring
 
 Build = Callable[[Any, Mesh, Any], Any]
 """Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
@@ -30,7 +33,7 @@ def main_mesh(config: RLConfig) -> Mesh:
 
 
 def launch_roles(
-    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Any = None
+    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Rescoring | None = None
 ) -> Roles:
     """Builds all roles; use what it returns in a ``with``.
 

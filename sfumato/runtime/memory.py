@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -187,7 +187,7 @@ class RoleMemory:
         """Registers hooks that raise OffloadedError before a pass, a step or a save could read empty storages, which
         would crash the process or give wrong results."""
 
-        def refuse(*_: Any, **__: Any) -> NoReturn:
+        def refuse(*_: object, **__: object) -> NoReturn:
             raise OffloadedError(f"part {name!r} of a role is in CPU memory: call onload({name!r}) of its memory first")
 
         if name == PARAMETERS:

@@ -153,7 +153,7 @@ class Actor(Generic[Model]):
         del module
         return self.engine.rescore(self.model, tokens)
 
-    def unfinished_groups(self, _nothing: Any = None) -> Any:
+    def unfinished_groups(self, _nothing: object = None) -> Any:
         """Groups that the last iteration left unfinished, which the next one goes on from."""
         return self.engine.unfinished.groups
 

@@ -153,7 +153,7 @@ class RolloutStream:
         """
         return cls(
             roles,
-            total_steps=config.train.max_steps,
+            total_steps=cast("int", config.train.max_steps),
             micro_batch_size=config.rollout.micro_batch_size,
             with_reward=config.rollout.with_reward,
             max_pending=config.reward.max_pending,

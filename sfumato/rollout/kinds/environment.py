@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
@@ -18,6 +18,9 @@ from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
+
+if TYPE_CHECKING:
+    from sfumato.data.text.chat import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,7 @@ class _Play:
         ids = self.prompt.token_ids
         if first is not None:
             first = self._checked(first)
-            content: Any = first
+            content: str | list[Message] = first
             if self.messages is not None:
                 system_messages = [message for message in self.messages if message["role"] in ("system", "developer")]
                 content = self.messages = [*system_messages, {"role": "user", "content": first}]
@@ -191,7 +194,7 @@ class _Play:
         except _EnvironmentError as error:
             self.damage = self.damage or str(error)
 
-    def _checked(self, observation: Any) -> str:
+    def _checked(self, observation: object) -> str:
         """The observation, cut to ``max_output_chars``. Raises _EnvironmentError when it is no text."""
         if not isinstance(observation, str) or not observation:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.text.growing_sequence import GrowingSequence
+
+if TYPE_CHECKING:
+    from sfumato.rewards.base import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +106,10 @@ class DrawingKind(RolloutKind):
 class DrawnImage(DrawnText):
     """A sample whose result is an image."""
 
-    image: Any = None
+    image: np.ndarray | None = None
     """uint8 ``[H, W, 3]``."""
 
-    def sample(self, prompt: TextPrompt, group_id: int) -> Any:
+    def sample(self, prompt: TextPrompt, group_id: int) -> Sample:
         """The sample as rewards see it."""
         return replace(super().sample(prompt, group_id), image=self.image, text=None)
 

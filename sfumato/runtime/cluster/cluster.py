@@ -31,7 +31,10 @@ from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
+    from sfumato.config.sections import TrainConfig
+    from sfumato.runtime.launch import Build
     from sfumato.runtime.roles import Role
+    from sfumato.runtime.weight_sync.sync import Rescoring
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
@@ -53,7 +56,7 @@ _DRIVER_ENVIRONMENT = {
 class Cluster(Driver):
     """Ray with the roles on it, and the ``Driver`` that waits for them. Made by ``start_cluster``."""
 
-    def __init__(self, config: RuntimeConfig, run: Any, *, is_own: bool) -> None:
+    def __init__(self, config: RuntimeConfig, run: Run, *, is_own: bool) -> None:
         import ray
 
         self.config = config
@@ -110,9 +113,9 @@ class Cluster(Driver):
     def group(
         self,
         name: str,
-        build: Callable[..., Any],
+        build: Build,
         config: Any,
-        train: Any,
+        train: TrainConfig,
         pool: PoolConfig,
         *,
         sees_folder: bool = False,
@@ -138,7 +141,7 @@ class Cluster(Driver):
         return RayGroup(RolePlan(name, build, config, train, pool, places, sees_folder=sees_folder), self.loop)
 
     def pool(
-        self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig, threads: int = 1
+        self, name: str, build: Build, config: Any, train: TrainConfig, pool: PoolConfig, threads: int = 1
     ) -> RayPool:
         """Starts independent processes, each with a mesh of one process. Otherwise as ``group``.
 
@@ -165,7 +168,7 @@ class Cluster(Driver):
         self.loop.on_progress(callback)
 
     def take_timings(self) -> dict[str, float]:
-        """Measurements since the last call, by role: bytes that passed through this process (``driver_bytes/ROLE``), and
+        """Measurements since the last call, by role: bytes that passed through this process (``driver_bytes/ROLE``) and
         the memory of the process that uses most (such as ``memory/actor_gpu_peak_mib``)."""
         bytes_by_role = dict(self.loop.driver_bytes)
         bytes_before = self._bytes_told
@@ -203,7 +206,8 @@ class Cluster(Driver):
         import ray
 
         roles: list[RayRole] = list(self.loop.roles)
-        with suppress(ray.exceptions.RayError):  # the cluster may be lost already
+        with suppress(ray.exceptions.RayError):  # pyright: ignore[reportAttributeAccessIssue]
+            # The cluster may be lost already
             for role in roles:
                 role.close()
             for places in self._places.values():
@@ -212,7 +216,7 @@ class Cluster(Driver):
             ray.shutdown()
 
 
-def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
+def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
     """Starts Ray on this machine, or joins the cluster that ``runtime.address`` names.
 
     Args:
@@ -265,7 +269,9 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
     return Cluster(config, run, is_own=address is None)
 
 
-def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any, rescoring: Any = None) -> Roles:
+def launch_on_ray(
+    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Rescoring | None = None
+) -> Roles:
     """Starts or joins Ray, and builds all roles at the same time. Args are those of ``launch_roles``.
 
     Raises:
@@ -318,7 +324,7 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
     )
 
 
-def _start_here(run: Any, **options: Any) -> None:
+def _start_here(run: Run, **options: Any) -> None:
     """Starts Ray on this machine, and tries a second time if that fails: Ray gives a busy machine only 30 s."""
     import ray
 

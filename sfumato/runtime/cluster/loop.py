@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.runtime import RuntimeConfig
 from sfumato.config.writing import write_atomically
@@ -21,7 +21,10 @@ from sfumato.runtime.roles import Record
 from sfumato.tracking.timeline import Event
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from sfumato.runtime.cluster.role import RayRole
+    from sfumato.tracking.run import Run
 
 TURN_S = 0.2
 """Longest wait in seconds within Ray, so that signals are handled."""
@@ -50,7 +53,7 @@ class Heartbeat:
 
     asked: float = 0.0
     """When it was last asked."""
-    reference: Any = None
+    reference: ObjectRef | None = None
     """Ray's reference to its answer; None while it is not asked."""
     silent_s: float = 0.0
     """Seconds without an answer, counted only while the driver was listening."""
@@ -61,7 +64,7 @@ class Heartbeat:
 class DriverLoop:
     """The open calls of all roles. It is used by the driver's thread alone."""
 
-    def __init__(self, run: Any, config: RuntimeConfig) -> None:
+    def __init__(self, run: Run, config: RuntimeConfig) -> None:
         """Starts empty.
 
         Args:
@@ -80,7 +83,7 @@ class DriverLoop:
         """By role and metric the memory of the process that uses most, in MiB, since it was last reported."""
         self.peak_flops: dict[str, float] = {}
         """By role the peak FLOP/s of a device, where known."""
-        self._sent: dict[Any, tuple[RayFuture, CallPart]] = {}
+        self._sent: dict[ObjectRef, tuple[RayFuture, CallPart]] = {}
         self._heartbeats: dict[RoleProcess, Heartbeat] = {}
         self._listener: Callable[[], None] | None = None
         self._last_turn = time.monotonic()
@@ -144,7 +147,7 @@ class DriverLoop:
                 self._is_telling = False
             self._flush()
 
-    def sent(self, future: RayFuture, part: CallPart, reference: Any) -> None:
+    def sent(self, future: RayFuture, part: CallPart, reference: ObjectRef) -> None:
         """Registers a part of a call that a role has sent."""
         part.reference = reference
         part.running_s = None
@@ -260,8 +263,8 @@ class DriverLoop:
         reference = heartbeat.reference
         heartbeat.reference = None
         try:
-            stop, lines, running = ray.get(reference)
-        except ray.exceptions.RayActorError as error:
+            stop, lines, running = ray.get(cast("ObjectRef", reference))
+        except ray.exceptions.RayActorError as error:  # pyright: ignore[reportAttributeAccessIssue]
             if not process.unanswered:  # else the replies of its calls report the death
                 self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
             return
@@ -289,16 +292,18 @@ class DriverLoop:
 
         if part.reference not in self._sent:  # its process was lost earlier in the same turn
             return
+        assert part.reference is not None
         process = part.process
         try:
             packed_reply, packed_value = ray.get(part.reference)
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayActorError as error:  # pyright: ignore[reportAttributeAccessIssue]
             self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
             return
-        except ray.exceptions.ObjectLostError as error:
+        except ray.exceptions.ObjectLostError as error:  # pyright: ignore[reportAttributeAccessIssue]
             self._take_loss(future, part, error)
             return
-        except ray.exceptions.RayError as error:  # Ray could not bring arguments or results, as when the store is full
+        except ray.exceptions.RayError as error:  # pyright: ignore[reportAttributeAccessIssue]
+            # Ray could not bring arguments or results, as when the store is full
             self._answered(part)
             self._part_ended(future, part, RuntimeError(f"{future.function.name} of role {future.role}: {error}"))
             return
@@ -338,10 +343,13 @@ class DriverLoop:
         role = self._role_of(process)
         handles = part.arguments.handles
         lost = getattr(error, "cause", error).object_ref_hex
+        assert part.reference is not None
         if lost == part.reference.hex() or not handles:
             self.lose(role, [process], f"the result of {process.where()} is lost with its machine")
             return
-        made_by = next((handle for handle in handles if handle.reference.hex() == lost), handles[0]).future.role
+        made_by = next(
+            (handle for handle in handles if cast("ObjectRef", handle.reference).hex() == lost), handles[0]
+        ).future.role
         reason = f"values that role {made_by} had made are lost with the machine they lay on"
         if role.works_together and not future.brings:  # other ranks may run their parts already, and wait for this one
             self.lose(role, role.processes, reason)
@@ -350,6 +358,7 @@ class DriverLoop:
         self._part_ended(future, part, ValuesLostError(made_by, (), reason))
 
     def _answered(self, part: CallPart) -> None:
+        assert part.reference is not None
         del self._sent[part.reference], part.process.unanswered[part.reference]
         part.reference = None
 
@@ -443,7 +452,7 @@ class DriverLoop:
         for process, reference in asked:
             text = "does not answer\n"
             if reference in ready:
-                with contextlib.suppress(ray.exceptions.RayActorError):
+                with contextlib.suppress(ray.exceptions.RayActorError):  # pyright: ignore[reportAttributeAccessIssue]
                     text = ray.get(reference)
             parts.append(f"--- {role.name} rank {process.rank}, {process.where()}\n{text}")
         return "\n".join(parts)

@@ -10,11 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, PreemptedError, RoleLostError
 from sfumato.runtime.weight_sync.places import ADDRESS_REMEDY, is_loopback
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from sfumato.tracking.run import Run
 
 KINDS = ("CPU", "GPU")
 UNIT = 10_000
@@ -51,7 +56,7 @@ class Machine:
 class Slot:
     """The place of one process."""
 
-    group: Any
+    group: PlacementGroup
     """Ray's placement group."""
     index: int
     """Index of the process's bundle in it."""
@@ -184,7 +189,7 @@ class Places:
 class Reserver:
     """Reserves places on a cluster."""
 
-    def __init__(self, config: RuntimeConfig, run: Any, is_own: bool) -> None:
+    def __init__(self, config: RuntimeConfig, run: Run, is_own: bool) -> None:
         """Args as of ``Cluster``."""
         self.config = config
         self.run = run

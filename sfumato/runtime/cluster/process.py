@@ -23,7 +23,11 @@ from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
 from sfumato.runtime.roles import OTHER
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from sfumato.config.sections import TrainConfig
     from sfumato.runtime.cluster.loop import DriverLoop
+    from sfumato.runtime.launch import Build
 
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
 """Groups of threads of a process. Each begins its calls in order; ``calls`` may have several threads."""
@@ -67,11 +71,11 @@ class RolePlan:
     """Everything that a role's processes are started from."""
 
     name: str
-    build: Callable[..., Any]
+    build: Build
     """Builds the state from ``(config, mesh, run)``, in each process."""
     config: Any
     """The configuration that ``build`` gets."""
-    train: Any
+    train: TrainConfig
     """The ``TrainConfig`` that says how the processes share the work, and on which device."""
     pool: PoolConfig
     places: Places
@@ -104,7 +108,7 @@ class RoleProcess:
         self.slot = slot
         self.identity: Identity | None = None
         self.is_lost = False
-        self.unanswered: dict[Any, tuple[RayFuture, CallPart]] = {}
+        self.unanswered: dict[ObjectRef, tuple[RayFuture, CallPart]] = {}
         """Futures and parts of calls by Ray's reference to their reply; maintained by the driver's loop."""
         # Functions that each group of threads was sent: groups run independently, so each must get the pickle.
         self._sent: set[tuple[ConcurrencyGroup, str]] = set()
@@ -121,7 +125,9 @@ class RoleProcess:
         paths = [os.path.abspath(path) for path in sys.path]
         self._actor = actor.remote(plan.name, rank, max(int(pool.cpus), 1), str(output_dir), speaks, paths)
 
-    def send(self, future: RayFuture, part: CallPart, args: Any, stop: bool) -> tuple[list[Any], int]:
+    def send(
+        self, future: RayFuture, part: CallPart, args: Packed | ObjectRef, stop: bool
+    ) -> tuple[list[ObjectRef], int]:
         """Sends this process's part of a call.
 
         Args:
@@ -145,7 +151,7 @@ class RoleProcess:
         )
         return references if num_values else [references], len(function.pickled) if is_new else 0
 
-    def ask(self, method: Literal["ping", "stacks"]) -> Any:
+    def ask(self, method: Literal["ping", "stacks"]) -> ObjectRef:
         """Calls a method in the health thread; returns Ray's reference to its answer."""
         return getattr(self._actor, method).options(concurrency_group="health").remote()
 
@@ -187,7 +193,8 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool =
         return None
     try:
         return ray.get(answer, timeout=REMOTE_S)
-    except ray.exceptions.RayError:  # the machine is lost, which the caller is about to report
+    except ray.exceptions.RayError:  # pyright: ignore[reportAttributeAccessIssue]
+        # The machine is lost, which the caller is about to report
         return None
 
 
@@ -232,7 +239,7 @@ class Arguments:
     """Handles that the packed arguments refer to."""
     num_users: int = 0
     """Number of processes that get these arguments."""
-    reference: Any = None
+    reference: ObjectRef | None = None
     """Ray's reference to them, if they were put into shared memory."""
 
 
@@ -250,7 +257,7 @@ class CallPart:
     keeps: list[RayHandle] = field(default_factory=list)
     """Handles of the values that stay with it."""
     call: int = field(default_factory=lambda: next(_numbers))
-    reference: Any = None
+    reference: ObjectRef | None = None
     """Ray's reference to the reply; None before it is sent and after the reply came."""
     running_s: float | None = None
     """Seconds that it had been running at the process's last heartbeat; None if it was not running."""
@@ -353,7 +360,7 @@ class RayHandle:
     """A value that stays in the memory of the machine where it was made. Made by ``map_remote`` of a role."""
 
     future: RayFuture = None  # type: ignore[assignment]  # set by ``RayRole._issue``
-    reference: Any = None
+    reference: ObjectRef | None = None
     """Ray's reference to the packed value."""
     seconds: float = 0.0
     """Duration of the call in seconds, once done."""
@@ -373,7 +380,7 @@ class RayHandle:
         import ray
 
         self.future.result()
-        packed = cast("Packed", ray.get(self.reference))
+        packed = cast("Packed", ray.get(cast("ObjectRef", self.reference)))
         self.future.loop.count_bytes(self.future.role, packed)
         return unpack(packed)
 

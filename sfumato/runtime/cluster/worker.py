@@ -21,10 +21,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch._C._distributed_c10d import TCPStore
+
+    from sfumato.config.sections import TrainConfig
+    from sfumato.parallel.mesh import Mesh
+    from sfumato.runtime.launch import Build
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class RoleRun:
 
     def __init__(self, output_dir: Path, speaks: bool) -> None:
         self.output_dir = output_dir
-        self.mesh: Any = None
+        self.mesh: Mesh | None = None
         self.stop_requested = False
         """Whether the run was asked to stop: SIGTERM to the driver or to a process of any role."""
         self._speaks = speaks
@@ -145,7 +154,7 @@ class RoleWorker:
         self.run_of_role = RoleRun(Path(output_dir), speaks)
         self.state: Any = None
         self.peak_flops: float | None = None
-        self.store: Any = None
+        self.store: TCPStore | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._has_functions = threading.Condition()
         self.is_built = threading.Event()
@@ -157,7 +166,7 @@ class RoleWorker:
     def __repr__(self) -> str:
         return f"{self.role} rank {self.rank}"  # what Ray writes in front of each line that the process prints
 
-    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+    def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         self.run_of_role.stop_requested = True
 
     def run(
@@ -188,7 +197,7 @@ class RoleWorker:
             The packed reply and the packed result; with ``num_values`` a tuple of that pair and each packed value.
         """
         start = time.time()
-        kept_values: list[Packed | None] = []
+        kept_values: Sequence[Packed | None] = []
         result = None
         reply = Reply(start, start, None, False, [], {})
         self._running[call] = time.monotonic()
@@ -311,9 +320,9 @@ def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
 
 def build_state(
     worker: RoleWorker,
-    build: Callable[..., Any],
+    build: Build,
     config: Any,
-    train: Any,
+    train: TrainConfig,
     members: Sequence[Identity],
     port: int | None,
 ) -> None:

@@ -72,7 +72,7 @@ class ReceivingState(Protocol):
     mesh: Mesh
     version: int
     """Version of the weights in use; set when one is applied."""
-    sync: Any
+    sync: ReceivingEnd | None
     """Set by this module alone: the ``ReceivingEnd``, or None."""
 
 

@@ -24,7 +24,7 @@ class SendingState(Protocol):
     """The state of a role that sends weights."""
 
     mesh: Mesh
-    sync: Any
+    sync: Sender | None
     """Set by this module alone: the ``Sender``, or None."""
 
     def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

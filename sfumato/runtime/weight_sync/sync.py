@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -161,7 +161,7 @@ class WeightSync:
         self._is_first = True
         self._sent = None
         self._applying = None
-        self._tokens = self.rescoring.tokens if wanted.rescores else None
+        self._tokens = cast("Rescoring", self.rescoring).tokens if wanted.rescores else None
 
     def transfer(self, version: int) -> SyncReport:
         """Sends a version, and waits until every process of the sampler has it in staging memory.

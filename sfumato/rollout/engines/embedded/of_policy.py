@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -73,7 +72,7 @@ class PolicyEngine:
 
 def is_whole(module: nn.Module) -> bool:
     """Whether this rank holds every weight of a module as ``parallelize`` returned it."""
-    wrapped: Any = (FSDPModule, FullyShardedDataParallel)
+    wrapped = (FSDPModule, FullyShardedDataParallel)
     return not any(isinstance(submodule, wrapped) for submodule in module.modules()) and not any(
         isinstance(parameter, DTensor) for parameter in module.parameters()
     )

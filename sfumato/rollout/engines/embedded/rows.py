@@ -117,7 +117,8 @@ class CachedRows:
         lengths = {row: len(tokens) for tokens, row in prefixes}
         pairs = [(source, target) for source, targets in copies.items() for target in targets]
         if pairs:
-            self.move(*zip(*pairs, strict=True), max(lengths[source] for source, _ in pairs))
+            longest = max(lengths[source] for source, _ in pairs)
+            self.move(*zip(*pairs, strict=True), longest)  # pyright: ignore[reportCallIssue] (pairs have two members)
 
     def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[Images | None]) -> None:
         """Computes keys and values of whole sequences.

@@ -76,7 +76,7 @@ class HttpServer:
         self._num_ends = 0  # calls of ``end_all``
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="engine-request")
 
-    def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
         """Sends a request and waits.
 
         Args:
@@ -117,7 +117,7 @@ class HttpServer:
         except ValueError:
             return answer.decode(errors="replace")
 
-    async def ask_async(self, method: str, path: str, body: Any = None) -> Any:
+    async def ask_async(self, method: str, path: str, body: object = None) -> Any:
         """As ``ask``, without blocking the event loop. The timeout counts from when the request is sent.
 
         Returns:
@@ -127,7 +127,7 @@ class HttpServer:
             self._threads, self._send, self._num_ends, method, path, body
         )
 
-    def _send(self, num_ends: int, method: str, path: str, body: Any) -> Any:
+    def _send(self, num_ends: int, method: str, path: str, body: object) -> Any:
         """Runs in a thread. ``num_ends``: calls of ``end_all`` when the request was made; a later one drops it."""
         with self._lock:
             if self._num_ends != num_ends:

@@ -163,11 +163,11 @@ class Sending(transports.Sending):
             self.paths.pop().unlink(missing_ok=True)
 
 
-def _gather_handles(rank_handles: dict[int, Any], mesh: Mesh) -> list[dict[int, Any]]:
+def _gather_handles(rank_handles: dict[int, Any], mesh: Mesh) -> list[dict[int, tuple[Handle, ...]]]:
     """Gathers the handles of all ranks. Handles of a GPU's memory contain functions, so they need a pickling gather."""
     if mesh.device.type != "cuda" or mesh.size == 1:
         return mesh.gather(rank_handles, over="world")
-    handles_by_rank: list[dict[int, Any]] = [{}] * mesh.size
+    handles_by_rank: list[dict[int, tuple[Handle, ...]]] = [{}] * mesh.size
     dist.all_gather_object(handles_by_rank, rank_handles, group=mesh.group("world"))
     return handles_by_rank
 
