@@ -1,4 +1,4 @@
-"""Evaluation and the samples that a run keeps: drawn and written where the actor is, scored where the scorer is."""
+"""Evaluation, and the samples that a run saves: written by the actor, scored by the scorer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.config.rl import RLConfig
 from sfumato.parallel.mesh import range_of_rank
@@ -19,6 +19,10 @@ from sfumato.runtime.stream import RolloutStream
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
+if TYPE_CHECKING:
+    from sfumato.algorithms.advantages import Advantages
+    from sfumato.runtime.states import Actor
+
 
 def evaluate(
     roles: Roles,
@@ -28,47 +32,59 @@ def evaluate(
     step: int,
     trained: Sequence[RankBatch] = (),
     scores: Scores | None = None,
-    advantages: Any = None,
+    advantages: Advantages | None = None,
     stream: RolloutStream | None = None,
 ) -> dict[str, float]:
-    """Draws one sample per held-out prompt, each data-parallel rank its part, scores them, keeps some.
+    """Draws one sample per held-out prompt, divided over the data-parallel ranks, scores them, and saves some.
 
     Args:
-        roles: the actor draws, or where the configuration says so a sampler of its own; the actor writes samples, so
-            that no image passes through this process.
-        run: says what could not be scored, and shows samples to the trackers.
-        draw: ``(state, rows, config)`` to samples of these held-out prompts, and what was ``Drawn`` with them.
+        roles: the actor draws, or if so configured a sampler of its own. The actor saves samples, so that no image
+            passes through this process.
+        run: reports what could not be scored, and shows samples to the trackers.
+        draw: ``(state, rows, config)`` to samples of these held-out prompts, and a ``Drawn`` with measurements.
         config: of the task.
         step: finished iterations.
-        trained: what the ranks learned from in the iteration, if any, with scores and advantages of all its samples.
-        stream: brings a sampler that draws the weights of now.
+        trained: what the ranks learned from in the iteration, if there was one.
+        scores: of all samples of that iteration.
+        advantages: of the same samples.
+        stream: has a sampler of its own draw by the current weights; needed only then.
 
     Returns:
         Metrics over all prompts.
     """
-    actor, count = roles.actor, config.eval.num_prompts
+    actor = roles.actor
+    count = config.eval.num_prompts
     drawer = roles.sampler if config.sampler_evaluates else actor
     by_rank = [list(range_of_rank(count, rank, drawer.num_data_ranks)) for rank in drawer.data_ranks]
-    drawing = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
+    draw_and_score = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
     with run.timed("evaluate"):
-        made, scored, measured = stream.by_newest_weights(drawing) if drawer is not actor else drawing()
+        if drawer is not actor:
+            assert stream is not None, "a sampler draws, and there is no stream to give it weights"
+            samples, scored, drawn_by_rank = stream.by_newest_weights(draw_and_score)
+        else:
+            samples, scored, drawn_by_rank = draw_and_score()
         values = {
             name: [
-                value for rows, own in zip(by_rank, measured, strict=True) for value in own.values[name][: len(rows)]
+                value
+                for rows, drawn in zip(by_rank, drawn_by_rank, strict=True)
+                for value in drawn.values[name][: len(rows)]  # without the padding of ``_draw_and_score``
             ]
-            for name in measured[0].values
+            for name in drawn_by_rank[0].values
         }
         everyone = roles.together((Scores.cat(scored), values))
-        all_scores = Scores.cat([some for some, _ in everyone])
+        all_scores = Scores.cat([values_of_process for values_of_process, _ in everyone])
         for text in all_scores.messages:
             run.say(f"evaluation at step {step}: reward {text}")
-        metrics = all_scores.metrics("eval/") | measured[0].metrics
+        metrics = all_scores.metrics("eval/") | drawn_by_rank[0].metrics
         for name in values:
-            finite = [value for _, some in everyone for value in some[name] if math.isfinite(value)]
+            finite = [
+                value for _, values_of_process in everyone for value in values_of_process[name] if math.isfinite(value)
+            ]
             metrics[name] = sum(finite) / len(finite) if finite else math.nan
-        shares = [range_of_rank(len(made), number, len(actor.data_ranks)) for number in range(len(actor.data_ranks))]
+        # Sampler and actor may have different numbers of ranks: each actor rank saves samples of some of the sampler's.
+        shares = [range_of_rank(len(samples), number, len(actor.data_ranks)) for number in range(len(actor.data_ranks))]
         parts = [
-            ([made[place] for place in share], [scored[place] for place in share], part)
+            ([samples[place] for place in share], [scored[place] for place in share], part)
             for share, part in zip(shares, list(trained) or [None] * len(shares), strict=True)
         ]
         actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
@@ -79,33 +95,51 @@ def evaluate(
 def _draw_and_score(
     roles: Roles, drawer: Role, draw: Callable[..., Any], config: RLConfig, by_rank: list[list[int]]
 ) -> tuple[list[Handle], list[Scores], list[Drawn]]:
-    """Samples of held-out prompts as each of a role's data-parallel ranks has drawn them, with scores."""
-    size, longest = config.rollout.micro_batch_size, -(-config.eval.num_prompts // drawer.num_data_ranks)
-    padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks compute together
-    made = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
+    """Has a role draw samples of held-out prompts, and the scorer score them.
+
+    Args:
+        roles: of the run.
+        drawer: the role that draws.
+        draw: as of ``evaluate``.
+        config: of the task.
+        by_rank: rows of the prompts of each data-parallel rank that this process drives.
+
+    Returns:
+        For each rank: a handle of its samples, their scores, and what was measured. Samples and measurements may be
+        padded at their end with repetitions of the last prompt; scores are not.
+    """
+    size = config.rollout.micro_batch_size
+    longest = -(-config.eval.num_prompts // drawer.num_data_ranks)
+    padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks that compute together need as many
+    handles = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
     scoring = [
         [
-            roles.scorer.submit(_score, samples, at, min(at + size, len(rows)), kind="score")
-            for at in range(0, len(rows), size)
+            roles.scorer.submit(_score, samples, start, min(start + size, len(rows)), kind="score")
+            for start in range(0, len(rows), size)
         ]
-        for rows, (samples, _) in zip(by_rank, made, strict=True)
+        for rows, (samples, _) in zip(by_rank, handles, strict=True)
     ]
     scored = [Scores.cat([future.result() for future in futures]) for futures in scoring]
-    return [samples for samples, _ in made], scored, [drawn.fetch() for _, drawn in made]
+    return [samples for samples, _ in handles], scored, [drawn.fetch() for _, drawn in handles]
 
 
 def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scores:
+    """Runs in the scorer."""
     return scorer.score(samples[start:stop])
 
 
 def _save_samples(
-    actor: Any,
+    actor: Actor[Any],
     part: tuple[list[list[Sample]], list[Scores], RankBatch | None],
-    scores: Any,
-    advantages: Any,
-    config: Any,
+    scores: Scores | None,
+    advantages: Advantages | None,
+    config: RLConfig,
     step: int,
 ) -> None:
+    """Runs in the actor's ranks: the first one saves samples of the evaluation and of the iteration.
+
+    ``part`` holds samples that drawing ranks returned, their scores, and what this actor rank learned from.
+    """
     drawn, scored, trained = part
     records = [
         eval_scores.record(
@@ -115,8 +149,9 @@ def _save_samples(
         for row, sample in enumerate(samples[: len(eval_scores.total)])
         if sample.group_id < config.eval.num_saved
     ]
-    if trained is not None:  # of the groups the first rank's are enough
-        groups = 2 if actor.mesh.is_first else 0
+    if trained is not None:
+        assert scores is not None and advantages is not None
+        groups = 2 if actor.mesh.is_first else 0  # groups of one rank are enough
         records += records_of(trained, scores, advantages.values, config.train.seed, groups)
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:

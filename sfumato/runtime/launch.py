@@ -1,9 +1,9 @@
-"""Builds the roles of a run where its configuration says that they live."""
+"""Builds the roles of a run: in this process, or on Ray, as its configuration says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,12 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, LocalRole, Record, Roles, ThreadRole
 from sfumato.tracking.run import Run
 
+if TYPE_CHECKING:
+    from sfumato.runtime.weight_sync.sync import Rescoring
+
 Build = Callable[[Any, Mesh, Any], Any]
-"""``(config, mesh, run)`` to a role's state, in one of its processes. The mesh is the role's; the run has ``say``,
-``timed`` and ``stop_requested``."""
+"""Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
+has ``say``, ``timed`` and ``stop_requested``."""
 
 
 def main_mesh(config: RLConfig) -> Mesh:
@@ -30,7 +33,7 @@ def main_mesh(config: RLConfig) -> Mesh:
 
 
 def launch_roles(
-    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Any = None
+    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Rescoring | None = None
 ) -> Roles:
     """Builds all roles; use what it returns in a ``with``.
 
@@ -39,18 +42,21 @@ def launch_roles(
         run: of this process.
         actor: makes the state of the actor, which also samples with ``rollout.hybrid_engine``.
         sampler: makes the state of a sampler of its own.
-        scorer: makes the state of the scorer; first, since a missing engine should be known before a model is loaded.
+        scorer: makes the state of the scorer, before the others: a missing reward engine is then known before a model
+            is loaded.
         rescoring: how weights are verified in an engine that has its own (``Rescoring``).
     """
     if config.runtime.backend == "ray":
         from sfumato.runtime.cluster.cluster import launch_on_ray
 
         return launch_on_ray(config, run, actor=actor, sampler=sampler, scorer=scorer, rescoring=rescoring)
-    record, mesh = Record(), run.mesh
+    record = Record()
+    mesh = run.mesh
     data_rank = mesh.data_rank, mesh.data_size
     scorer_role = ThreadRole(scorer(config, mesh, run), SCORER, config.reward.num_workers, record)
     actor_role = LocalRole(actor(config, mesh, run), ACTOR, *data_rank, record)
-    sampler_role, weights = actor_role, None
+    sampler_role = actor_role
+    weights = None
     if not config.rollout.hybrid_engine:
         from sfumato.runtime.weight_sync.sync import WeightSync
 

@@ -1,9 +1,9 @@
-"""Which of a role's tensors are on the GPU: roles that share one move away what a phase does not need.
+"""Offloading of a role's tensors: roles that share a GPU move what a phase does not need to CPU memory.
 
-What is moved away keeps its tensors, whose *storages* become empty while a copy is in CPU memory, as FSDP does with
-weights that it has gathered. So it does not matter who else refers to them: DTensors and the flat pieces that FSDP
-gathers from, tied weights, adapters, the optimiser. CUDA graphs, and handles that another process has opened (CUDA
-IPC), are outside of this: end them before their weights go.
+Tensors that are offloaded stay the same objects. Their *storages* become empty while a copy is in CPU memory, as FSDP
+does with weights that it has gathered. So it does not matter who else refers to them: DTensors and the flat pieces that
+FSDP gathers from, tied weights, adapters, the optimiser. CUDA graphs, and handles that another process has opened (CUDA
+IPC), are not covered: end them before their weights are offloaded.
 
 The order of one iteration of an actor and a sampler that are two processes on one GPU; each line waits for the one
 before it, so that never more than one of them needs room:
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -31,22 +31,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from sfumato.errors import OffloadedError
 from sfumato.parallel.shards import all_parameters
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 PARAMETERS, OPTIMIZER = "parameters", "optimizer"
 
 
 @dataclass(frozen=True)
 class _Away:
-    """A storage that is empty, and what was in it."""
+    """A storage on the device, which is empty while offloaded, and its content in CPU memory."""
 
     storage: torch.UntypedStorage
     content: torch.Tensor
 
 
 class RoleMemory:
-    """The tensors of a role by name, each part on the device or in CPU memory.
+    """The tensors of a role in named parts, each on the device or in CPU memory.
 
-    Parts are ``parameters`` (with buffers), ``optimizer`` (its state), and others that are given. Gradients are
-    dropped, never moved: a backward pass makes them. No pass may be under way when something is moved.
+    Parts are ``parameters`` (with buffers), ``optimizer`` (its state), and others that are given. Gradients are dropped
+    instead of moved, since a backward pass makes them anew. No pass may be running when something is moved.
     """
 
     def __init__(
@@ -66,13 +69,15 @@ class RoleMemory:
             device: where the role computes. Tensors elsewhere (counters of AdamW, offloaded FSDP) stay where they are,
                 as does memory that torch has not allocated and so cannot free (mapped files, another process's).
         """
-        self.module, self.optimizer, self.device = module, optimizer, torch.device(device)
+        self.module = module
+        self.optimizer = optimizer
+        self.device = torch.device(device)
         self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._weights}
         if optimizer is not None:
             self._parts[OPTIMIZER] = lambda: _state_tensors(optimizer)
         self._parts |= others or {}
         self._away: dict[str, list[_Away]] = {}
-        self._guards: dict[str, list[Any]] = {}
+        self._guards: dict[str, list[RemovableHandle]] = {}
 
     @property
     def parts(self) -> list[str]:
@@ -81,7 +86,7 @@ class RoleMemory:
 
     @property
     def away(self) -> list[str]:
-        """Parts that are in CPU memory."""
+        """Names of the parts that are in CPU memory."""
         return [name for name in self._parts if name in self._away]
 
     def before_generation(self, sampled_here: bool, keep: Iterable[str] = ()) -> int:
@@ -101,25 +106,25 @@ class RoleMemory:
     def before_update(self) -> int:
         """Brings back what forward and backward passes need: all but the optimiser's state. Returns the bytes.
 
-        Who else is on the device must have gone before.
+        Another role on the device must have freed it before.
         """
         return self.onload(*(name for name in self._parts if name != OPTIMIZER))
 
     def before_step(self) -> int:
-        """Brings back the optimiser's state, when activations have gone. Returns the bytes; 0 where it is there."""
+        """Brings back the optimiser's state, after activations were freed. Returns the bytes; 0 if it was there."""
         return self.onload(OPTIMIZER) if OPTIMIZER in self._parts else 0
 
     def drop_gradients(self) -> None:
-        """Frees gradients; what they should have changed must be changed by now."""
+        """Frees gradients; the optimiser must have used them."""
         if PARAMETERS not in self._away:
-            all_parameters(self.module)  # weights that FSDP has gathered go, too
+            all_parameters(self.module)  # for its effect: weights that FSDP has gathered are freed
         self.module.zero_grad(set_to_none=True)
 
     def offload(self, *parts: str) -> int:
         """Copies parts to CPU memory and frees them on the device, for other processes too.
 
         Args:
-            parts: names; those that are away already stay so.
+            parts: names; parts that are in CPU memory already stay there.
 
         Returns:
             Bytes freed on the device.
@@ -128,13 +133,14 @@ class RoleMemory:
             KeyError: when there is no such part.
         """
         leaving: dict[str, list[torch.UntypedStorage]] = {}
+        # Storages of other parts, such as tied weights, are moved once.
         seen = {part.storage._cdata for away in self._away.values() for part in away}
         for name in parts:
             tensors = self._parts[name]()
             if name not in self._away and name not in leaving:
                 leaving[name] = list(_storages(tensors, self.device, seen))
         copies = {name: [_copy_of(storage) for storage in storages] for name, storages in leaving.items()}
-        self._synchronize()  # before anything is freed: copies are under way, perhaps in several streams
+        self._synchronize()  # before anything is freed: copies may still run, perhaps in several streams
         freed = 0
         for name, away in copies.items():
             self._away[name] = away
@@ -143,31 +149,31 @@ class RoleMemory:
                 freed += part.storage.nbytes()
                 part.storage.resize_(0)
         if freed and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # once, when all has gone: what torch only caches no other process can take
+            torch.cuda.empty_cache()  # once, at the end: other processes cannot use memory that torch caches
         return freed
 
     def onload(self, *parts: str) -> int:
-        """Brings parts back, to the bit what they were.
+        """Brings parts back to the device, bit by bit as they were.
 
         Args:
-            parts: names; those that are here already stay so.
+            parts: names; parts that are on the device already stay there.
 
         Returns:
             Bytes that were brought back.
 
         Raises:
             KeyError: when there is no such part.
-            torch.OutOfMemoryError: when the device has no room; what did not fit is still away.
+            torch.OutOfMemoryError: when the device has no room; the part that did not fit is still offloaded.
         """
         brought = 0
         for name in parts:
-            self._parts[name]  # an unknown one is an error, whatever is away
+            self._parts[name]  # raises KeyError for an unknown part
             away = self._away.get(name, [])
             for part in away:
                 part.storage.resize_(part.content.numel())
                 _bytes_of(part.storage).copy_(part.content, non_blocking=True)
                 brought += part.content.numel()
-            self._synchronize()  # the copies in CPU memory are freed next
+            self._synchronize()  # the copies in CPU memory, which are freed next, may still be read
             for guard in self._guards.pop(name, []):
                 guard.remove()
             self._away.pop(name, None)
@@ -177,10 +183,11 @@ class RoleMemory:
         yield from all_parameters(self.module).values()
         yield from self.module.buffers()
 
-    def _guard(self, name: str) -> list[Any]:
-        """Hooks that stop what would read empty storages, which is a crash of the process, or worse."""
+    def _guard(self, name: str) -> list[RemovableHandle]:
+        """Registers hooks that raise OffloadedError before a pass, a step or a save could read empty storages, which
+        would crash the process or give wrong results."""
 
-        def refuse(*_: Any, **__: Any) -> NoReturn:
+        def refuse(*_: object, **__: object) -> NoReturn:
             raise OffloadedError(f"part {name!r} of a role is in CPU memory: call onload({name!r}) of its memory first")
 
         if name == PARAMETERS:
@@ -188,6 +195,7 @@ class RoleMemory:
             guards.append(self.module.register_state_dict_pre_hook(refuse))
             return guards + ([self.optimizer.register_step_pre_hook(refuse)] if self.optimizer else [])
         if name == OPTIMIZER:
+            assert self.optimizer is not None
             hooks = (self.optimizer.register_step_pre_hook, self.optimizer.register_state_dict_pre_hook)
             return [hook(refuse) for hook in hooks]
         return []
@@ -203,7 +211,13 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors that are on a device, each once; adds them to those ``seen``."""
+    """The non-empty storages of tensors on a device, each once.
+
+    Args:
+        tensors: plain tensors, or wrappers such as DTensors.
+        device: tensors on other devices are skipped.
+        seen: addresses of storages to skip, to which those that are yielded are added.
+    """
     for plain in (inner for tensor in tensors for inner in _plain(tensor)):
         storage = plain.untyped_storage()
         if plain.device.type != device.type or not storage.nbytes() or not storage.resizable():
@@ -215,7 +229,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[i
 
 
 def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What a tensor is made of: the piece of a DTensor, codes and scales of compressed state, or itself."""
+    """The plain tensors within a tensor: the shard of a DTensor, codes and scales of compressed state, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -226,11 +240,12 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as uint8 ``[bytes]``."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))
+    """A storage as uint8 ``[bytes]``, without a copy."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def _copy_of(storage: torch.UntypedStorage) -> _Away:
-    """The content in CPU memory; pinned, if it comes from a GPU, so that copies run at the speed of the bus."""
+    """Copies a storage to CPU memory, pinned if it comes from a GPU, so that copies run at the speed of the bus."""
     content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return _Away(storage, content.copy_(_bytes_of(storage), non_blocking=True))

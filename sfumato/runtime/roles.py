@@ -1,8 +1,8 @@
-"""Roles of an RL run: what lives where, and how work reaches it.
+"""Roles of an RL run: states in processes, and the calls by which work reaches them.
 
-A role is a state in one or more processes, and runs the functions that it is given on it. What a call returns is a
-future; what is large stays where it was made, and a handle of it is given to whoever needs it. The roles of this file
-are in this process (under torchrun, of this rank); those on Ray offer the same verbs (``sfumato/runtime/cluster``).
+A role is a state in one or more processes, and runs functions on it that it is given. A call returns a future. Large
+values stay where they were made, and calls that need them are given their handles. The roles of this file live in this
+process (under torchrun, of this rank); those on Ray have the same methods (``sfumato/runtime/cluster``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from sfumato.errors import PreemptedError, RewardError, RoleLostError, WeightSyncError
 from sfumato.tracking.timeline import Event
@@ -27,153 +27,161 @@ OTHER = "other"
 """Kind of work in the timeline (``sfumato.tracking.timeline.KINDS``) of calls that name none."""
 
 TURN_S = 1.0
-"""Longest wait in one go, so that a signal is heard."""
+"""Longest uninterrupted wait in seconds, so that signals are handled."""
 
 
 class Future(Protocol):
-    """What a call will return."""
+    """The result of a call that may still run."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         ...
 
     def result(self) -> Any:
-        """What it returned, waiting for it; what it raised is raised."""
+        """Waits for the call and returns its value, or raises its error."""
         ...
 
 
 class Handle(Protocol):
-    """A value that stays where it was made. Functions that are given one see the value."""
+    """A value that stays where it was made. A function that is called with a handle is given the value."""
 
     seconds: float
-    """Time that the call took, once done."""
+    """Duration of the call, once done."""
     nbytes: int
-    """Memory that is kept until the handle is dropped, once done; 0 where nothing is copied."""
+    """Memory that the value occupies until the handle is dropped, once done; 0 where nothing is copied."""
 
     def done(self) -> bool:
-        """Whether the value is there, or will never be."""
+        """Whether the call has ended, with the value or an error."""
         ...
 
     def check(self) -> None:
-        """Waits for the value, without fetching it; what the call raised is raised."""
+        """Waits for the value without fetching it; raises the call's error."""
         ...
 
     def fetch(self) -> Any:
-        """The value, brought to this process: for small ones."""
+        """The value, copied to this process: for small ones."""
         ...
 
 
 class Role(Protocol):
-    """A state, and the processes that have it. ``kind`` of a call is the kind of its work in the timeline."""
+    """A state, and the processes that hold it. The ``kind`` of a call is the kind of its work in the timeline."""
 
     name: str
     num_data_ranks: int
-    """Data-parallel ranks of the role: each has samples of its own."""
+    """Number of data-parallel ranks of the role, each of which has samples of its own."""
     data_ranks: range
-    """Those that are given work by this process: in process its own rank, on Ray all."""
+    """The data-parallel ranks that this process drives: its own one for roles in this process, all of them on Ray."""
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
-        """``function(state, *args)`` in every process; the value of the first."""
+        """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         ...
 
     def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
-        """The same, beside the calls that are under way or queued."""
+        """As ``call``, but beside the calls that are running or queued."""
         ...
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
-        """``function(state, part, *args)``, a part for each of ``data_ranks``; the value of the first process."""
+        """Runs ``function(state, part, *args)`` with a part for each of ``data_ranks``. The result is that of the first
+        process."""
         ...
 
     def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[Handle, ...]]:
-        """Like ``map``, but values stay where they are made.
+        """As ``map``, but values stay where they are made.
 
         Args:
-            function: returns a tuple of ``num_values``, or for 1 the value.
-            parts: one for each of ``data_ranks``; None gives that rank nothing to do, and no handles.
-            args: the same for all.
-            num_values: handles for each of them.
+            function: returns a tuple of ``num_values`` values, or if that is 1 the value itself.
+            parts: one for each of ``data_ranks``; None gives that rank nothing to do.
+            args: the same for all ranks.
+            num_values: number of values of each rank.
+            kind: of the work, for the timeline.
+
+        Returns:
+            For each of ``data_ranks`` the handles of its values; empty where the part was None.
         """
         ...
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
-        """Brings values to where each of ``data_ranks`` is, without giving them to a function.
+        """Copies values to the machines of each of ``data_ranks``, so that later calls find them there.
 
-        The future raises ValuesLostError when some are gone with the machine that they lay on.
+        The future raises ValuesLostError when some are lost with the machine that they were on.
         """
         ...
 
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
-        """``function(state, *args)`` in one of the processes, whichever is free: of roles that share nothing."""
+        """Runs ``function(state, *args)`` in whichever process is free: for roles with independent processes."""
         ...
 
     def close(self) -> None:
-        """Ends what the role started."""
+        """Ends the role's processes or threads."""
         ...
 
 
 @dataclass
 class LocalHandle:
-    """A value in this process."""
+    """The handle of a value in this process."""
 
     value: Any
     seconds: float = 0.0
     nbytes: int = 0
 
     def done(self) -> bool:
-        """It is there."""
+        """Always true."""
         return True
 
     def check(self) -> None:
-        """What goes wrong rises where it happens."""
+        """Does nothing: the call has raised its errors already."""
 
     def fetch(self) -> Any:
-        """It is here."""
+        """The value."""
         return self.value
 
 
 @dataclass(frozen=True)
 class Label:
-    """What calls are for."""
+    """What calls are made for, as the timeline shows it."""
 
     step: int = 0
-    """Step of the run, as metrics.jsonl counts."""
+    """Step of the run, counted as in metrics.jsonl."""
     version: int | None = None
-    """Version of the policy that they use."""
+    """Version of the policy that the calls use."""
 
 
 class Record:
-    """What roles did, for the timeline."""
+    """Collects what roles did, for the timeline."""
 
     def __init__(self) -> None:
         self.label = Label()
-        """What the calls are for that are made now."""
+        """The label of calls that are made now."""
         self._events: list[Event] = []
         self._lock = threading.Lock()
 
     def add(self, event: Event) -> None:
-        """Notes what one of them did."""
+        """Adds an event; may be called from any thread."""
         with self._lock:
             self._events.append(event)
 
     def take(self) -> list[Event]:
-        """What was noted since the last call."""
+        """The events since the last call."""
         with self._lock:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
         return events
 
 
 class LocalRole:
-    """A role in this very thread: a call has finished when it returns, and errors rise where they happen."""
+    """A role in the calling thread: a call runs at once, and its errors are raised where it is made."""
 
     def __init__(
         self, state: Any, name: str = ACTOR, data_rank: int = 0, num_data_ranks: int = 1, record: Record | None = None
     ) -> None:
-        self.state, self.name = state, name
-        self.data_ranks, self.num_data_ranks = range(data_rank, data_rank + 1), num_data_ranks
+        self.state = state
+        self.name = name
+        self.data_ranks = range(data_rank, data_rank + 1)
+        self.num_data_ranks = num_data_ranks
         self._record = record or Record()
-        self._own: Any = SimpleNamespace(rank=data_rank)
+        self._local: Any = SimpleNamespace(rank=data_rank)  # its ``rank`` is the row of the timeline
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function now."""
@@ -182,13 +190,13 @@ class LocalRole:
     call_concurrently = submit = call
 
     def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label, kind: str) -> Any:
-        """Runs a call, with the values of handles, and notes it."""
+        """Runs a call, with handles replaced by their values, and records it."""
         started = time.time()
         try:
             return function(self.state, *values_of(args))
         finally:
-            ended = max(started, time.time())  # a wall clock may be set back
-            self._record.add(Event(self.name, self._own.rank, kind, started, ended, label.step, label.version))
+            ended = max(started, time.time())  # the wall clock may be set back
+            self._record.add(Event(self.name, self._local.rank, kind, started, ended, label.step, label.version))
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
@@ -201,42 +209,44 @@ class LocalRole:
         if parts[0] is None:
             return [()]
         started = time.perf_counter()
-        found = self.call(function, parts[0], *args, kind=kind).result()
+        result = self.call(function, parts[0], *args, kind=kind).result()
         seconds = time.perf_counter() - started
-        return [tuple(LocalHandle(value, seconds) for value in (found if num_values > 1 else [found]))]
+        return [tuple(LocalHandle(value, seconds) for value in (result if num_values > 1 else [result]))]
 
     def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
-        """They are here."""
+        """Does nothing: the values are in this process."""
         del parts
         return _done(None)
 
     def close(self) -> None:
-        """Ends the engine that the state draws with, where it has one, and what that has started."""
+        """Closes the state's engine, if it has one."""
         engine = getattr(self.state, "engine", None)
         if engine is not None:
             engine.close()
 
 
 def _done(value: Any) -> Future:
+    """A future that has ended with a value."""
     future: ThreadFuture[Any] = ThreadFuture()
     future.set_result(value)
     return future
 
 
 class ThreadRole(LocalRole):
-    """A role in other threads of this process, which begin its calls in order and share its state."""
+    """A role in threads of this process, which share its state and begin its calls in order."""
 
     def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
         super().__init__(state, name, record=record)
         self._ranks = iter(range(num_threads))
-        self._own = threading.local()
-        self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._number)
+        self._local = threading.local()
+        self._executor = ThreadPoolExecutor(num_threads, name, initializer=self._assign_rank)
 
-    def _number(self) -> None:
-        self._own.rank = next(self._ranks)
+    def _assign_rank(self) -> None:
+        """Runs once in each thread, whose number is its rank in the timeline."""
+        self._local.rank = next(self._ranks)
 
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
-        """Queues the function; an error rises in the future's ``result``."""
+        """Queues the function; its error is raised by the future's ``result``."""
         return ThreadCall(self._executor.submit(self._run, function, args, self._record.label, kind))
 
     call = call_concurrently = submit
@@ -247,65 +257,65 @@ class ThreadRole(LocalRole):
 
 
 class ThreadCall:
-    """A call in another thread, which is waited for in short turns so that a signal is heard."""
+    """The future of a call in another thread. Waits are short and repeated, so that signals are handled."""
 
     def __init__(self, future: ThreadFuture[Any]) -> None:
         self.future = future
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the call has ended."""
         return self.future.done()
 
     def result(self) -> Any:
-        """What it returned; what it raised is raised."""
+        """Waits for the call and returns its value, or raises its error."""
         while not self.future.done():
             wait_for([self.future], timeout=TURN_S)
         return self.future.result()
 
 
 class Driver:
-    """What waits for all roles of a run: here, for those in this process. Those in this thread are never waited for."""
+    """Waits for the calls of all roles: here for roles in threads of this process, since others run at once."""
 
     store_bytes: int | None = None
-    """Bytes of samples that may be on their way between processes; None where nothing is copied."""
+    """Size of the memory for values between processes; None where nothing is copied."""
 
     def __init__(self, record: Record | None = None) -> None:
         self.record = record or Record()
-        """What the roles did."""
+        """Collects what the roles did."""
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
-        """Until one of them is done, or for a short while."""
+        """Waits until one of these is done, but not longer than a short while."""
         calls = [call.future for call in pending if isinstance(call, ThreadCall)]
         if calls:
             wait_for(calls, timeout=TURN_S, return_when=FIRST_COMPLETED)
 
     def on_progress(self, callback: Callable[[], None] | None) -> None:
-        """Calls this whenever something is done while somebody waits; nothing goes on in this thread meanwhile."""
+        """Sets the function that is called whenever some call has ended during a wait. Here it is never called."""
 
     def take_timings(self) -> dict[str, float]:
-        """What else was measured since the last call, for ``timings.jsonl``."""
+        """Further measurements since the last call, for ``timings.jsonl``."""
         return {}
 
     def close(self) -> None:
-        """Ends what was started for all roles."""
+        """Ends what is shared by all roles."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a run. Closes them at the end of a ``with``."""
+    """The roles of a run; a context manager that closes them."""
 
     actor: Role
     """Trains the policy."""
     sampler: Role
-    """Draws samples from it; the actor itself when they share weights."""
+    """Draws samples from the policy; the actor itself when they share weights."""
     scorer: Role
     """Scores samples."""
     weights: Any = None
-    """Brings the actor's weights to a sampler that is not the actor: a ``WeightSync``; None where it is."""
+    """The ``WeightSync`` from the actor to a sampler of its own; None where the actor samples."""
     driver: Driver = field(default_factory=Driver)
-    """Waits for them."""
+    """Waits for the roles' calls."""
     together: Callable[[Any], list[Any]] = lambda mine: [mine]
-    """Gathers a value of each process that drives data-parallel ranks of the roles: under torchrun, of all ranks."""
+    """Gathers a value from each process that drives data-parallel ranks of the roles: under torchrun from all ranks."""
 
     def __enter__(self) -> Roles:
         return self
@@ -315,8 +325,8 @@ class Roles:
 
     @contextmanager
     def rescuing(self, save: Callable[[Any], Any]) -> Iterator[None]:
-        """Inside, when rewards, scorers or samplers fail for good, or the run is stopped while one of them is replaced,
-        the actor's finished work is saved first."""
+        """Inside the block, when rewards, scorers or samplers fail for good, or the run is stopped while one of them is
+        replaced, ``save`` is called on the actor before the error is raised, so that its finished work is not lost."""
         try:
             yield
         except (RewardError, WeightSyncError, RoleLostError, PreemptedError) as error:
@@ -324,8 +334,8 @@ class Roles:
             if not is_lost and not getattr(error, "is_saved", False):
                 try:
                     self.actor.call(save, kind="save").result()
-                except Exception as problem:  # what stopped the run matters more
-                    error.add_note(f"and its finished work could not be saved: {problem}")
+                except Exception as save_error:  # the error that stopped the run matters more
+                    error.add_note(f"and its finished work could not be saved: {save_error}")
             raise
 
     def close(self) -> None:
@@ -336,20 +346,21 @@ class Roles:
 
 
 def values_of(args: Any) -> Any:
-    """Arguments with the values of local handles in place of these, also inside lists and tuples."""
+    """Replaces local handles by their values, also inside lists and tuples."""
     if isinstance(args, LocalHandle):
         return args.value
     if type(args) in (list, tuple):
         return type(args)(values_of(value) for value in args)
     if isinstance(args, tuple) and hasattr(args, "_make"):  # a NamedTuple
-        return args._make(values_of(value) for value in args)
+        return cast("Any", args)._make(values_of(value) for value in args)
     return args
 
 
 @contextmanager
 def labelled(record: Record, step: int, version: int | None = None) -> Iterator[None]:
-    """Calls that are made inside are for that step, with that version of the policy."""
-    before, record.label = record.label, Label(step, version)
+    """Calls that are made inside the block are labelled with that step and version of the policy."""
+    before = record.label
+    record.label = Label(step, version)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What passes through the rollout stream: units of work on their way, and whole iterations."""
+"""The work that passes through the rollout stream: units, rounds of units, and whole iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sfumato.runtime.roles import Driver, Future, Handle
 
 
 class Request(Protocol):
-    """One sample that is to be made."""
+    """One sample that is to be drawn."""
 
     sample_id: int
     group_id: int
@@ -22,18 +22,18 @@ class Request(Protocol):
 
 @dataclass
 class Unit:
-    """What one of the sampler's data-parallel ranks draws together: a micro-batch, or a group."""
+    """Samples that one of the sampler's data-parallel ranks draws together: a micro-batch, or a group."""
 
     requests: Sequence[Request]
     made: tuple[Handle, ...] = ()
-    """What was generated, for the update and for the rewards, and what is left to the next iteration, where something
-    is; empty before it is begun."""
+    """Handles of what ``generate`` returns: what the update needs, what rewards see, and where an iteration leaves
+    something to the next, that. Empty before it is begun."""
     scores: Future | None = None
-    """Its scores, once scoring has begun."""
+    """The scores of its samples, once scoring has begun."""
 
     @property
     def is_scored(self) -> bool:
-        """Whether its scores are there; what went wrong is raised, but for samples that are lost."""
+        """Whether its scores are there. Errors of scoring are raised, except that samples were lost."""
         try:
             return self.scores is not None and self.scores.done() and self.scores.result() is not None
         except ValuesLostError:
@@ -42,43 +42,46 @@ class Unit:
 
 @dataclass
 class Round:
-    """A unit for each of the sampler's data-parallel ranks, generated at the same time by the same weights."""
+    """A unit for each of the sampler's data-parallel ranks, which are drawn at the same time by the same weights."""
 
     step: int
     by_rank: list[Unit | None]
-    """None where a rank has less to do than others."""
+    """The units by rank; None for a rank that has fewer than others."""
     version: int = 0
-    """Version of the policy that makes it."""
+    """Version of the policy that draws it."""
 
     @property
     def units(self) -> list[Unit]:
-        """Those of the ranks that have something to do."""
+        """The units of the ranks that have one."""
         return [unit for unit in self.by_rank if unit is not None]
 
     @property
     def unfinished(self) -> Handle | None:
-        """What it leaves to the next iteration; the first of the ranks that this process drives speaks for all."""
-        made = self.units[0].made
-        return made[2] if len(made) > 2 else None
+        """Handle of what the iteration leaves to the next, such as unfinished answers; None where it leaves nothing.
+
+        The first rank that this process drives returns it for all ranks.
+        """
+        handles = self.units[0].made
+        return handles[2] if len(handles) > 2 else None
 
     @property
     def handles(self) -> list[Handle]:
-        """What was generated, of all ranks."""
+        """Handles of what all ranks generate."""
         return [handle for unit in self.units for handle in unit.made]
 
     @property
     def is_begun(self) -> bool:
-        """Whether the sampler was asked for it."""
+        """Whether the sampler was given it."""
         return bool(self.handles)
 
     @property
     def is_generated(self) -> bool:
-        """Whether all ranks have ended."""
+        """Whether all ranks have ended, well or with an error."""
         return self.is_begun and all(handle.done() for handle in self.handles)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks have ended well."""
+        """Whether all ranks have ended, and none was lost."""
         try:
             for handle in self.handles:
                 handle.check()
@@ -93,7 +96,7 @@ class Round:
 
     @property
     def scoring(self) -> list[Future]:
-        """What is being scored, or waits for it."""
+        """Scores that are not done."""
         return [unit.scores for unit in self.units if unit.scores is not None and not unit.scores.done()]
 
     @property
@@ -103,14 +106,14 @@ class Round:
 
     @property
     def lost(self) -> ValuesLostError | None:
-        """Why it could not be scored, if its samples were lost."""
+        """The error of a unit whose samples were lost before they were scored; None if there is none."""
         for unit in self.units:
             try:
                 if unit.scores is not None and unit.scores.done():
                     unit.scores.result()
             except ValuesLostError as error:
                 return error
-            except Exception:  # it rises where the scores are taken
+            except Exception:  # raised again where the scores are used
                 return None
         return None
 
@@ -121,18 +124,18 @@ class Round:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes up where samples are on their way."""
+        """Memory of its samples in Ray's object store."""
         return sum(handle.nbytes for handle in self.handles)
 
     def forget_samples(self, and_scores: bool = False) -> None:
-        """Has it drawn again."""
+        """Drops what was drawn, so that it is drawn again; its scores are kept unless ``and_scores``."""
         for unit in self.units:
             unit.made = ()
             unit.scores = None if and_scores else unit.scores
 
 
 class ScoredGroup(NamedTuple):
-    """A group that has been drawn and scored while others of its iteration are under way."""
+    """A group that has been drawn and scored, while others of its iteration may still be drawn."""
 
     requests: Sequence[Request]
     scores: Scores
@@ -141,30 +144,30 @@ class ScoredGroup(NamedTuple):
 
 @dataclass
 class Iteration:
-    """An iteration that has been planned and was not delivered yet."""
+    """An iteration that was planned and is not delivered yet."""
 
     step: int
     rounds: list[Round]
     scored: list[ScoredGroup] = field(default_factory=list)
-    """Groups that were shown to whoever may ask for more, in the order in which they were asked for."""
+    """Groups that were shown to ``more_groups``, in the order in which they were requested."""
     added: list[Sequence[Request]] = field(default_factory=list)
-    """Groups that were asked for in addition."""
+    """Groups that ``more_groups`` requested in addition."""
 
     @classmethod
     def planned(cls, step: int, by_rank: Sequence[Sequence[Request]], unit_size: int | None) -> Iteration:
-        """Cuts the samples of each rank into units of that size, or without one into groups."""
+        """Cuts the requests of each rank into units of ``unit_size``, or if that is None into groups."""
         cut = [_groups(requests) if unit_size is None else _slices(requests, unit_size) for requests in by_rank]
         rounds = [[None if unit is None else Unit(unit) for unit in units] for units in zip_longest(*cut)]
         return cls(step, [Round(step, units) for units in rounds])
 
     @property
     def units(self) -> list[Unit]:
-        """All units, in the order in which they were asked for."""
+        """All units, in the order in which they were requested."""
         return [unit for round_ in self.rounds for unit in round_.units]
 
     @property
     def is_generated(self) -> bool:
-        """Whether all has been drawn."""
+        """Whether all rounds are generated."""
         return all(round_.is_generated for round_ in self.rounds)
 
     @property
@@ -174,13 +177,14 @@ class Iteration:
 
     @property
     def is_shown(self) -> bool:
-        """Whether nobody can ask for more any more."""
+        """Whether every group was shown to ``more_groups``, so that no more can be requested."""
         return len(self.scored) == len(self.units)
 
     def add(self, groups: Sequence[Sequence[Request]], num_ranks: int) -> None:
-        """Takes up groups that are asked for in addition; the ranks take turns."""
+        """Adds groups that were requested in addition; the ranks take turns."""
         for number, group in enumerate(groups):
             rank = len(self.added) % num_ranks
+            # A new round for each call and when all ranks have a unit: a round that was begun cannot get more.
             if number == 0 or rank == 0:
                 self.rounds.append(Round(self.step, [None] * num_ranks))
             self.rounds[-1].by_rank[rank] = Unit(group)
@@ -188,7 +192,7 @@ class Iteration:
 
 
 class InFlight:
-    """Iterations that are under way, and the memory that their samples take."""
+    """The iterations that are being drawn and scored, and the memory that their samples take."""
 
     def __init__(self, driver: Driver, *, max_queued: int, max_pending: int, store_fraction: float) -> None:
         """Args as of ``RolloutStream``."""
@@ -196,7 +200,7 @@ class InFlight:
         self.store_fraction = store_fraction
         self.iterations: list[Iteration] = []
         self.delivered_bytes = 0
-        """Memory of the iteration that is being learned from."""
+        """Memory of the samples of the iteration that the actor learns from now."""
         self._round_bytes = 0
         """Memory of the largest round so far; 0 before the first."""
 
@@ -206,12 +210,15 @@ class InFlight:
         return [round_ for iteration in self.iterations for round_ in iteration.rounds]
 
     def pending(self) -> list[Future | Handle]:
-        """What is being drawn or scored."""
+        """Everything that is being drawn or scored."""
         handles = [handle for round_ in self.rounds for handle in round_.handles if not handle.done()]
         return handles + [scores for round_ in self.rounds for scores in round_.scoring]
 
     def to_score(self, with_reward: bool) -> Round | None:
-        """A round that has been generated, and may be scored. Raises what generating one has raised."""
+        """A generated round that may be scored now, or None. Errors of generation are raised here.
+
+        With ``with_reward`` rounds are scored while others are drawn, else only when their iteration is generated.
+        """
         for iteration in self.iterations:
             for round_ in iteration.rounds:
                 if not round_.is_generated:
@@ -224,16 +231,17 @@ class InFlight:
         return None
 
     def has_room(self, is_needed: bool) -> bool:
-        """Whether neither the sampler nor the scorer has enough to do, and samples of another round have a place.
+        """Whether another round may begin: sampler and scorer have few enough rounds, and there is memory for it.
 
         Args:
-            is_needed: the round is of the iteration that is waited for.
+            is_needed: whether the round belongs to the iteration that is waited for.
 
         Raises:
-            ConfigError: when that iteration can never fit.
+            ConfigError: when that iteration can never fit into the memory.
         """
         store_bytes = self.driver.store_bytes
         making = sum(round_.is_begun and not round_.is_generated for round_ in self.rounds)
+        # Before the first round is done nobody knows how large one is: they are drawn one by one.
         is_size_unknown = store_bytes is not None and self._round_bytes == 0
         if making >= (1 if is_size_unknown else self.max_queued):
             return False
@@ -265,13 +273,13 @@ class StreamBatch:
     """One iteration's samples."""
 
     rank_batches: list[RankBatch]
-    """What each of the actor's data-parallel ranks learns from that this process drives."""
+    """What each of the actor's data-parallel ranks that this process drives learns from."""
     scores: Scores
-    """Scores of the samples of all ranks, in the order of their ids."""
+    """Scores of the samples of all ranks, in the order of the samples' ids."""
     group_ids: list[int]
     """The group of each sample."""
     versions: list[int]
-    """The version of the policy that made each sample."""
+    """The version of the policy that drew each sample."""
     num_driven: int
     """Number of samples that this process's data-parallel ranks of the actor learn from."""
     fraction_driven: float
@@ -279,10 +287,10 @@ class StreamBatch:
     generate_s: float
     """Seconds of generation."""
     wait_s: float
-    """Seconds that scoring added: generation waited for it, or had ended."""
+    """Seconds in which nothing was generated, because generation waited for scores or had ended."""
 
     def staleness(self, step: int) -> dict[str, float]:
-        """How far the policy is ahead of the samples when it learns from them in iteration ``step``."""
+        """Metrics of how many versions the policy is ahead of the samples when it learns from them at ``step``."""
         ages = [step - version for version in self.versions]
         return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
@@ -292,7 +300,7 @@ def _slices(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
 
 
 def _groups(requests: Sequence[Request]) -> list[Sequence[Request]]:
-    found: dict[int, list[Request]] = {}
+    requests_by_group: dict[int, list[Request]] = {}
     for request in requests:
-        found.setdefault(request.group_id, []).append(request)
-    return list(found.values())
+        requests_by_group.setdefault(request.group_id, []).append(request)
+    return list(requests_by_group.values())

@@ -1,9 +1,9 @@
-"""The weights that the sampler draws by: which version an iteration needs, and whose turn it is on common GPUs."""
+"""The weights of the sampler: which version an iteration needs, and whose turn it is on shared GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from sfumato.errors import RoleLostError
 from sfumato.runtime.roles import Future, Roles, labelled
@@ -16,25 +16,28 @@ class SamplerWeights:
         self, roles: Roles, *, total_steps: int, max_staleness: int, takes_turns: bool, log: Callable[[str], None]
     ) -> None:
         """Args as of ``RolloutStream``; ``takes_turns``: actor and sampler use the same GPUs in turns."""
-        self.roles, self.total_steps, self.max_staleness, self.log = roles, total_steps, max_staleness, log
+        self.roles = roles
+        self.total_steps = total_steps
+        self.max_staleness = max_staleness
+        self.log = log
         self.takes_turns = takes_turns
         self.is_samplers_turn = not takes_turns
         self.actor_version = 0
         """Version of the actor's weights."""
         self.sampler_version: int | None = None
-        """Version that the sampler was told to take last, by which it draws what it is given now."""
+        """Version that the sampler was last told to apply: it draws whatever it is given now by that."""
         self.applied: Future | None = None
-        """Call by which the sampler takes a version, until it is known how that went."""
-        self._transferred: int | None = None
+        """The call that applies a version, until its result was looked at."""
+        self._transferred: int | None = None  # newest version in the sampler's staging memory, maybe not applied
 
     def prepare(self, step: int) -> bool:
-        """Has the sampler take the weights that draw an iteration; False if they are not there yet."""
+        """Has the sampler apply the weights that draw an iteration; False if the actor does not have them yet."""
         if self.roles.weights is None:
             self.sampler_version = self.actor_version
             return step <= self.actor_version
-        if self.max_staleness <= 1:
+        if self.max_staleness <= 1:  # the version is fixed, so that results do not depend on timing
             version = max(step - self.max_staleness, 0)
-        else:
+        else:  # the newest version that the sampler has already, unless that is too old
             version = self.actor_version if self._transferred is None else self._transferred
             if step - version > self.max_staleness:
                 version = self.actor_version
@@ -44,7 +47,10 @@ class SamplerWeights:
         return True
 
     def _take(self, version: int, step: int) -> None:
-        """Has the sampler take a version that the actor has, for an iteration."""
+        """Has the sampler apply a version that the actor has, for iteration ``step``.
+
+        A version that was transferred ahead must be applied first, even if a newer one is wanted.
+        """
         while version != self.sampler_version:
             if self._transferred in (None, self.sampler_version):
                 self._transfer(version)
@@ -53,21 +59,23 @@ class SamplerWeights:
             self.sampler_version = self._transferred
 
     def take_newest(self) -> None:
-        """Has the sampler take the actor's weights of now, whatever it draws next, and its turn. Waits for it."""
+        """Has the sampler apply the actor's current weights and take its turn; waits until it has."""
         if not self.is_samplers_turn:
             self.begin_turn(self.actor_version)
         self._take(self.actor_version, self.actor_version)
         self.check_applied(wait=True)
 
     def send_newest(self, next_step: int) -> bool:
-        """Sends weights as soon as they are there, if an iteration from ``next_step`` on will be made by them."""
+        """Sends the actor's new weights ahead, if an iteration from ``next_step`` on will be drawn by them. Returns
+        whether it did."""
         if (
             self.roles.weights is None
             or self._transferred != self.sampler_version
             or self._transferred == self.actor_version
         ):
             return False
-        if self.takes_turns or self.applied is not None:  # both would be on the GPUs while the actor evaluates, saves
+        # With turns, both roles' weights would be on the GPUs while the actor evaluates or saves.
+        if self.takes_turns or self.applied is not None:
             return False
         used_from = self.actor_version + self.max_staleness if self.max_staleness <= 1 else self.actor_version + 1
         if max(used_from, next_step) >= self.total_steps:
@@ -81,13 +89,18 @@ class SamplerWeights:
         self._transferred = version
 
     def check_applied(self, wait: bool = False) -> None:
-        """Looks, or waits, whether the sampler has taken its weights. Raises WeightSyncError if they are others."""
+        """Looks whether the sampler has applied its weights, or waits for it.
+
+        Raises:
+            WeightSyncError: when they are not the weights that were sent.
+        """
         if self.applied is not None and (wait or self.applied.done()):
-            applied, self.applied = self.applied, None
+            applied = self.applied
+            self.applied = None
             applied.result()
 
     def begin_turn(self, step: int) -> None:
-        """Has the actor leave the GPUs to the sampler, once that has its weights. Raises RoleLostError."""
+        """Has the actor free the GPUs for the sampler, once the sampler has its weights. Raises RoleLostError."""
         while not self.prepare(step):
             pass
         self.check_applied(wait=True)
@@ -95,20 +108,28 @@ class SamplerWeights:
         self.is_samplers_turn = True
 
     def end_turn(self) -> None:
-        """Has the sampler leave the GPUs to the actor. Raises RoleLostError."""
+        """Has the sampler free the GPUs for the actor. Raises RoleLostError."""
         if self.is_samplers_turn:
             self.roles.sampler.call(rest).result()
             self.is_samplers_turn = False
 
     def reconnect(self) -> None:
-        """Begins anew: versions only rise while the way is open, and a sampler that was replaced has none."""
+        """Closes the connection and forgets the sampler's versions: the next transfer connects anew.
+
+        Needed before an older version is sent, since versions only rise within a connection, and for a replaced
+        sampler, which has no weights.
+        """
         self.roles.weights.reconnect()
         self._transferred = self.applied = self.sampler_version = None
 
     def replace_sampler(self) -> None:
-        """Gives the sampler new processes, again if these are lost, too. Raises RoleLostError when it was too often."""
+        """Gives the sampler new processes, and again if these are lost, too.
+
+        Raises:
+            RoleLostError: after too many restarts, or when another role is lost.
+        """
         while True:
-            self.roles.sampler.restart()
+            cast("Any", self.roles.sampler).restart()  # only a sampler on Ray is ever lost
             try:
                 self.reconnect()
                 break
@@ -120,5 +141,5 @@ class SamplerWeights:
 
 
 def rest(state: Any) -> None:
-    """In a role's processes: leaves the device to another role."""
+    """Runs in a role's processes: frees the device for another role."""
     state.rest()

@@ -1,13 +1,13 @@
-"""What the roles of an RL run hold: the actor a policy and what updates it, the sampler one that is sent weights.
+"""States of the roles of an RL run: the actor's policy with its optimiser, and the sampler's policy.
 
-A task builds both from a model of its modality. With ``runtime.offload_idle`` each brings what a call needs onto the
-device, and leaves what sampling does not need in CPU memory (``RoleMemory``).
+A task builds both from a model of its modality. With ``runtime.offload_idle`` each call brings what it needs onto the
+device, and what sampling does not need waits in CPU memory (``RoleMemory``).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from pathlib import Path
@@ -27,12 +27,12 @@ from sfumato.parallel.shards import all_parameters
 from sfumato.runtime.memory import OPTIMIZER, PARAMETERS, RoleMemory
 
 EMA = "ema_weights"
-"""The part of the memory that holds the average which is evaluated; other policies have their names."""
+"""Name of the memory part with the averaged weights that are evaluated; other policies' parts have their names."""
 
 
 @dataclass
 class Sampler(Generic[Model]):
-    """Draws samples with weights that it is sent, until when it leaves the device to others."""
+    """State of a sampler of its own: draws samples with weights that it is sent."""
 
     model: Model
     mesh: Mesh
@@ -50,40 +50,40 @@ class Sampler(Generic[Model]):
     """Held-out prompts, where it draws evaluations, too."""
 
     def __post_init__(self, offload: bool) -> None:
-        self._takes_turns = offload
+        self._takes_turns = offload  # whether actor and sampler use one device in turns
         has_weights = offload and self.model is not None
         self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if has_weights else None
         self.rest()
 
     @contextmanager
     def policy(self) -> Iterator[Model]:
-        """What samples, inside the block."""
+        """The model that samples, inside the block."""
         self.wake()
         yield self.model
 
     evaluated = policy
-    """What is evaluated, inside the block, where it draws evaluations, too."""
+    """The model that is evaluated, inside the block: the sampler's policy, if it draws evaluations."""
 
     @property
     def updates(self) -> int:
-        """Of the weights."""
+        """Number of iterations that the weights have been updated."""
         return self.version
 
     @property
     def received_module(self) -> nn.Module:
-        """What weights are sent to."""
+        """The module whose weights are replaced by those that are sent."""
         self.wake()
         return self.model.trained
 
     def wake(self) -> None:
-        """Brings the weights back."""
+        """Brings the weights onto the device."""
         if self.memory is not None:
             self.memory.onload(PARAMETERS)
         if self._takes_turns and self.engine is not None:
             self.engine.wake()
 
     def rest(self) -> None:
-        """Leaves the device to another role."""
+        """Frees the device for another role."""
         if self._takes_turns and self.engine is not None:
             self.engine.rest()
         if self.memory is not None:
@@ -92,7 +92,7 @@ class Sampler(Generic[Model]):
 
 @dataclass
 class Actor(Generic[Model]):
-    """The policy and what updates it. It samples, too, where there is no other sampler."""
+    """State of the actor: the policy and what updates it. It also samples, unless there is a sampler of its own."""
 
     model: Model
     mesh: Mesh
@@ -121,14 +121,14 @@ class Actor(Generic[Model]):
 
     @contextmanager
     def policy(self) -> Iterator[Model]:
-        """What samples, inside the block."""
+        """The model that samples, inside the block."""
         self._keep_only(self.policies.sample_with)
         with self.policies.sampling() as model:
             yield model
 
     @contextmanager
     def evaluated(self) -> Iterator[Model]:
-        """What is evaluated, inside the block: the averaged weights, where there are some."""
+        """The model that is evaluated, inside the block: with the averaged weights, if the run has some."""
         self._keep_only(EMA)
         with averaged_weights(self.state.ema):
             yield self.model
@@ -140,7 +140,10 @@ class Actor(Generic[Model]):
 
     @contextmanager
     def sent_weights(self, version: int) -> Iterator[nn.Module]:
-        """What a sampler is sent, inside the block: the weights of now, or those before the last update."""
+        """The module whose weights are sent as ``version``, inside the block.
+
+        They are the current ones or, for an earlier version, those before the last update.
+        """
         self._keep_only(self.policies.sample_with, "previous")
         with self.policies.sampling(previous=version < self.state.step) as model:
             yield model.trained
@@ -150,8 +153,8 @@ class Actor(Generic[Model]):
         del module
         return self.engine.rescore(self.model, tokens)
 
-    def unfinished_groups(self, _nothing: Any = None) -> Any:
-        """What the next iteration goes on from, of what the one before has left."""
+    def unfinished_groups(self, _nothing: object = None) -> Any:
+        """Groups that the last iteration left unfinished, which the next one goes on from."""
         return self.engine.unfinished.groups
 
     def begin_update(self) -> None:
@@ -160,7 +163,7 @@ class Actor(Generic[Model]):
         self.policies.hold()
 
     def step(self) -> None:
-        """One step of the optimiser, with what follows the policy step by step."""
+        """Takes one step of the optimiser, and updates the averages that follow the policy."""
         if self.memory is not None:
             self.memory.before_step()
         self.state.optimizer.step()
@@ -172,20 +175,22 @@ class Actor(Generic[Model]):
             self.state.ema.update()
 
     def end_update(self, step: int) -> None:
-        """Call it when the optimiser steps of an iteration are through, ``step`` of which are finished then."""
+        """Call it after the optimiser steps of an iteration; ``step`` iterations are finished then."""
         self.policies.follow()
-        with warnings.catch_warnings():  # an iteration without anything to learn from takes no step before
+        # torch warns about a schedule that moves before the first optimiser step, which an iteration without anything
+        # to learn from does not take.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before", UserWarning)
             self.state.schedule.step()
         self.state.step = step
 
     def wake(self) -> None:
-        """Brings back all but the optimiser's state."""
+        """Brings everything but the optimiser's state onto the device."""
         if self.memory is not None:
             self.memory.before_update()
 
     def rest(self) -> None:
-        """Leaves the device to another role."""
+        """Frees the device for another role."""
         if self.memory is not None:
             self.memory.before_generation(sampled_here=False)
 
@@ -200,9 +205,11 @@ class Actor(Generic[Model]):
         self.checkpointer.save(self.state)
 
     def after_step(self, unwritten: str = "") -> None:
-        """Writes a checkpoint when it is time; raises PreemptedError after it when the run was asked to stop.
+        """Writes a checkpoint if one is due, and raises PreemptedError after it if the run was asked to stop.
 
-        ``unwritten`` says why metrics of these steps cannot be written, which makes the checkpoint fail.
+        Args:
+            unwritten: why the metrics of these steps could not be written, which makes the checkpoint fail; empty if
+                they were.
         """
         self.checkpointer.after_step(self.state, unwritten=unwritten)
 
@@ -212,23 +219,25 @@ class Actor(Generic[Model]):
         export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)
 
     def wake_all(self) -> None:
-        """Brings everything back."""
+        """Brings everything onto the device."""
         if self.memory is not None:
             self.memory.onload(*self.memory.parts)
 
     def _keep_only(self, *parts: str) -> None:
-        """Leaves the weights and these parts on the device, and nothing else."""
+        """Offloads all but the weights and these parts; names of parts that do not exist are ignored."""
         if self.memory is not None:
-            kept = [part for part in parts if part in self.memory.parts]
-            self.memory.onload(PARAMETERS, *kept)
-            self.memory.before_generation(sampled_here=True, keep=kept)
+            sampling_parts = [part for part in parts if part in self.memory.parts]
+            self.memory.onload(PARAMETERS, *sampling_parts)
+            self.memory.before_generation(sampled_here=True, keep=sampling_parts)
 
 
 def build_memory(actor: Actor[Any]) -> RoleMemory:
-    """The actor's tensors as parts that can be moved: weights, optimiser, averages and other policies by name."""
+    """The actor's tensors as parts that can be offloaded: weights, optimiser, averages and other policies by name."""
     averages = {EMA: actor.state.ema} if actor.state.ema is not None else {}
-    followers = {**averages, **actor.policies.saved}
-    others = {name: (lambda ema=ema: ema.averages.values()) for name, ema in followers.items()}
+    averages_by_name = {**averages, **actor.policies.saved}
+    others: dict[str, Callable[[], Iterable[torch.Tensor]]] = {
+        name: (lambda ema=ema: ema.averages.values()) for name, ema in averages_by_name.items()
+    }
     if actor.policies.frozen_weights is not None:
         frozen = actor.policies.frozen_weights
         others["reference_weights"] = lambda: [*all_parameters(frozen).values(), *frozen.buffers()]

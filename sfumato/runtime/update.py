@@ -1,7 +1,8 @@
-"""The optimiser steps of one iteration: which samples each learns from, and what the log says of them.
+"""The optimiser steps of one iteration: which samples each learns from, and the sums for the log.
 
-Nothing here knows what is learned. That stands in the task, between ``optimizer_steps`` and ``metrics``. A unit is what
-must stay together: one sample, or where the objective needs whole groups, all useful ones of a group.
+This file does not know the objective: the task computes losses between ``optimizer_steps`` and ``metrics``. A unit is a
+set of samples that must stay together: one sample or, if the objective needs whole groups, all useful samples of a
+group.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ from sfumato.runtime.states import Actor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B samples of one forward and backward pass, with R rows, sample by sample, that are learned from."""
+    """B samples of one forward and backward pass. Their R rows (decisions) to learn from follow sample by sample."""
 
     samples: Any
     """The ``Rollout`` of B samples."""
     advantages: torch.Tensor
     """float32 ``[R]`` on the model's device."""
     rows_in_step: float
-    """Rows of the optimiser step, over all ranks and micro-batches."""
+    """Number of rows of the optimiser step, over all ranks and micro-batches."""
     samples_in_step: float
-    """The same of its samples."""
+    """Number of samples of the optimiser step, over all ranks and micro-batches."""
     is_counted: bool
-    """False for a pass on a rank that has no samples left, which computes because the others do and adds nothing."""
+    """False for a pass on a rank without further samples: it runs because other ranks' passes need it in collectives,
+    and must add nothing to the gradient."""
     is_first: bool
-    """Whether it is the first of the update that is counted: the policy still is the one at the update's start."""
+    """Whether it is the first counted one of the update, when the policy still is the one at the update's start."""
     where: str
     """Step, rank and samples, for messages."""
     all_losses: Numbers
-    """Of the update's micro-batches, for ``reduce_and_clip``."""
+    """Sums of the losses of all micro-batches of the update, for ``reduce_and_clip``."""
 
     @property
     def sample_of_row(self) -> torch.Tensor:
-        """int64 ``[R]``: which of the B samples a row is of."""
+        """int64 ``[R]``: which of the B samples each row belongs to."""
         return torch.arange(len(self.samples)).repeat_interleave(torch.tensor(self.samples.num_rows))
 
     def note(self, losses: torch.Tensor) -> None:
-        """Has ``reduce_and_clip`` look whether losses of any shape are finite."""
-        self.all_losses.add(losses.detach().double().sum(), self.where)  # finite just where all float32 ones are
+        """Records losses of any shape, so that ``reduce_and_clip`` checks that they are finite."""
+        # A float64 sum of float32 numbers is finite exactly if all of them are: it cannot overflow.
+        self.all_losses.add(losses.detach().double().sum(), self.where)
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's part of the mean over all rows of the optimiser step, from losses ``[R]``."""
+        """This micro-batch's part of the mean over all rows of the optimiser step; ``losses`` is ``[R]``."""
         self.note(losses)
         return losses.sum() * self.is_counted / self.rows_in_step
 
@@ -67,27 +70,30 @@ class Update:
     def __init__(
         self, actor: Actor[Any], rank_batch: RankBatch, advantages: Advantages, config: RLConfig, step: int
     ) -> None:
-        """Orders the samples. All ranks make it, and take all of its steps.
+        """Orders the samples. All ranks must create it, and take all of its optimiser steps.
 
         Args:
-            actor: is told that an update begins.
+            actor: its ``begin_update`` is called.
             rank_batch: the samples of this rank.
             advantages: of the samples of all ranks, in the order of their ids.
             config: of the task.
             step: finished iterations.
         """
-        self.actor, self.config, self.step = actor, config, step
+        self.actor = actor
+        self.config = config
+        self.step = step
         self.batch = join_rollouts(rank_batch, actor.mesh.device)
         """The ``Rollout`` of this rank's samples."""
         self.grad_norms: list[float] = []
-        """Norms before clipping, one for each optimiser step; the task adds them."""
+        """Gradient norms before clipping, one for each optimiser step; the task appends them."""
         self.advantages = advantages.rows(list(rank_batch.sample_ids.values()))
-        """Of this rank's samples."""
+        """Advantages of this rank's samples."""
         self._lr = actor.state.schedule.get_last_lr()[0]
-        self._losses, self._sums = Numbers(), Numbers()
+        self._losses = Numbers()
+        self._sums = Numbers()
         self.pending = [self._losses, self._sums]
-        """Losses of micro-batches, and other numbers, which ``reduce_and_clip`` reads with the norm."""
-        self._rows = 0.0
+        """Losses of micro-batches and sums for the log, which ``reduce_and_clip`` reads together with the norm."""
+        self._rows = 0.0  # rows of the optimiser steps so far, over all ranks
         useful = self.advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
         useful &= config.rollout.is_learned_from
         actor.begin_update()
@@ -95,12 +101,13 @@ class Update:
         """The optimiser steps of the iteration."""
 
     def optimizer_steps(self) -> Iterator[Iterator[MicroBatch]]:
-        """The micro-batches of each optimiser step, which is to be taken when they are through."""
+        """For each optimiser step its micro-batches; take the step when these are used up."""
         for passes in self.passes:
             self._rows += passes.num_rows
             yield self._micro_batches(passes)
 
     def _micro_batches(self, passes: Passes) -> Iterator[MicroBatch]:
+        """The micro-batches of one optimiser step. A rank without samples gets its first one, which is not counted."""
         for number, rows in enumerate(accumulate(self.actor.model.trained, passes.parts)):
             is_counted = len(rows) > 0
             index = rows if is_counted else torch.zeros(1, dtype=torch.long)
@@ -119,32 +126,33 @@ class Update:
             )
 
     def record(self, micro: MicroBatch, sums: Mapping[str, torch.Tensor]) -> None:
-        """Adds sums over a micro-batch's rows, by metric."""
+        """Adds the sums of metrics over a micro-batch's rows."""
         self._sums.add_all(**{name: value * micro.is_counted for name, value in sums.items()})
 
-    def metrics(self, further: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Means over the trained rows of all ranks, which all call it.
+    def metrics(self, common_metrics: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Metrics of the update: means over the trained rows of all ranks, all of which must call it.
 
         Args:
-            further: metrics that all ranks agree on already.
+            common_metrics: further metrics, equal on all ranks.
         """
         steps = len(self.grad_norms)
-        found = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums.sums()).items()}
-        found |= {"grad_norm": sum(self.grad_norms) / max(steps, 1), "lr": self._lr} | dict(further or {})
-        return found | {"rows": self._rows, "updates": float(steps)}
+        metrics = {name: value / self._rows for name, value in self.actor.mesh.sum_dict(self._sums.sums()).items()}
+        metrics |= {"grad_norm": sum(self.grad_norms) / max(steps, 1), "lr": self._lr} | dict(common_metrics or {})
+        return metrics | {"rows": self._rows, "updates": float(steps)}
 
 
 def optimizer_passes(
     batch: Rollout, useful: torch.Tensor, config: RLConfig, mesh: Mesh, iteration: int
 ) -> list[Passes]:
-    """The optimiser steps of an iteration. Those for which no rank has anything to learn from are left out.
+    """Plans the optimiser steps of an iteration; steps for which no rank has useful samples are left out.
 
     Args:
         batch: this rank's B samples.
         useful, config, iteration: as in ``optimizer_batches``.
         mesh: of the ranks that take part.
     """
-    num_rows, passes = torch.tensor(batch.num_rows), []
+    num_rows = torch.tensor(batch.num_rows)
+    passes: list[Passes] = []
     for units in optimizer_batches(batch.requests, useful, config, iteration):
         rows = mesh.sum(sum(int(num_rows[unit].sum()) for unit in units))
         if rows > 0:
@@ -156,19 +164,20 @@ def optimizer_passes(
 def optimizer_batches(
     requests: Sequence[SampleRequest], useful: torch.Tensor, config: RLConfig, iteration: int
 ) -> Iterator[list[torch.Tensor]]:
-    """This rank's rows for each optimiser step: the samples of all ranks, shuffled, in equal parts.
+    """This rank's units for each optimiser step: the units of all ranks are shuffled and divided into equal parts.
 
-    They are the same however ranks share them. A group that was drawn in the place of another (dynamic sampling), whose
-    samples' ids are those of the other and a multiple of the samples of an iteration, takes its place here, too.
+    The parts do not depend on how samples are distributed over ranks. A group that was drawn to replace another
+    (dynamic sampling) takes that one's place here too: the ids of its samples are those of the other plus a multiple of
+    the number of samples of an iteration.
 
     Args:
         requests: this rank's B samples; over all ranks they are numbered group by group.
-        useful: bool ``[B]``: those to train on; the others are left out.
+        useful: bool ``[B]``: the samples to train on; others are left out.
         config: batch and group sizes, the objective, and the seed.
-        iteration: the rest of the order's key.
+        iteration: together with the seed the key of the order.
 
     Yields:
-        int64 rows of each unit; none is empty.
+        For each optimiser step the units, int64 indices of samples each; no unit is empty.
     """
     num_samples = config.rollout.num_prompts * config.rollout.n
     unit_size = config.rollout.n if config.algorithm.whole_groups else 1
@@ -183,16 +192,19 @@ def optimizer_batches(
 def micro_batches(
     units: Sequence[torch.Tensor], config: RLConfig, mesh: Mesh, lengths: Sequence[int] = ()
 ) -> list[torch.Tensor]:
-    """Rows of each micro-batch, in order, as even as possible. All ranks get equally many, some perhaps empty.
+    """Divides units into micro-batches as even as possible. All ranks get equally many, some of which may be empty.
 
     Args:
-        units: rows that stay together.
-        config: how many samples, or where it says so tokens, fit into one.
+        units: int64 indices of samples that stay together.
+        config: how many samples, or tokens (``max_tokens_per_micro_batch``), fit into a micro-batch.
         mesh: of the ranks that take part.
-        lengths: of all of the rank's samples, where they are not alike.
+        lengths: tokens of all of the rank's samples; needed with ``max_tokens_per_micro_batch``.
+
+    Returns:
+        int64 indices of the samples of each micro-batch.
     """
     empty = torch.zeros(0, dtype=torch.long)
-    units = sorted(units, key=lambda unit: int(unit[0]))  # samples of a group side by side
+    units = sorted(units, key=lambda unit: int(unit[0]))  # puts samples of a group side by side
     capacity = getattr(config.train, "max_tokens_per_micro_batch", None)
     if capacity is not None:
         sizes = [sum(lengths[row] for row in unit.tolist()) for unit in units]

@@ -1,7 +1,7 @@
-"""What an engine that generates text offers, whoever wrote it.
+"""The interface of an engine that generates text.
 
-Token ids go in and come out; nothing is made into text on the way. A request brings the seed of its noise, so that what
-is drawn for it depends on nothing else: not on the other requests of a batch, on ranks or on a restart.
+Token ids go in and come out; nothing is decoded on the way. A request brings the seed of its noise, so that what is
+drawn for it depends on nothing else: not on the other requests of a batch, on ranks or on a restart.
 """
 
 from __future__ import annotations
@@ -37,50 +37,51 @@ class GenerationRequest:
     """One completion that is to be drawn."""
 
     prompt_ids: Sequence[int]
-    """Tokens that stand before it, at least one."""
+    """Tokens that the completion follows, at least one."""
     seed: int
-    """From 0 to 2^63 - 1: key of its noise. Two requests with equal prompts and seeds are drawn alike."""
+    """Key of the noise, from 0 to 2^63 - 1. Two requests with equal prompts and seeds get equal completions."""
     max_new_tokens: int
     """Longest completion, at least 1."""
     first_position: int = 0
-    """Tokens of the same completion that were drawn already and stand at the end of ``prompt_ids``. The noise of a
-    token is keyed by (seed, first_position + its position in this completion), so that a completion that was
-    interrupted goes on as if it had not been."""
+    """Number of tokens of the same completion that were drawn before and stand at the end of ``prompt_ids``. The noise
+    of a token is keyed by (seed, first_position + its position among the new tokens), so that an interrupted completion
+    goes on as if it had not been interrupted."""
     images: Images | None = None
-    """Those that stand in ``prompt_ids``; equal prompts share them, too. The last token belongs to none."""
+    """The images in ``prompt_ids``; requests with equal prompts share this object. The last token of a prompt is no
+    image token."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was drawn for a request."""
+    """The result of a request."""
 
     token_ids: list[int]
     """The drawn tokens, the stop token included; none where it was aborted before its first."""
     log_probs: list[float]
     """Natural logarithms of their probabilities as they were drawn: after temperature, top_p and top_k."""
     versions: list[int]
-    """Version of the weights that each was drawn by."""
+    """For each token the version of the weights that drew it."""
     finish_reason: FinishReason
-    """``abort`` is given only after ``pause("abort")``; what was drawn until then is there."""
+    """``abort`` only after ``pause("abort")``, with the tokens drawn until then."""
 
 
 UNEXPECTED_ANSWER = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What comes of reading an answer of a server that has another form than that of a version which is known."""
+"""Errors of reading a server's answer that does not have the form of a known version."""
 
 
 class EngineError(RuntimeError):
-    """An engine cannot do what it was asked to, and says why. Its requests can be given to it again."""
+    """An engine failed, and says why. Its requests can be made again."""
 
 
 class Engine(Protocol):
-    """An engine. All calls come from one thread, but those that weights arrive by (``Receiver`` in
-    ``runtime/weight_sync/receiver.py``, which an engine with weights of its own implements besides)."""
+    """An engine. All calls come from one thread, except those of ``Receiver`` (``runtime/weight_sync/receiver.py``),
+    which an engine with weights of its own implements as well."""
 
     version: int
-    """Version of the weights that it draws by."""
+    """Version of the weights that tokens are drawn by now."""
 
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
-        """Draws a completion. Any number of calls may wait at a time, in one event loop; they share batches.
+        """Draws a completion. Any number of calls may be awaited at a time, in one event loop; they share batches.
 
         Raises:
             ConfigError: when the prompt with ``max_new_tokens`` is longer than the engine can take; names both.
@@ -89,8 +90,8 @@ class Engine(Protocol):
         ...
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
-        """Stops drawing. ``keep`` holds what is under way, which goes on at ``resume``; ``abort`` ends it with what has
-        been drawn so far."""
+        """Stops drawing. With ``keep``, open requests continue at ``resume``; with ``abort`` they end with the tokens
+        drawn so far."""
         ...
 
     def resume(self) -> None:
@@ -98,21 +99,21 @@ class Engine(Protocol):
         ...
 
     def flush(self) -> None:
-        """Forgets keys and values of earlier requests, which other weights made; what is under way computes its own
-        anew before its next token. Called whenever weights have changed."""
+        """Drops all keys and values, also of earlier requests' prefixes. Open requests compute theirs again before the
+        next token. Called whenever weights have changed."""
         ...
 
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
-        """Log-probabilities of given tokens by the weights that it holds now: for each sequence of L token ids
-        float32 ``[L - 1]``, of all but the first."""
+        """Log-probabilities of given tokens by the current weights: for each sequence of L token ids float32
+        ``[L - 1]``, of all tokens but the first."""
         ...
 
     def release(self) -> None:
-        """Gives memory for weights, keys and values to others, until ``restore``. Nothing may be under way."""
+        """Frees the memory of weights, keys and values until ``restore``. No request may be open."""
         ...
 
     def restore(self) -> None:
-        """Takes the memory back. Weights must be loaded again where the engine has its own."""
+        """Allocates the memory again. Weights must be loaded again where the engine has its own."""
         ...
 
     def health(self) -> None:
@@ -120,5 +121,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it and whatever processes it has started; a second call does nothing."""
+        """Ends the engine and the processes that it has started; a second call does nothing."""
         ...

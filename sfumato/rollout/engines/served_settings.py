@@ -1,4 +1,4 @@
-"""What settings of engines outside of the library share: vLLM and SGLang."""
+"""Settings that the engines outside of the library, vLLM and SGLang, have in common."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ServedSettings:
         self._check_server()
 
     def _check_server(self) -> None:
-        program = getattr(self, "program", "")
+        program = getattr(self, "program", "")  # a field of the subclasses
         if self.url and program:
             raise ConfigError("rollout.engine: url and program: the server runs already, or is started; remove one")
         if self.environment and not program:
@@ -87,12 +87,12 @@ class ServedSettings:
         return key
 
     def weight_files(self, template: nn.Module, folder: Path, model_path: str) -> WeightFiles:
-        """Where weights are handed over.
+        """The writer of the files that hand weights over to the engine.
 
         Args:
             template: transformers' module as the actor has it, on meta.
             folder: the run folder.
             model_path: folder of the model's own files.
         """
-        where = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        return WeightFiles(template, DTYPES[self.dtype], own_folder(where), model_path)
+        shared = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
+        return WeightFiles(template, DTYPES[self.dtype], own_folder(shared), model_path)

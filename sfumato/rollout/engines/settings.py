@@ -38,22 +38,30 @@ class Embedded:
             raise ConfigError(f"cache_gb {self.cache_gb} must be above 0, or null")
 
     def of_module(self, module: nn.Module, model: LanguageModel, max_length: int) -> Engine:
-        """The engine of a module that is whole in this process.
+        """Builds the engine of a module that is whole in this process.
 
         Args:
-            module: draws.
+            module: draws the tokens.
             model: the policy, for the precision of its passes.
             max_length: tokens of the longest sample, prompt included.
         """
         from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
-        cache = None if self.cache_gb is None else int(self.cache_gb * 2**30)
-        sizes = {"max_length": max_length, "max_batch_size": self.max_batch_size, "cache_bytes": cache}
+        cache_bytes = None if self.cache_gb is None else int(self.cache_gb * 2**30)
 
         @contextmanager
         def forward_pass() -> Iterator[None]:
-            with model.autocast(), model.whole_output():  # a loss in chunks takes the output layer out
+            # ``whole_output``: training with a chunked loss takes the output layer out of the module.
+            with model.autocast(), model.whole_output():
                 yield
 
         decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return EmbeddedEngine(module, around=forward_pass, vision=model.vision, decode=decode, **sizes)
+        return EmbeddedEngine(
+            module,
+            around=forward_pass,
+            vision=model.vision,
+            decode=decode,
+            max_length=max_length,
+            max_batch_size=self.max_batch_size,
+            cache_bytes=cache_bytes,
+        )

@@ -1,7 +1,7 @@
-"""SGLang as the engine: a server that is started or runs already, by its documented HTTP interface.
+"""SGLang as the engine: a server that is started or runs already, through its documented HTTP interface.
 
-It was written by SGLang's documentation and tested against answers of that form, not against SGLang itself, which needs
-a GPU. Noise is keyed by (seed, position in the sequence) in its deterministic mode, which is required.
+It was written after SGLang's documentation and tested against answers of that form, not against SGLang itself, which
+needs a GPU. Its deterministic mode is required, which keys noise by (seed, position in the sequence).
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ from sfumato.rollout.engines.served.weight_files import WeightFiles, process_nam
 from sfumato.rollout.engines.served_settings import ServedSettings
 
 HEALTH_TIMEOUT_S = 30.0
-"""In which a server that lives draws a token."""
+"""Within which a live server draws a token."""
 
 MEMORY = ["kv_cache", "weights"]
-"""What is given to others by ``release``."""
+"""SGLang's tags of the memory that ``release`` frees."""
 
 
 class SglangServer(ServedEngine):
     """``Engine`` of ``base.py`` and ``Receiver`` on an SGLang server."""
 
     def __init__(self, http: HttpServer, process: ServerProcess | None, files: WeightFiles, model_path: str) -> None:
-        """Waits for the server that it starts, and looks whether it is the right one.
+        """Starts the server if there is a process, waits for it, and checks that it is the right one.
 
         Args:
-            http: to the server.
-            process: that it is started as; None if it runs already.
-            files: through which weights reach it.
+            http: client of the server.
+            process: the server's process, not started yet; None if the server runs already.
+            files: writes the weights that it loads.
             model_path: folder of the model, as the server sees it.
 
         Raises:
-            ConfigError: when it has another model or lacks what is needed.
+            ConfigError: when the server has another model, or was started without options that are needed.
             EngineError: when it does not start or answer.
         """
-        self.http, self.process, self.model_path = http, process, model_path
-        self.can_sleep, self._num_loads = False, 0
+        self.http = http
+        self.process = process
+        self.model_path = model_path
+        self.can_sleep = False
+        self._num_loads = 0  # weight updates, by which a request sees that one came while it was open
         super().__init__(http.name, files, 0)
         try:
             if process is not None:
@@ -57,8 +60,10 @@ class SglangServer(ServedEngine):
             raise
 
     def _identify(self) -> None:
+        """Reads the server's limits. Raises ConfigError when it has another model or lacks options."""
         info = self.http.ask("GET", "/get_server_info", timeout_s=HEALTH_TIMEOUT_S)
-        model, length = info.get("model_path"), info.get("max_req_input_len") or info.get("context_length")
+        model = info.get("model_path")
+        length = info.get("max_req_input_len") or info.get("context_length")
         if Path(str(model)) != Path(self.model_path):
             raise ConfigError(
                 f"{self.name} has the model {model}, the run {self.model_path}: give both the same folder, under the "
@@ -72,7 +77,8 @@ class SglangServer(ServedEngine):
             raise ConfigError(
                 f"{self.name} does not say how long a sequence may be: start it with --context-length, a number"
             )
-        self.max_length, self.can_sleep = length, bool(info.get("enable_memory_saver"))
+        self.max_length = length
+        self.can_sleep = bool(info.get("enable_memory_saver"))
 
     def flush(self) -> None:
         """See ``Engine``."""
@@ -89,12 +95,12 @@ class SglangServer(ServedEngine):
         self.http.ask("POST", "/release_memory_occupation", {"tags": MEMORY})
 
     def restore(self) -> None:
-        """See ``Engine``. Weights, of which the memory was given away, are loaded again from their files."""
+        """See ``Engine``. Weights are loaded again from the files of the version in use."""
         self.http.ask("POST", "/resume_memory_occupation", {"tags": MEMORY})
         self.load_files(self.applied or Path(self.model_path), self.version)
 
     def health(self) -> None:
-        """See ``Engine``. It draws a token."""
+        """See ``Engine``. The check draws a token."""
         if self._is_closed:
             raise EngineError(f"{self.name} is closed")
         if self.process is not None and (problem := self.process.problem()):
@@ -128,19 +134,22 @@ class SglangServer(ServedEngine):
                 f"{self.name} does not say by which weights each token was drawn, which changed meanwhile: take a "
                 "newer SGLang, or abort what is under way before weights change"
             )
-        versions = [(label, len(tokens))] if spans is None else [(s["version"], s["end"] - s["start"]) for s in spans]
+        if spans is None:
+            versions = [(label, len(tokens))]
+        else:
+            versions = [(span["version"], span["end"] - span["start"]) for span in spans]
         return DrawnTokens([token for token, _ in tokens], [log_prob for _, log_prob in tokens], versions, reason)
 
     def _score(self, tokens: list[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         body = {"input_ids": tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        found = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
-        if [token for _, token, *_ in found] != tokens:
+        scored = self.http.ask("POST", "/generate", body)["meta_info"]["input_token_logprobs"]
+        if [token for _, token, *_ in scored] != tokens:
             raise EngineError(f"{self.name} scored other tokens than it was given")
-        return [float(log_prob) for log_prob, *_ in found[1:]]
+        return [float(log_prob) for log_prob, *_ in scored[1:]]
 
     def _pause(self, mode: Literal["keep", "abort"]) -> None:
-        """``retract`` gives up keys and values, which would be of earlier weights."""
+        """The mode ``retract`` drops keys and values, which would be those of earlier weights."""
         self.http.ask("POST", "/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
         if mode == "abort":
             self.http.end_all(lambda: self.http.ask("POST", "/abort_request", {"abort_all": True}))
@@ -164,7 +173,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
     """SGLang's parameters of a request.
 
     Raises:
-        ConfigError: for top_p and top_k, which SGLang's log-probs leave out of account.
+        ConfigError: for top_p and top_k, which SGLang's log-probs do not include.
     """
     if sampling.top_p != 1 or sampling.top_k:
         raise ConfigError(
@@ -172,7 +181,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             "and top_k to 0, or take another rollout.engine"
         )
     key = hashlib.blake2b(str(request.seed).encode(), digest_size=8).digest()
-    found = {
+    params = {
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,
@@ -184,7 +193,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "ignore_eos": True,  # only the tokens above end a completion
         "skip_special_tokens": False,
     }
-    return found | ({"stop": list(sampling.stop)} if sampling.stop else {})
+    return params | ({"stop": list(sampling.stop)} if sampling.stop else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +212,7 @@ class SglangSettings(ServedSettings):
             raise ConfigError("rollout.engine: sglang needs either the url of a server or the program that starts one")
 
     def build(self, model_path: str, template: nn.Module, folder: Path, max_length: int | None = None) -> SglangServer:
-        """Starts or finds the server.
+        """Starts the server, or connects to the one at url.
 
         Args:
             model_path: folder of the model's own files, which the engine loads, too.
@@ -225,7 +234,8 @@ class SglangSettings(ServedSettings):
                 "SGLang cannot put adapters in the place of others that requests are drawn by: train without "
                 "model.lora, or take another rollout.engine"
             )
-        process, url = None, self.url
+        process = None
+        url = self.url
         if self.program:
             port = free_port()
             url = f"http://127.0.0.1:{port}"
@@ -234,6 +244,7 @@ class SglangSettings(ServedSettings):
                 *self._arguments(model_path, port, self.max_model_len or max_length),
                 *self.arguments,
             ]
+            # The server has an environment of its own, which must not import from this one's paths.
             environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
             log = folder / f"sglang-{process_name()}.log"
             process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
@@ -246,9 +257,18 @@ class SglangSettings(ServedSettings):
     def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
         if max_length is None:
             raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
-        given = ["-m", "sglang.launch_server", "--model-path", model_path, "--host", "127.0.0.1", "--port", str(port)]
-        given += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
-        given += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
+        arguments = [
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            model_path,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        arguments += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
+        arguments += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]
         if self.gpu_memory_utilization is not None:
-            given += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
-        return [*given, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]
+            arguments += ["--mem-fraction-static", str(self.gpu_memory_utilization)]
+        return [*arguments, "--enable-deterministic-inference", *(["--enable-memory-saver"] if self.sleep else [])]

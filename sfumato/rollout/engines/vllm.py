@@ -1,7 +1,7 @@
 """vLLM as the engine: in this process, or as a server that is started or runs already.
 
-What is asked of it, and what its answers mean, is here; how it is asked stands in ``vllm_calls.py`` and
-``vllm_in_process.py``. Written for and tested with vLLM 0.32.
+This file decides what is asked of vLLM and reads the answers; ``vllm_calls.py`` (HTTP) and ``vllm_in_process.py`` make
+the calls. Written for and tested with vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from sfumato.rollout.engines.served.weight_files import WeightFiles, process_nam
 from sfumato.rollout.engines.served_settings import ServedSettings
 
 COLDEST = 0.01
-"""vLLM draws by this temperature where a lower one is asked for."""
+"""vLLM raises lower temperatures than this to it."""
 
 
 class VllmEngine(ServedEngine):
@@ -43,14 +43,17 @@ class VllmEngine(ServedEngine):
 
         Args:
             calls: to vLLM.
-            files: through which weights reach it.
+            files: writes the weights that vLLM loads.
             model_path: folder of the model's own files, as vLLM sees it.
             can_sleep: whether vLLM was started with its sleep mode.
-            reader: of the images in prompts, where there are some; a server's.
+            reader: of the images in prompts, for a server alone; None for prompts of text.
         """
         super().__init__(calls.name, files, calls.max_length)
-        self._images = None if reader is None else RenderedImages(reader, calls.render)
-        self.calls, self.model_path, self.can_sleep = calls, model_path, can_sleep
+        # Only a server renders images: ``VllmSettings.takes_images``.
+        self._images = None if reader is None else RenderedImages(reader, cast("ServerCalls", calls).render)
+        self.calls = calls
+        self.model_path = model_path
+        self.can_sleep = can_sleep
         self._has_adapter = False
 
     def flush(self) -> None:
@@ -58,7 +61,7 @@ class VllmEngine(ServedEngine):
         self.calls.reset_prefix_cache()
 
     def release(self) -> None:
-        """See ``Engine``. Weights go into CPU memory.
+        """See ``Engine``. Weights are moved to CPU memory.
 
         Raises:
             ConfigError: without the setting ``sleep``, or on a CPU, where vLLM has no sleep mode.
@@ -129,7 +132,7 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
             f"vLLM draws by a temperature of {COLDEST:g} where {sampling.temperature:g} is asked for: take at least "
             f"{COLDEST:g}, or 0 for the likeliest token"
         )
-    found = {
+    params = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -140,14 +143,15 @@ def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str,
         "logprobs": 0,  # of the drawn token alone
         "detokenize": False,
     }
-    if sampling.stop:  # which vLLM looks for in what it decodes; it gives all tokens, those of the text among them
-        found |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
-    return found
+    if sampling.stop:
+        # vLLM looks for stop texts in what it decodes. It returns all tokens, those of the stop text among them.
+        params |= {"stop": list(sampling.stop), "detokenize": True, "skip_special_tokens": False}
+    return params
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(ServedSettings):
-    """vLLM. Without url and program it runs in this process and its own children, and must be installed here."""
+    """vLLM. Without url and program it runs in this process and child processes, and must be installed here."""
 
     type: ClassVar[str] = "vllm"
 
@@ -157,7 +161,7 @@ class VllmSettings(ServedSettings):
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may have images: those of a server."""
+        """Whether prompts may have images: only with a server."""
         return bool(self.url or self.program)
 
     def build(
@@ -168,7 +172,7 @@ class VllmSettings(ServedSettings):
         max_length: int | None = None,
         reader: ImageReader | None = None,
     ) -> VllmEngine:
-        """Starts or finds vLLM.
+        """Starts vLLM, or connects to the server at url.
 
         Args:
             model_path: folder of the model's own files, which the engine loads, too.
@@ -177,7 +181,7 @@ class VllmSettings(ServedSettings):
             folder: the run folder.
             max_length: tokens of the longest prompt with its completion that will be asked for, where max_model_len
                 does not say; None: as many as the engine takes.
-            reader: of the images in prompts, where there are some.
+            reader: of the images in prompts; None for prompts of text.
 
         Raises:
             ConfigError: when settings do not go together, the server has another model, or vLLM is not there.
@@ -208,14 +212,20 @@ class VllmSettings(ServedSettings):
         return VllmEngine(calls, files, model_path, self.sleep, reader)
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
-        """vLLM's settings, by the names that its Python and command line share."""
+        """vLLM's settings, by the names that its Python arguments and its command line share.
+
+        Args:
+            model_path: folder of the model.
+            rank: of the adapters; 0 without.
+            max_length: tokens of the longest sequence, where ``max_model_len`` is not set.
+        """
         options: dict[str, Any] = {
             "model": model_path,
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "max_num_seqs": self.max_requests,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled: after temperature and top_p
+            "generation_config": "vllm",  # no sampling defaults of the model's folder
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "max_model_len": self.max_model_len or max_length,
             "enable_sleep_mode": self.sleep or None,
@@ -224,7 +234,8 @@ class VllmSettings(ServedSettings):
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def _arguments(self, options: dict[str, Any]) -> list[str]:
+    def _arguments(self, options: Mapping[str, Any]) -> list[str]:
+        """Arguments of ``vllm serve``: the model first, then options, then those of the configuration."""
         arguments = [options["model"]]
         for name, value in options.items():
             if name != "model":
@@ -233,20 +244,22 @@ class VllmSettings(ServedSettings):
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for."""
+"""Values that vLLM takes for the largest rank of adapters."""
 
 
 def max_rank(template: nn.Module) -> int:
-    """The rank that vLLM must make room for.
+    """The smallest value of vLLM's ``max_lora_rank`` that the adapters of ``template`` fit into.
 
     Raises:
-        ConfigError: when vLLM cannot compute with such adapters.
+        ConfigError: when vLLM does not support such adapters.
     """
     configurations: Mapping[str, Any] = getattr(template, "peft_config", {})
     (config,) = configurations.values()
     if config.use_dora or config.target_parameters:
-        what = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
-        raise ConfigError(f"model.lora: vLLM cannot compute with {what}: leave it out, or take another rollout.engine")
+        feature = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"
+        raise ConfigError(
+            f"model.lora: vLLM cannot compute with {feature}: leave it out, or take another rollout.engine"
+        )
     for rank in LORA_RANKS:
         if config.r <= rank:
             return rank

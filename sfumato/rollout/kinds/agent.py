@@ -1,4 +1,4 @@
-"""Any program that speaks the chat protocol of OpenAI: it is given the address of the policy, and a key."""
+"""Any program that speaks OpenAI's chat protocol: it gets the address of the policy and a key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sfumato.rollout.kinds.base import RolloutKind
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAgent(RolloutKind):
-    """A program that asks the policy through an endpoint of this machine, which records what was drawn."""
+    """A program that calls the policy through an endpoint on this machine, which records the drawn tokens."""
 
     timeout_s: float = 600.0
     """Seconds that one sample may take; then it has no reward."""
@@ -40,7 +40,7 @@ class ChatAgent(RolloutKind):
         Args:
             prompt: with its metadata.
             base_url: where the policy is served, such as ``http://127.0.0.1:40001/v1``.
-            api_key: by which the sample's calls are known.
+            api_key: identifies the sample that a call belongs to.
             model: name of the policy.
 
         Returns:
@@ -58,7 +58,9 @@ class ChatAgent(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        session, result, damage = Session(engine, keys, sampling, template, limits), None, ""
+        session = Session(engine, keys, sampling, template, limits)
+        result = None
+        damage = ""
         async with open_endpoint() as endpoint:
             with endpoint.serving(session):
                 try:
@@ -73,6 +75,7 @@ class ChatAgent(RolloutKind):
             raise session.error
         text, metadata, problem = _read(result)
         sequences = session.sequences
+        # The first cause counts: an agent that raised has returned nothing that could be read.
         damage = damage or problem or ("" if sequences else "the agent made no call of the policy that was answered")
         answer = session.text if text is None else text
         return DrawnText(sequences, answer, session.messages, session.is_truncated, metadata, damage)
@@ -102,7 +105,11 @@ class Agent(ChatAgent):
 
 
 def _read(result: Any) -> tuple[str | None, dict[str, Any], str]:
-    """Text, metadata and what is wrong with what an agent returned."""
+    """Reads what an agent returned.
+
+    Returns:
+        The answer, or None if it returned none; metadata for rewards; and what is wrong, empty if nothing is.
+    """
     text, metadata = None, {}
     if isinstance(result, Mapping):
         metadata = dict(result)

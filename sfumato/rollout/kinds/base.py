@@ -1,4 +1,4 @@
-"""What a kind of rollout is: a frozen dataclass that makes a sample of a prompt with an engine."""
+"""Base class of the kinds of rollout: frozen dataclasses that draw a sample for a prompt with an engine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from sfumato.rollout.engines.base import Engine, Sampling
 class RolloutKind(ABC):
     """Base of every kind. A subclass states ``type: ClassVar[str]`` and defines ``draw``.
 
-    One from elsewhere is named by import path, ``kind: {type: my_module:MyKind}``.
+    A kind from outside of the library is named by its import path, ``kind: {type: my_module:MyKind}``.
     """
 
     type: ClassVar[str]
     modality: ClassVar[str] = "text"
     """What rewards are given."""
     takes_images: ClassVar[bool] = False
-    """Whether images of a prompt reach the engine."""
+    """Whether the images of a prompt are passed to the engine."""
 
     def prepare(self, template: PromptTemplate) -> None:  # noqa: B027  (most kinds need nothing)
-        """Loads what ``draw`` needs, so that what is missing is found before the first step.
+        """Loads what ``draw`` needs, so that a missing piece is noticed before the first step.
 
         Raises:
             ConfigError: when the kind does not fit tokenizer and chat template, or an import path leads nowhere.
@@ -47,18 +47,18 @@ class RolloutKind(ABC):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        """Draws one sample. Many wait at a time in one event loop, so that the engine works on all of them together.
+        """Draws one sample. Many calls are awaited at a time in one event loop, and the engine batches them.
 
         Args:
-            engine: that draws tokens.
-            prompt: with its tokens.
-            keys: of the sample's noise.
+            engine: draws the tokens.
+            prompt: text and tokens.
+            keys: key the sample's noise.
             sampling: how tokens are drawn.
-            template: has the tokenizer.
-            limits: of its length.
+            template: the tokenizer with the chat template.
+            limits: of the sample's length.
 
         Returns:
-            What was drawn. What goes wrong with this sample alone (a tool, an environment, an agent) is its ``damage``.
+            The sample. An error of this sample alone (of a tool, an environment, an agent) is in its ``damage``.
 
         Raises:
             UserError: a mistake that a person has to mend, such as an import path that leads nowhere.

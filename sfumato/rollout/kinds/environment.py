@@ -1,11 +1,11 @@
-"""An environment of one's own: the policy acts in words, and is told what came of it."""
+"""A user's environment: the policy acts by texts, and gets observations in return."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
@@ -18,6 +18,9 @@ from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
+
+if TYPE_CHECKING:
+    from sfumato.data.text.chat import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,8 @@ class Environment(RolloutKind):
             raise ConfigError("rollout.kind: max_turns, max_output_chars and timeout_s must be positive")
 
     def prepare(self, template: PromptTemplate) -> None:
-        made = self._class()
-        missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+        environment_class = self._class()
+        missing = [name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))]
         if missing:
             raise ConfigError(f"rollout.kind.path {self.path} has no method {missing[0]}")
         if template.chat is not None:
@@ -83,7 +86,7 @@ class Environment(RolloutKind):
     async def _act(
         self, play: _Play, engine: Engine, keys: SampleKeys, sampling: Sampling, limits: LengthLimits
     ) -> bool:
-        """Turn after turn. Returns whether it ended at a limit."""
+        """Plays turn after turn. Returns whether it ended at a limit of tokens or turns."""
         assert play.sequence is not None
         sequence = play.sequence
         for turn in range(self.max_turns):
@@ -96,50 +99,56 @@ class Environment(RolloutKind):
                 return False
             if sequence.finish_reason == "length":
                 return True
-            given = play.tokens_of(observation, drawn, sampling)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            # An observation is appended only if the policy has room for a token after it.
+            tokens = play.tokens_of(observation, drawn, sampling)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 return True
             if turn < self.max_turns - 1:
-                play.tell(observation, given)
+                play.tell(observation, tokens)
         return True
 
 
 class _EnvironmentError(Exception):
-    """What went wrong with the environment of a sample."""
+    """An error of a sample's environment, which becomes the sample's damage."""
 
 
 class _Play:
-    """A sample's environment, and what was said so far."""
+    """A sample's environment, with the conversation so far."""
 
     def __init__(self, kind: Environment, template: PromptTemplate, prompt: TextPrompt) -> None:
-        self.kind, self.template, self.prompt = kind, template, prompt
+        self.kind = kind
+        self.template = template
+        self.prompt = prompt
         self.environment: Any = None
         self.sequence: GrowingSequence | None = None
         self.messages = None if prompt.messages is None else list(prompt.messages)
-        self.text, self.damage, self.is_done = "", "", False
+        self.text = ""  # of the policy's last turn
+        self.damage = ""
+        self.is_done = False
         self.rewards: list[float] = []
 
     @property
     def metadata(self) -> dict[str, Any]:
+        """Metadata for rewards."""
         rewards = {"environment_reward": math.fsum(self.rewards), "environment_rewards": self.rewards}
         return rewards | {"environment_done": self.is_done}
 
     async def reset(self, cls: Callable[..., Any]) -> None:
-        """Makes the environment, and the tokens that it begins with."""
+        """Builds the environment from the user's class, and the sequence from its first observation."""
         self.environment = await self._call(cls, **self.kind.arguments)
         first = await self._call(self.environment.reset, self.prompt)
         ids = self.prompt.token_ids
         if first is not None:
             first = self._checked(first)
-            content: Any = first
+            content: str | list[Message] = first
             if self.messages is not None:
-                head = [each for each in self.messages if each["role"] in ("system", "developer")]
-                content = self.messages = [*head, {"role": "user", "content": first}]
+                system_messages = [message for message in self.messages if message["role"] in ("system", "developer")]
+                content = self.messages = [*system_messages, {"role": "user", "content": first}]
             ids = tuple(self.template.encode_one(content, self.prompt.where, self.prompt.tools))
         self.sequence = GrowingSequence.after_prompt(ids)
 
     async def step(self, drawn: list[int], sampling: Sampling) -> str:
-        """Has the environment answer what was drawn. Returns the observation."""
+        """Passes the drawn text to the environment. Returns the observation; empty at the end."""
         self.text = self.template.decode(drawn, sampling.stop_token_ids)
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": self.text})
@@ -162,21 +171,21 @@ class _Play:
         return "" if self.is_done else self._checked(observation)
 
     def tokens_of(self, observation: str, drawn: list[int], sampling: Sampling) -> list[int]:
-        """Of an observation, with the beginning of the policy's next turn."""
+        """The tokens of an observation, with the beginning of the policy's next turn."""
         if self.messages is None:
             return tokens_after(self.template, drawn[-1], defused(observation, self.template.tokenizer))
         message = {"role": "user", "content": observation}
         return tokens_between(self.template, [message], end_token(drawn, sampling), self.prompt.tools)
 
-    def tell(self, observation: str, given: list[int]) -> None:
-        """Appends an observation."""
+    def tell(self, observation: str, tokens: list[int]) -> None:
+        """Appends an observation to the sequence and the messages."""
         assert self.sequence is not None
-        self.sequence.append_given(given)
+        self.sequence.append_given(tokens)
         if self.messages is not None:
             self.messages.append({"role": "user", "content": observation})
 
     async def close(self) -> None:
-        """Tells the environment that it is over. What goes wrong then is the sample's damage."""
+        """Closes the environment if it has ``close``. An error of that is the sample's damage."""
         close = getattr(self.environment, "close", None)
         if close is None:
             return
@@ -185,12 +194,14 @@ class _Play:
         except _EnvironmentError as error:
             self.damage = self.damage or str(error)
 
-    def _checked(self, observation: Any) -> str:
+    def _checked(self, observation: object) -> str:
+        """The observation, cut to ``max_output_chars``. Raises _EnvironmentError when it is no text."""
         if not isinstance(observation, str) or not observation:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
         return cut(observation, self.kind.max_output_chars)
 
     async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""
         try:
             return await call_own(function, *args, timeout_s=self.kind.timeout_s, **named)
         except UserError:

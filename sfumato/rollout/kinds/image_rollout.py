@@ -1,10 +1,10 @@
-"""An image for a prompt: its codes are the tokens that the policy draws, and rewards see the image."""
+"""Draws an image for a prompt: the policy draws its codes as tokens, and rewards see the decoded image."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.text.growing_sequence import GrowingSequence
+
+if TYPE_CHECKING:
+    from sfumato.rewards.base import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,9 @@ class DrawingKind(RolloutKind):
             raise ConfigError(
                 "rollout.kind drawing: prompts are text alone: take a data.data_type without images (prompts)"
             )
-        drawn, vocabulary = self._tokenizer, template.tokenizer.get_vocab()
-        names = [drawn.text.code.format(code) for code in (0, drawn.codebook_size - 1)]
+        image_tokenizer = self._tokenizer
+        vocabulary = template.tokenizer.get_vocab()
+        names = [image_tokenizer.text.code.format(code) for code in (0, image_tokenizer.codebook_size - 1)]
         missing = [name for name in names if name not in vocabulary]
         if missing:
             raise ConfigError(
@@ -67,15 +71,17 @@ class DrawingKind(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        """As ``RolloutKind.draw``. A sample among whose tokens are others than codes has no image; it is a blank one,
-        so that the policy learns not to draw such."""
-        drawn, text = self._tokenizer, self._tokenizer.text
+        """As ``RolloutKind.draw``. A sample with tokens that are no codes gets a blank image, so that the policy learns
+        not to draw such tokens."""
+        image_tokenizer = self._tokenizer
+        text = image_tokenizer.text
         first = template.tokenizer.convert_tokens_to_ids(text.code.format(0))
         opening = template.tokenizer(text.opening, add_special_tokens=False)["input_ids"]
         line_end = [template.tokenizer.convert_tokens_to_ids(text.line_end)] if text.line_end else []
-        sequence, columns = GrowingSequence.after_prompt([*prompt.token_ids, *opening]), text.columns or drawn.num_codes
-        starts = range(0, drawn.num_codes, columns)
-        needed = drawn.num_codes + len(line_end) * (len(starts) - 1)
+        sequence = GrowingSequence.after_prompt([*prompt.token_ids, *opening])
+        columns = text.columns or image_tokenizer.num_codes
+        starts = range(0, image_tokenizer.num_codes, columns)
+        needed = image_tokenizer.num_codes + len(line_end) * (len(starts) - 1)
         if limits.room(len(sequence), len(sequence)) < needed:
             raise ConfigError(
                 f"rollout.max_new_tokens must be at least {needed}, the codes of an image and the ends of its lines, "
@@ -86,29 +92,31 @@ class DrawingKind(RolloutKind):
             if start:
                 sequence.append_given(line_end)
             line = await sequence.draw(engine, keys.request_seed(), columns, sampling, first_position=start)
-            codes += [token - first for token in line]
+            codes += [token - first for token in line]  # the tokens of codes have consecutive ids
             if len(codes) < start + columns:  # a token that ends an answer
                 break
-        is_whole = len(codes) == drawn.num_codes and all(0 <= code < drawn.codebook_size for code in codes)
-        blank = np.full((drawn.height, drawn.width, 3), 255, np.uint8)
-        image = drawn.decode([codes])[0] if is_whole else blank
+        has_all_codes = len(codes) == image_tokenizer.num_codes
+        is_whole = has_all_codes and all(0 <= code < image_tokenizer.codebook_size for code in codes)
+        blank = np.full((image_tokenizer.height, image_tokenizer.width, 3), 255, np.uint8)
+        image = image_tokenizer.decode([codes])[0] if is_whole else blank
         return DrawnImage([sequence.freeze()], "", image=image)
 
 
 @dataclass(frozen=True)
 class DrawnImage(DrawnText):
-    """What came of a prompt: an image."""
+    """A sample whose result is an image."""
 
-    image: Any = None
+    image: np.ndarray | None = None
     """uint8 ``[H, W, 3]``."""
 
-    def sample(self, prompt: TextPrompt, group_id: int) -> Any:
+    def sample(self, prompt: TextPrompt, group_id: int) -> Sample:
         """The sample as rewards see it."""
         return replace(super().sample(prompt, group_id), image=self.image, text=None)
 
 
 def _read(source: tuple[str, tuple[int, int] | None]) -> ImageTokenizer | OwnCodes:
-    folder, size = Path(source[0]), source[1]
+    folder = Path(source[0])
+    size = source[1]
     if family_of(folder) is not None:
         return read_own_codes(folder, size)
     if size is not None:

@@ -37,7 +37,7 @@ class SingleTurn(RolloutKind):
 
 
 def answered(sequence: GrowingSequence, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool) -> DrawnText:
-    """A prompt with its whole answer, as a sample."""
+    """The sample of a prompt whose answer is everything after the prompt in ``sequence``."""
     text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
     messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
     return DrawnText([sequence.freeze()], text, messages, is_truncated)

@@ -1,4 +1,4 @@
-"""Several turns, between which tools that the policy has called say what came of it."""
+"""Several turns of the policy, between which the tools that it has called return their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 SHORT = {"calc": "calculator"}
-"""Names for inline calls that take fewer tokens."""
+"""Short names of tools for inline calls, which take fewer tokens."""
 
 _build = cache(build_tool)
 
@@ -51,7 +51,7 @@ class ToolUse(RolloutKind):
             raise ConfigError("rollout.kind: max_turns, max_output_chars and tool_timeout_s must be positive")
 
     def by_name(self) -> dict[str, Tool]:
-        """The tools. Raises as ``build_tool``; ConfigError when two have the same name."""
+        """The tools by name. Raises ConfigError when two have the same name, and whatever ``build_tool`` raises."""
         built = [_build(name, self.tool_timeout_s) for name in self.use]
         if len({tool.name for tool in built}) < len(built):
             raise ConfigError(f"rollout.kind.use: two tools have the same name: {[tool.name for tool in built]}")
@@ -101,8 +101,13 @@ class ToolUse(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence, messages = GrowingSequence.after_prompt(prompt.token_ids), list(prompt.messages or [])
-        tools, results, text, is_truncated = self.by_name(), [], "", True
+        """Turns of a conversation: each call of a tool is answered by a message of role tool."""
+        sequence = GrowingSequence.after_prompt(prompt.token_ids)
+        messages = list(prompt.messages or [])
+        tools = self.by_name()
+        results: list[ToolResult] = []
+        text = ""
+        is_truncated = True  # unless the policy ends a turn by itself
         for turn in range(self.max_turns):
             room = limits.room(sequence.num_prompt_tokens, len(sequence))
             if not room:
@@ -119,16 +124,16 @@ class ToolUse(RolloutKind):
                 break
             answers = await asyncio.gather(*(self._call(tools, call) for call in calls))
             results += answers
-            said = [
+            tool_messages = [
                 {"role": "tool", "name": call.name or "unknown", "content": answer.text or "(no output)"}
                 for call, answer in zip(calls, answers, strict=True)
             ]
-            given = tokens_between(template, said, end_token(drawn, sampling), prompt.tools)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            tokens = tokens_between(template, tool_messages, end_token(drawn, sampling), prompt.tools)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.append_given(given)
-            messages += said
-        return DrawnText([sequence.freeze()], text, messages, is_truncated, _counted(results))
+            sequence.append_given(tokens)
+            messages += tool_messages
+        return DrawnText([sequence.freeze()], text, messages, is_truncated, _tool_metrics(results))
 
     async def _draw_inline(
         self,
@@ -139,18 +144,25 @@ class ToolUse(RolloutKind):
         template: PromptTemplate,
         limits: LengthLimits,
     ) -> DrawnText:
-        sequence, tools = GrowingSequence.after_prompt(prompt.token_ids), self.by_name()
+        """One answer, within which results of tools are inserted after the calls."""
+        sequence = GrowingSequence.after_prompt(prompt.token_ids)
+        tools = self.by_name()
         results: list[ToolResult] = []
+        # Drawing stops at every token that could end a call; if it was none, the same turn goes on.
         ends = tokens_that_end_in(template.tokenizer, INLINE_END) - set(sampling.stop_token_ids)
         stopping = dataclasses.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
-        turn, begins, is_truncated = 0, len(sequence), True
+        turn = 0
+        turn_start = len(sequence)
+        is_truncated = True
         while room := limits.room(sequence.num_prompt_tokens, len(sequence)):
-            await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=len(sequence) - begins)
+            first_position = len(sequence) - turn_start
+            await sequence.draw(engine, keys.request_seed(turn), room, stopping, first_position=first_position)
             is_stopped = sequence.token_ids[-1] in sampling.stop_token_ids
-            if sequence.finish_reason == "length" or is_stopped or template.completes_stop(sequence.token_ids[begins:]):
+            turn_ids = sequence.token_ids[turn_start:]
+            if sequence.finish_reason == "length" or is_stopped or template.completes_stop(turn_ids):
                 is_truncated = sequence.finish_reason == "length"
                 break
-            text = template.decode(sequence.token_ids[begins:])
+            text = template.decode(turn_ids)
             call = inline_call(text)
             tool = None if call is None else tools.get(SHORT.get(call[0], call[0]))
             if call is None or tool is None:
@@ -158,19 +170,20 @@ class ToolUse(RolloutKind):
             if turn == self.max_turns - 1:
                 break
             results.append(await tool.call({tool.parameters[0]: call[1]}, self.max_output_chars))
-            said = defused(results[-1].text, template.tokenizer)
-            given = tokens_after(template, sequence.token_ids[-1], said)
-            if len(given) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
+            text_of_result = defused(results[-1].text, template.tokenizer)
+            tokens = tokens_after(template, sequence.token_ids[-1], text_of_result)
+            if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break
-            sequence.append_given(given)
-            turn, begins = turn + 1, len(sequence)
+            sequence.append_given(tokens)
+            turn += 1
+            turn_start = len(sequence)
         text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
         messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
         finished = sequence.freeze("length" if is_truncated else "stop")
-        return DrawnText([finished], text, messages, is_truncated, _counted(results))
+        return DrawnText([finished], text, messages, is_truncated, _tool_metrics(results))
 
     async def _call(self, tools: dict[str, Tool], call: ToolCall) -> ToolResult:
-        """What the model is told of a call."""
+        """The result that the model is shown; for a call that cannot be made, a text that says why."""
         if call.problem:
             return ToolResult(f"Error: {call.problem}", True)
         if call.name not in tools:
@@ -178,5 +191,6 @@ class ToolUse(RolloutKind):
         return await tools[call.name].call(call.arguments, self.max_output_chars)
 
 
-def _counted(results: Sequence[ToolResult]) -> dict[str, Any]:
+def _tool_metrics(results: Sequence[ToolResult]) -> dict[str, Any]:
+    """Metadata for rewards."""
     return {"tool_calls": len(results), "tool_errors": sum(result.is_error for result in results)}

@@ -15,7 +15,7 @@ from sfumato.rollout.kinds.agent import ChatAgent
 
 
 class EpisodeError(Exception):
-    """An episode that did not end well."""
+    """An episode that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +31,21 @@ class Verifiers(ChatAgent):
         task = prompt.metadata.get(KEY)
         if task is None:
             raise ConfigError("rollout.kind verifiers plays the tasks of data.data_type verifiers: set it, too")
-        made = json.dumps(task["config"], sort_keys=True)
-        own = copy.copy(load_environment(task["environment"], made))  # while it serves, it holds what it serves with
+        config_json = json.dumps(task["config"], sort_keys=True)
+        # A copy for each sample: while an environment serves, it holds the state of that.
+        environment = copy.copy(load_environment(task["environment"], config_json))
         client = verifiers.EvalClientConfig(
             base_url=base_url, api_key_var="SFUMATO_POLICY_KEY", headers={KEY_HEADER: api_key}
         )
         context = verifiers.ModelContext(model=model, client=client)
-        slot = own.slots(load_tasks(task["environment"], made)[task["task"]])[0]
-        async with own.serving():
-            episode = await own.run_slot(slot, context)
+        slot = environment.slots(load_tasks(task["environment"], config_json)[task["task"]])[0]
+        async with environment.serving():
+            episode = await environment.run_slot(slot, context)
         return _outcome(episode)
 
 
 def _outcome(episode: Any) -> dict[str, Any]:
-    """Reward, rewards and metrics of an episode. Raises EpisodeError when it did not end well."""
+    """Reward, rewards and metrics of an episode. Raises EpisodeError when it failed or had several agents."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         why = f"{errors[-1].type}: {errors[-1].message}" if errors else "for no stated reason"

@@ -1,4 +1,4 @@
-"""Ray itself: started on this machine or joined, the roles of a run on it, and an end that leaves nothing behind."""
+"""Ray: starting it on this machine or joining a cluster, building the roles of a run on it, and ending all of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.rl import RLConfig
@@ -30,34 +30,43 @@ from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, Future, Handle
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
+if TYPE_CHECKING:
+    from sfumato.config.sections import TrainConfig
+    from sfumato.runtime.launch import Build
+    from sfumato.runtime.roles import Role
+    from sfumato.runtime.weight_sync.sync import Rescoring
+
 INLINE_BYTES = 4096
-"""Values up to this size travel with a call or its reply; larger ones go from process to process."""
+"""Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
 
 _WORKER_ENVIRONMENT = {
     "RAY_max_direct_call_object_size": str(INLINE_BYTES),
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the default of Ray to come; processes without GPUs hide them here
+    # The default of later versions of Ray; ``RoleProcess`` hides GPUs from processes without any.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 _ON_THIS_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Without several machines all of Ray listens at loopback alone: Ray's switch for systems with a firewall that asks."""
+"""Has Ray listen at loopback alone, if it runs on this machine only. The switch is meant for systems whose firewall
+asks the user."""
 _DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",  # it would take lines for equal that differ in their numbers
+    "RAY_DEDUP_LOGS": "0",  # it would drop lines that differ in their numbers alone
 }
 
 
 class Cluster(Driver):
-    """Ray, the roles on it, and the driver (``roles.Driver``) that waits for them. Use ``start_cluster``."""
+    """Ray with the roles on it, and the ``Driver`` that waits for them. Made by ``start_cluster``."""
 
-    def __init__(self, config: RuntimeConfig, run: Any, *, is_own: bool) -> None:
+    def __init__(self, config: RuntimeConfig, run: Run, *, is_own: bool) -> None:
         import ray
 
-        self.config, self.run = config, run
+        self.config = config
+        self.run = run
         self.loop = DriverLoop(run, config)
         super().__init__(self.loop.record)
         self.store_bytes = int(ray.cluster_resources().get("object_store_memory", 0.0))
-        """Shared memory of all machines together; what does not fit goes to their disks."""
+        """Size of the object stores of all machines together; values that do not fit go to their disks."""
         self._reserver = Reserver(config, run, is_own)
-        self._places: dict[str, Places] = {}
+        self._places: dict[str, Places] = {}  # reserved places of roles that are not started yet
         if is_own:
             self.loop.problem = partial(_problem, _ray_children())
         self._bytes_told: dict[str, int] = {}
@@ -73,12 +82,13 @@ class Cluster(Driver):
     def reserve(
         self, *, groups: Mapping[str, PoolConfig], pools: Mapping[str, PoolConfig], share_gpus: bool = False
     ) -> None:
-        """Reserves the places of all roles at once, so that none takes the only one of another.
+        """Reserves the places of all roles together, so that none takes the only possible place of another.
 
         Args:
-            groups: processes of the roles that ``group`` will be called for.
-            pools: of those that ``pool`` will be called for.
-            share_gpus: the groups have as many processes each, and those of one number get one GPU together.
+            groups: the processes of roles that ``group`` will be called for.
+            pools: the processes of roles that ``pool`` will be called for.
+            share_gpus: whether processes of different groups with equal rank share a GPU; the groups then have equally
+                many processes.
 
         Raises:
             ConfigError: there is no place for them.
@@ -87,54 +97,57 @@ class Cluster(Driver):
         roles = {name: [name] for name in groups}
         if share_gpus:
             first, *_ = several = groups.values()
+            # One bundle for the processes of equal rank of all groups.
             pair = PoolConfig(processes=first.processes, cpus=sum(pool.cpus for pool in several), gpus=1)
             roles = {" with ".join(groups): list(groups)}
             groups = dict.fromkeys(roles, pair)
-        wanted = {name: (pool, True) for name, pool in groups.items()}
-        found = self._reserver.reserve(wanted | {name: (pool, False) for name, pool in pools.items()})
+        wanted_groups = {name: (pool, True) for name, pool in groups.items()}
+        wanted_pools = {name: (pool, False) for name, pool in pools.items()}
+        reserved = self._reserver.reserve(wanted_groups | wanted_pools)
         for name, names in roles.items():
-            places = found.pop(name)
+            places = reserved.pop(name)
             places.num_roles = len(names)
-            found |= dict.fromkeys(names, places)
-        self._places |= found
+            reserved |= dict.fromkeys(names, places)
+        self._places |= reserved
 
     def group(
         self,
         name: str,
-        build: Callable[..., Any],
+        build: Build,
         config: Any,
-        train: Any,
+        train: TrainConfig,
         pool: PoolConfig,
         *,
         sees_folder: bool = False,
     ) -> RayGroup:
-        """Starts processes that work together; they build their state while this one goes on.
+        """Starts processes that work together; it does not wait until they have built their states.
 
         Args:
             name: of the role.
             build: ``(config, mesh, run)`` to the state, in each process.
-            config: what ``build`` gets.
+            config: given to ``build``.
             train: the ``TrainConfig`` from which each process makes its mesh.
-            pool: number of processes, and what each reserves.
-            sees_folder: whether they must see the run folder, as those that write to it.
+            pool: number of processes, and the resources of each.
+            sees_folder: whether they must see the run folder, as processes that write to it.
 
         Raises:
             ConfigError: there is no place for them, their number does not fit ``train``, or (in ``wait_ready``) they
                 do not see the folder.
         """
-        Layout.of(train, pool.processes)  # refuses a number that does not fit before anything waits for a place
+        Layout.of(train, pool.processes)  # raises for a wrong number of processes, before anything waits for a place
         if name not in self._places:
             self.reserve(groups={name: pool}, pools={})
         places = self._places.pop(name)
         return RayGroup(RolePlan(name, build, config, train, pool, places, sees_folder=sees_folder), self.loop)
 
     def pool(
-        self, name: str, build: Callable[..., Any], config: Any, train: Any, pool: PoolConfig, threads: int = 1
+        self, name: str, build: Build, config: Any, train: TrainConfig, pool: PoolConfig, threads: int = 1
     ) -> RayPool:
-        """Starts processes that are on their own, each with a mesh of one process. Otherwise as ``group``.
+        """Starts independent processes, each with a mesh of one process. Otherwise as ``group``.
 
-        ``threads`` calls of a process run at the same time, and share its state.
+        Each process runs up to ``threads`` calls at the same time, which share its state.
         """
+        # The defaults of all parallel settings, which are those of a single process.
         alone: dict[str, Any] = {
             key: field.get_default(call_default_factory=True) for key, field in ParallelConfig.model_fields.items()
         }
@@ -146,29 +159,35 @@ class Cluster(Driver):
         return RayPool(RolePlan(name, build, config, train, pool, self._places.pop(name), threads), self.loop)
 
     def wait(self, pending: Iterable[Future | Handle]) -> None:
-        """Until one of them is done, or a short while."""
+        """Waits until one of these is done, but not longer than a short while."""
         if not any(call.done() for call in pending):
             self.loop.turn(TURN_S)
 
     def on_progress(self, callback: Callable[[], None] | None) -> None:
-        """Calls this, which may issue calls, whenever some have ended while somebody waits."""
+        """Sets the function that is called, and may issue calls, whenever calls have ended during a wait."""
         self.loop.on_progress(callback)
 
     def take_timings(self) -> dict[str, float]:
-        """What was measured since the last call, by role: bytes that went through this process,
-        ``driver_bytes/ROLE``, and the most memory of its processes, such as ``memory/actor_gpu_peak_mib``."""
-        now = dict(self.loop.driver_bytes)
-        told, self._bytes_told = self._bytes_told, now
-        sent = {f"driver_bytes/{role}": float(size - told.get(role, 0)) for role, size in now.items()}
-        memory, self.loop.memory = self.loop.memory, {}
-        used = {
-            name.replace("memory/", f"memory/{role}_"): mib for role, own in memory.items() for name, mib in own.items()
+        """Measurements since the last call, by role: bytes that passed through this process (``driver_bytes/ROLE``) and
+        the memory of the process that uses most (such as ``memory/actor_gpu_peak_mib``)."""
+        bytes_by_role = dict(self.loop.driver_bytes)
+        bytes_before = self._bytes_told
+        self._bytes_told = bytes_by_role
+        driver_bytes = {
+            f"driver_bytes/{role}": float(size - bytes_before.get(role, 0)) for role, size in bytes_by_role.items()
         }
-        return sent | used
+        memory = self.loop.memory
+        self.loop.memory = {}
+        memory_metrics = {
+            name.replace("memory/", f"memory/{role}_"): mib
+            for role, memory_of_role in memory.items()
+            for name, mib in memory_of_role.items()
+        }
+        return driver_bytes | memory_metrics
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of the cluster."""
+        """Number of GPUs of the cluster."""
         import ray
 
         return float(ray.cluster_resources().get("GPU", 0.0))
@@ -179,7 +198,7 @@ class Cluster(Driver):
             role.wait_ready()
 
     def close(self) -> None:
-        """Ends all processes, and Ray where it was started here. Does nothing the second time."""
+        """Ends all processes, and Ray if it was started here. A second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -187,7 +206,8 @@ class Cluster(Driver):
         import ray
 
         roles: list[RayRole] = list(self.loop.roles)
-        with suppress(ray.exceptions.RayError):  # the cluster may be gone already
+        with suppress(ray.exceptions.RayError):  # pyright: ignore[reportAttributeAccessIssue]
+            # The cluster may be lost already
             for role in roles:
                 role.close()
             for places in self._places.values():
@@ -196,13 +216,13 @@ class Cluster(Driver):
             ray.shutdown()
 
 
-def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
+def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, num_gpus: int | None = None) -> Cluster:
     """Starts Ray on this machine, or joins the cluster that ``runtime.address`` names.
 
     Args:
         config: the section runtime.
         run: the driver's run: ``say``, ``add_time``, ``output_dir``, ``stop_requested``.
-        num_cpus: CPU cores that a Ray started here hands out; None takes those that there are.
+        num_cpus: CPU cores that a Ray started here assigns; None: all of the machine.
         num_gpus: GPUs, likewise.
 
     Raises:
@@ -222,7 +242,7 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
     if address is None:
         require_token(run.say)
     try:
-        with _environment(only_here):  # which Ray reads when it is imported
+        with _environment(only_here):  # Ray reads these variables when it is imported
             import ray
     except ImportError as error:
         raise MissingDependencyError("runtime.backend ray needs Ray: pip install 'sfumato[ray]'") from error
@@ -249,7 +269,9 @@ def start_cluster(config: RuntimeConfig, run: Any, num_cpus: int | None = None, 
     return Cluster(config, run, is_own=address is None)
 
 
-def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, scorer: Any, rescoring: Any = None) -> Roles:
+def launch_on_ray(
+    config: RLConfig, run: Run, *, actor: Build, sampler: Build, scorer: Build, rescoring: Rescoring | None = None
+) -> Roles:
     """Starts or joins Ray, and builds all roles at the same time. Args are those of ``launch_roles``.
 
     Raises:
@@ -258,7 +280,9 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
         RoleLostError: a process died while it was built.
         Exception: what building a role raised.
     """
-    runtime, train, pools = config.runtime, config.train, config.runtime.pools
+    runtime = config.runtime
+    train = config.train
+    pools = runtime.pools
     with ExitStack() as stack:
         cluster = stack.enter_context(start_cluster(runtime, run))
         groups = {ACTOR: pools.actor} | ({} if config.rollout.hybrid_engine else {SAMPLER: pools.sampler})
@@ -267,15 +291,16 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
         scorers = cluster.pool(SCORER, scorer, config, train, pools.scorer, config.reward.num_workers)
         actors = cluster.group(ACTOR, actor, config, train, pools.actor, sees_folder=True)
         run.set_devices(pools.actor.processes)
-        samplers, weights = actors, None
+        samplers = actors
+        weights = None
         if not config.rollout.hybrid_engine:
             by_files = runtime.weight_sync == "files"
             sampler_train = runtime.sampler_train(train)
             samplers = cluster.group(SAMPLER, sampler, config, sampler_train, pools.sampler, sees_folder=by_files)
             run.set_devices(pools.actor.processes + (0 if share_gpus else pools.sampler.processes))
             weights = WeightSync(
-                actors,
-                samplers,
+                cast("Role", actors),
+                cast("Role", samplers),
                 runtime.weight_sync,
                 folder=run.output_dir,
                 timeout_s=runtime.call_timeout_s,
@@ -288,22 +313,29 @@ def launch_on_ray(config: RLConfig, run: Run, *, actor: Any, sampler: Any, score
             )
         cluster.wait_ready()
         run.set_peak(cluster.loop.peak_flops.get(ACTOR))
-        stack.pop_all()
-    return Roles(actor=actors, sampler=samplers, scorer=scorers, weights=weights, driver=cluster)
+        stack.pop_all()  # the cluster stays open; the roles close it
+    # ``submit`` is a method of pools alone, and only scorers are called by it.
+    return Roles(
+        actor=cast("Role", actors),
+        sampler=cast("Role", samplers),
+        scorer=cast("Role", scorers),
+        weights=weights,
+        driver=cluster,
+    )
 
 
-def _start_here(run: Any, **options: Any) -> None:
-    """Ray on this machine; a second time where the first one failed, as it gives a busy machine 30 s only."""
+def _start_here(run: Run, **options: Any) -> None:
+    """Starts Ray on this machine, and tries a second time if that fails: Ray gives a busy machine only 30 s."""
     import ray
 
     for attempt in range(2):
         try:
             ray.init(address="local", **options)
             address = ray.util.get_node_ip_address()
-            if not is_loopback(address):  # Ray was imported before
+            if not is_loopback(address):  # Ray was imported before ``_ON_THIS_MACHINE`` was set
                 run.say(f"Ray listens at every network of this machine ({address}); its token is asked for")
             return
-        except Exception as error:  # Ray's own, without a class
+        except Exception as error:  # Ray has no class of its own for these errors
             ray.shutdown()
             reason = f"Ray did not start on this machine: {error}"
             if attempt:
@@ -314,20 +346,19 @@ def _start_here(run: Any, **options: Any) -> None:
 
 
 def _import_path() -> dict[str, str]:
-    """PYTHONPATH with which the processes find what this one imports from outside its installation."""
+    """PYTHONPATH for the processes of roles: folders that this process imports from, outside of its installation."""
     installed = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
-    known = {Path(path).resolve() for path in installed if path} | {
+    installed_paths = {Path(path).resolve() for path in installed if path} | {
         Path(sysconfig.get_paths()["stdlib"]) / "lib-dynload"
     }
     paths = [Path(path or ".").resolve() for path in sys.path]
-    return {
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in known))
-    }
+    own_paths = dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in installed_paths)
+    return {"PYTHONPATH": os.pathsep.join(own_paths)}
 
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for the processes that are started inside."""
+    """Sets environment variables for the processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -342,7 +373,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Gives signals back to whom they belonged: Ray would end the program where a run saves its state."""
+    """Restores the handlers of signals that Ray replaces: its own end the program, where a run saves its state."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -355,13 +386,14 @@ def _own_signals() -> Iterator[None]:
 
 
 def _ray_children() -> dict[int, str]:
-    """The processes of a Ray that this process has started, without which it does not work."""
+    """The child processes that a Ray started here depends on: names by process id."""
     lists = [file.read_text().split() for file in Path("/proc/self/task").glob("*/children")]
     names = {int(pid): Path(_first_word(pid)).name for pids in lists for pid in pids}
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 
 
 def _first_word(pid: str) -> str:
+    """The program of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -369,6 +401,7 @@ def _first_word(pid: str) -> str:
 
 
 def _problem(children: Mapping[int, str]) -> str:
+    """What is wrong with Ray: a process that it depends on has died. Empty if nothing is."""
     for pid, name in children.items():
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

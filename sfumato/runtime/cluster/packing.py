@@ -1,4 +1,4 @@
-"""Values on their way between processes: a pickle, and its large parts beside it.
+"""Pickling of values that travel between processes, with large buffers beside the pickle.
 
 Numpy arrays leave without a copy and arrive as read-only views of shared memory. Tensors arrive as copies of their
 own, since torch does not know read-only memory and a write into it would end the process.
@@ -11,25 +11,27 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 Packed = tuple[bytes, list[np.ndarray]]
 """The pickle and its buffers as uint8 arrays."""
 
 
 def pack(value: Any, reference: Callable[[Any], int | None] | None = None) -> Packed:
-    """Pickles a value: functions and classes of a script by value, tensors from whatever device they are on, without
-    gradients.
+    """Pickles a value. Functions and classes of a script are pickled by value; tensors lose device and gradient.
 
     Args:
         value: anything that can be pickled.
-        reference: numbers what is not to be pickled but to be put in by ``unpack``; None for all else.
+        reference: returns a number for an item that is not pickled, but inserted by ``unpack``; None for all others.
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
-    plain, referring = _picklers()
+    plain, referring = _picklers()  # ``referring`` is slower, since it asks about every item
     pickler = (plain if reference is None else referring)(file, protocol=5, buffer_callback=buffers.append)
     if reference is not None:
         pickler.reference = reference
@@ -38,7 +40,7 @@ def pack(value: Any, reference: Callable[[Any], int | None] | None = None) -> Pa
 
 
 def unpack(packed: Packed, referred: Sequence[Packed] = ()) -> Any:
-    """The value; ``referred`` holds, packed, what ``reference`` numbered."""
+    """Unpickles a value; ``referred`` holds the packed items that ``reference`` has numbered."""
     data, buffers = packed
     unpickler = _Unpickler(io.BytesIO(data), buffers=buffers)
     unpickler.referred = referred
@@ -47,9 +49,10 @@ def unpack(packed: Packed, referred: Sequence[Packed] = ()) -> Any:
 
 @functools.cache
 def _picklers() -> tuple[Any, Any]:
-    """Classes that pickle without and with references: asking about every item takes time.
+    """Pickler classes without and with references.
 
-    Made once: a class is only freed when Python looks for cycles, and one for each value would keep it until then.
+    They are made once: Python frees a class only when it looks for cycles, and a class made for each value would keep
+    that alive until then.
     """
     from ray import cloudpickle
 
@@ -68,6 +71,8 @@ def _picklers() -> tuple[Any, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Inserts referred items."""
+
     referred: Sequence[Packed] = ()
 
     def persistent_load(self, number: int) -> Any:
@@ -75,11 +80,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def size_of(packed: Packed) -> int:
-    """Bytes."""
+    """Bytes of the pickle and its buffers."""
     return len(packed[0]) + sum(buffer.nbytes for buffer in packed[1])
 
 
-def _parts_of(tensor: Any) -> tuple[np.ndarray, str, tuple[int, ...]]:
+def _parts_of(tensor: torch.Tensor) -> tuple[np.ndarray, str, tuple[int, ...]]:
+    """Bytes, dtype and shape of a tensor."""
     import torch
 
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -87,7 +93,8 @@ def _parts_of(tensor: Any) -> tuple[np.ndarray, str, tuple[int, ...]]:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8), dtype, tuple(tensor.shape)
 
 
-def _tensor_of(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Any:
+def _tensor_of(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of ``_parts_of``, with memory of its own."""
     import torch
 
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))

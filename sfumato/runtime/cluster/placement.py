@@ -1,7 +1,8 @@
-"""Which machine each process of each role gets: planned for all roles as a whole, then reserved with Ray.
+"""Placement: finds a machine for each process of all roles together, then reserves these places with Ray.
 
 Ray reserves one placement group after the other and packs each as well as it can, so that an earlier one may take the
-only place of a later one. Here the places of all roles are found first, and each is then asked for by its node.
+only possible place of a later one. Here the places of all roles are found first, and each is then requested on its
+node.
 """
 
 from __future__ import annotations
@@ -9,26 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.errors import ConfigError, PreemptedError, RoleLostError
 from sfumato.runtime.weight_sync.places import ADDRESS_REMEDY, is_loopback
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from sfumato.tracking.run import Run
+
 KINDS = ("CPU", "GPU")
 UNIT = 10_000
-"""Parts of a CPU or GPU that Ray tells apart."""
+"""Ray counts CPUs and GPUs in fractions of 1 / UNIT."""
 MOST_TRIES = 20_000
-"""Tries after which a plan is taken for impossible: the few kinds of processes of a run need fewer."""
+"""Tries after which placing is taken to be impossible: the few kinds of processes of a run need fewer."""
 SAY_PLACE_S = 5.0
-"""Seconds without a place after which a run says what it waits for, and again after each ``SAY_AGAIN_S``."""
+"""Seconds without a place after which a run says what it waits for, and again every ``SAY_AGAIN_S``."""
 SAY_AGAIN_S = 60.0
 RESERVE_S = 10.0
-"""Seconds in which Ray reserves a place that it said was free; then it is looked for anew."""
+"""Seconds in which Ray must reserve places that it has reported as free; then others are looked for."""
 LOOK_S = 0.2
+"""Seconds between two tries."""
 
 Amount = tuple[int, int]
-"""CPUs and GPUs, in ``1 / UNIT``."""
+"""CPUs and GPUs, in units of ``1 / UNIT``."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +48,18 @@ class Machine:
     free: Amount
 
     def __str__(self) -> str:
-        taken = "" if self.free == self.total else f" ({said(self.free)} free)"
-        return f"{self.name} {said(self.total)}{taken}"
+        taken = "" if self.free == self.total else f" ({amount_text(self.free)} free)"
+        return f"{self.name} {amount_text(self.total)}{taken}"
 
 
 @dataclass
 class Slot:
     """The place of one process."""
 
-    group: Any
+    group: PlacementGroup
     """Ray's placement group."""
     index: int
-    """Number of the bundle in it."""
+    """Index of the process's bundle in it."""
     node_id: str
 
 
@@ -64,75 +71,95 @@ def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list
         roles: what each process of each role needs; all of a role need the same.
 
     Returns:
-        For each role the machines of its processes, those on one machine beside each other; None when there is no way
-        (or none is found within ``MOST_TRIES``).
+        For each role the machines of its processes, with processes of one machine beside each other; None if there is
+        no placement (or none is found within ``MOST_TRIES``).
     """
-    wanted = sorted(((amount, role) for role, some in enumerate(roles) for amount in some), key=_largest_first)
-    left, taken, dead_ends, tries = list(free), [], set(), 0
+    processes = sorted(((amount, role) for role, amounts in enumerate(roles) for amount in amounts), key=_largest_first)
+    remaining = list(free)
+    chosen_machines: list[int] = []  # of the processes so far
+    dead_ends: set[tuple[int, tuple[Amount, ...]]] = set()
+    tries = 0
+    # For each role the number of its processes on each machine.
     chosen: list[dict[int, int]] = [{} for _ in roles]
-    levels = [_candidates(left, chosen, wanted, 0)] if wanted else []
+    # A depth-first search with a stack of its own: level i holds the candidates for process i that are not tried yet.
+    levels = [_candidates(remaining, chosen, processes, 0)] if processes else []
     while levels:
-        if len(taken) == len(levels):  # the last choice at this level led nowhere
-            machine, (amount, role) = taken.pop(), wanted[len(levels) - 1]
-            left[machine] = (left[machine][0] + amount[0], left[machine][1] + amount[1])
+        if len(chosen_machines) == len(levels):  # the last choice at this level led nowhere: take it back
+            machine = chosen_machines.pop()
+            amount, role = processes[len(levels) - 1]
+            remaining[machine] = (remaining[machine][0] + amount[0], remaining[machine][1] + amount[1])
             chosen[role][machine] -= 1
         machine = next(levels[-1], None)
         if machine is None:
             levels.pop()
-            dead_ends.add((len(levels), tuple(sorted(left))))
+            # Machines are interchangeable for what follows: the sorted amounts tell whether it can succeed.
+            dead_ends.add((len(levels), tuple(sorted(remaining))))
             continue
         tries += 1
         if tries > MOST_TRIES:
             return None
-        amount, role = wanted[len(levels) - 1]
-        left[machine] = (left[machine][0] - amount[0], left[machine][1] - amount[1])
+        amount, role = processes[len(levels) - 1]
+        remaining[machine] = (remaining[machine][0] - amount[0], remaining[machine][1] - amount[1])
         chosen[role][machine] = chosen[role].get(machine, 0) + 1
-        taken.append(machine)
-        if len(taken) == len(wanted):
+        chosen_machines.append(machine)
+        if len(chosen_machines) == len(processes):
             break
-        if (len(levels), tuple(sorted(left))) not in dead_ends:
-            levels.append(_candidates(left, chosen, wanted, len(levels)))
-    if len(taken) < len(wanted):
+        if (len(levels), tuple(sorted(remaining))) not in dead_ends:
+            levels.append(_candidates(remaining, chosen, processes, len(levels)))
+    if len(chosen_machines) < len(processes):
         return None
     return [[machine for machine, count in sorted(counts.items()) for _ in range(count)] for counts in chosen]
 
 
 def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
+    """Sort key: processes with many GPUs come first, since they have the fewest possible places."""
     (cpus, gpus), role = item
     return -gpus, -cpus, role
 
 
 def _candidates(
-    left: Sequence[Amount], chosen: Sequence[Mapping[int, int]], wanted: Sequence[tuple[Amount, int]], level: int
+    remaining: Sequence[Amount],
+    chosen: Sequence[Mapping[int, int]],
+    processes: Sequence[tuple[Amount, int]],
+    level: int,
 ) -> Iterator[int]:
-    """Machines with room for a process, of equal ones the first.
+    """Machines with room for a process, the best first; of machines that are equally good only one.
 
-    Those come first where its role is already, then those with room for most of the rest of it, those without idle
-    GPUs, and the tightest.
+    Preferred are, in this order, machines with processes of its role, those with room for most of the role's other
+    processes, those that leave the fewest GPUs unused, and those that leave the fewest CPUs.
+
+    Args:
+        remaining: what each machine has left.
+        chosen: for each role the number of its processes on each machine.
+        processes: all processes as (need, role).
+        level: index of the process.
     """
-    (cpus, gpus), role = wanted[level]
-    rest = sum(process == wanted[level] for process in wanted[level:])
-    found: dict[Any, int] = {}
-    for machine, (free_cpus, free_gpus) in enumerate(left):
+    (cpus, gpus), role = processes[level]
+    rest = sum(process == processes[level] for process in processes[level:])
+    machine_by_rank: dict[tuple[bool, int, int, int], int] = {}
+    for machine, (free_cpus, free_gpus) in enumerate(remaining):
         if free_cpus >= cpus and free_gpus >= gpus:
             is_there = chosen[role].get(machine, 0) > 0
             room = min([rest, *(free // need for free, need in ((free_cpus, cpus), (free_gpus, gpus)) if need)])
-            found.setdefault((not is_there, -room, free_gpus - gpus, free_cpus - cpus), machine)
-    return iter([found[key] for key in sorted(found)])
+            machine_by_rank.setdefault((not is_there, -room, free_gpus - gpus, free_cpus - cpus), machine)
+    return iter([machine_by_rank[key] for key in sorted(machine_by_rank)])
 
 
 class Places:
-    """The places of one role's processes, by rank, or of two roles whose processes of one number share a place."""
+    """The places of a role's processes, by rank; or of two roles whose processes of equal rank share a place."""
 
     def __init__(self, reserver: Reserver, name: str, pool: PoolConfig, slots: list[Slot]) -> None:
-        self._reserver, self.name, self.pool, self.slots = reserver, name, pool, slots
-        self.num_roles = 1
+        self._reserver = reserver
+        self.name = name
+        self.pool = pool
+        self.slots = slots
+        self.num_roles = 1  # roles that use these places and have not freed them
 
     def renew(self, role: str, ranks: Iterable[int]) -> None:
-        """Looks for other places for these ranks, if a machine that one of them was on is lost; waits for them.
+        """Reserves other places for these ranks if the machine of one of them is lost, and waits for them.
 
-        Ranks with a common placement group are given together. Where two roles share places, whoever comes first looks
-        for both: each has lost a process with the machine, and its others end with it.
+        Ranks with a common placement group must be given together. If two roles share places, the first that calls this
+        renews those of both: each has lost a process with the machine, and its other processes end with that one.
 
         Raises:
             RoleLostError: there is no place for them.
@@ -146,14 +173,14 @@ class Places:
         is_group = len({id(self.slots[rank].group) for rank in ranks}) < len(ranks)
         wanted = {self.name: (self.pool.model_copy(update={"processes": len(ranks)}), is_group)}
         try:
-            found = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
+            slots = self._reserver.reserve(wanted, is_renewal=True)[self.name].slots
         except ConfigError as error:
             raise RoleLostError(role, ranks, f"their machine is lost: {error}") from error
-        for rank, slot in zip(ranks, found, strict=True):
+        for rank, slot in zip(ranks, slots, strict=True):
             self.slots[rank] = slot
 
     def free(self) -> None:
-        """Gives them back, when the last of the roles does."""
+        """Frees the places when the last of their roles does."""
         self.num_roles -= 1
         if not self.num_roles:
             _remove(self.slots)
@@ -162,16 +189,19 @@ class Places:
 class Reserver:
     """Reserves places on a cluster."""
 
-    def __init__(self, config: RuntimeConfig, run: Any, is_own: bool) -> None:
+    def __init__(self, config: RuntimeConfig, run: Run, is_own: bool) -> None:
         """Args as of ``Cluster``."""
-        self.config, self.run, self.is_own = config, run, is_own
+        self.config = config
+        self.run = run
+        self.is_own = is_own
 
     def reserve(self, wanted: Mapping[str, tuple[PoolConfig, bool]], *, is_renewal: bool = False) -> dict[str, Places]:
-        """Waits for the places of several roles, found as a whole.
+        """Finds places for several roles together, and waits until they are reserved.
 
         Args:
-            wanted: by role its pool, and whether its processes form a group: the others are placed each for itself.
-            is_renewal: another place for processes whose machine was lost, which may come back.
+            wanted: for each role its pool, and whether its processes form a group, which is reserved as a whole; others
+                are reserved one by one.
+            is_renewal: whether the places replace those on a lost machine: that may come back, so it is waited for.
 
         Raises:
             ConfigError: there is no place for them.
@@ -180,22 +210,22 @@ class Reserver:
         started = time.monotonic()
         say_at = started + SAY_PLACE_S
         while True:
-            found = machines()
-            check_addresses(found)
-            if (planned := _plan_on([machine.free for machine in found], wanted)) is not None:
-                slots = [[found[machine].node_id for machine in indices] for indices in planned]
+            cluster_machines = machines()
+            check_addresses(cluster_machines)
+            if (planned := _plan_on([machine.free for machine in cluster_machines], wanted)) is not None:
+                slots = [[cluster_machines[machine].node_id for machine in indices] for indices in planned]
                 if (places := self._ask_ray(wanted, slots)) is not None:
                     return places
             waited = time.monotonic() - started
-            can_never_be = planned is None and _plan_on([machine.total for machine in found], wanted) is None
+            can_never_be = planned is None and _plan_on([machine.total for machine in cluster_machines], wanted) is None
             patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
-            text = _about(wanted, found)
+            text = _about(wanted, cluster_machines)
             if waited > patience:
                 raise ConfigError(f"{text}. {self._remedy(can_never_be)}")
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + SAY_AGAIN_S
-                what = "for machines to join" if can_never_be else "until others give some back"
-                self.run.say(f"{text}; waiting {what}, at most {patience - waited:.0f} s more")
+                event = "for machines to join" if can_never_be else "until others give some back"
+                self.run.say(f"{text}; waiting {event}, at most {patience - waited:.0f} s more")
             self.check_stop()
             time.sleep(LOOK_S)
 
@@ -205,11 +235,13 @@ class Reserver:
             raise PreemptedError("stopped by signal while processes waited for their places", is_saved=False)
 
     def _patience(self, can_never_be: bool) -> float:
+        """Seconds to wait for places; ``can_never_be``: even the empty machines would not be enough."""
         if not can_never_be:
             return self.config.call_timeout_s
         return 0.0 if self.is_own else self.config.wait_for_nodes_s
 
     def _remedy(self, can_never_be: bool) -> str:
+        """What the user can do, for an error message."""
         lower = "Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or"
         if not can_never_be:
             return f"{lower} wait until what else runs there has ended (runtime.call_timeout_s)"
@@ -223,20 +255,26 @@ class Reserver:
     def _ask_ray(
         self, wanted: Mapping[str, tuple[PoolConfig, bool]], nodes: Sequence[Sequence[str]]
     ) -> dict[str, Places] | None:
-        """Reserves planned places; None when Ray could not, as somebody else was faster or a machine was lost."""
+        """Reserves planned places; None if Ray could not, because another run was faster or a machine was lost.
+
+        Args:
+            wanted: as of ``reserve``.
+            nodes: for each role the node ids of its processes.
+        """
         import ray
 
         slots: dict[str, list[Slot]] = {}
         for (name, (pool, is_group)), ids in zip(wanted.items(), nodes, strict=True):
             need = {"CPU": pool.cpus, "GPU": pool.gpus}
+            # Ray takes no empty bundle.
             bundle = {key: value for key, value in need.items() if value} or {"CPU": 1 / UNIT}
             slots[name] = []
             for team in [ids] if is_group else [[node_id] for node_id in ids]:
-                where = [{"ray.io/node-id": node_id} for node_id in team]
+                node_labels = [{"ray.io/node-id": node_id} for node_id in team]
                 bundles = [bundle] * len(team)
-                group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=where)
+                group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=node_labels)
                 slots[name] += [Slot(group, index, node_id) for index, node_id in enumerate(team)]
-        groups = {slot.group.id: slot.group for some in slots.values() for slot in some}
+        groups = {slot.group.id: slot.group for slots_of_role in slots.values() for slot in slots_of_role}
         deadline = time.monotonic() + RESERVE_S
         while not all(group.wait(timeout_seconds=LOOK_S) for group in groups.values()):
             if time.monotonic() > deadline or self.run.stop_requested:
@@ -244,16 +282,16 @@ class Reserver:
                     ray.util.remove_placement_group(group)
                 self.check_stop()
                 return None
-        return {name: Places(self, name, wanted[name][0], some) for name, some in slots.items()}
+        return {name: Places(self, name, wanted[name][0], slots_of_role) for name, slots_of_role in slots.items()}
 
 
 def machines() -> list[Machine]:
-    """The nodes that are alive, in the order of their names."""
+    """The nodes of the cluster that are alive, ordered by name."""
     import ray
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
-    found = [
+    nodes = [
         Machine(
             node["NodeID"],
             node["NodeManagerHostname"],
@@ -263,18 +301,18 @@ def machines() -> list[Machine]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(found, key=lambda machine: (machine.name, machine.node_id))
+    return sorted(nodes, key=lambda machine: (machine.name, machine.node_id))
 
 
-def check_addresses(found: Sequence[Machine]) -> None:
-    """Refuses machines that give others an address which leads every machine to itself.
+def check_addresses(cluster_machines: Sequence[Machine]) -> None:
+    """Refuses machines with a loopback address, if there are several: others could not reach them.
 
     Raises:
-        ConfigError: names them and the remedy.
+        ConfigError: names the machines and the remedy.
     """
     import ray
 
-    if len({machine.name for machine in found}) < 2:
+    if len({machine.name for machine in cluster_machines}) < 2:
         return
     wrong = [node for node in ray.nodes() if node["Alive"] and is_loopback(node["NodeManagerAddress"])]
     if wrong:
@@ -282,8 +320,8 @@ def check_addresses(found: Sequence[Machine]) -> None:
         raise ConfigError(f"other machines of the cluster cannot reach {names}: {ADDRESS_REMEDY}")
 
 
-def said(amount: Amount) -> str:
-    """Such as ``1.5 CPU, 1 GPU``."""
+def amount_text(amount: Amount) -> str:
+    """An amount for messages, such as ``1.5 CPU, 1 GPU``."""
     return ", ".join(f"{value / UNIT:g} {kind}" for kind, value in zip(KINDS, amount, strict=True))
 
 
@@ -292,21 +330,26 @@ def _plan_on(free: Sequence[Amount], wanted: Mapping[str, tuple[PoolConfig, bool
 
 
 def _need(pool: PoolConfig) -> Amount:
+    """What one process of a pool needs."""
     return _amount({"CPU": pool.cpus, "GPU": pool.gpus})
 
 
 def _amount(resources: Mapping[str, float]) -> Amount:
+    """CPUs and GPUs among Ray's resources."""
     cpus, gpus = (round(resources.get(kind, 0.0) * UNIT) for kind in KINDS)
     return cpus, gpus
 
 
-def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], found: Sequence[Machine]) -> str:
-    asked = ", ".join(f"{name} {pool.processes} x ({said(_need(pool))})" for name, (pool, _) in wanted.items())
-    there = "; ".join(map(str, found))
-    return f"no place for runtime.pools: asked for are {asked}; the machines have: {there}"
+def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], cluster_machines: Sequence[Machine]) -> str:
+    requested = ", ".join(
+        f"{name} {pool.processes} x ({amount_text(_need(pool))})" for name, (pool, _) in wanted.items()
+    )
+    machine_texts = "; ".join(map(str, cluster_machines))
+    return f"no place for runtime.pools: asked for are {requested}; the machines have: {machine_texts}"
 
 
 def _remove(slots: Iterable[Slot]) -> None:
+    """Gives places back to Ray; a placement group is removed as a whole."""
     import ray
 
     for group in {slot.group.id: slot.group for slot in slots}.values():

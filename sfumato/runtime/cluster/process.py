@@ -1,5 +1,5 @@
-"""One process of a role, as the driver sees it, and the calls on their way to it: futures of their results, and handles
-of values that stay where they were made."""
+"""One process of a role as the driver sees it, and the calls to it: futures of their results, and handles of values
+that stay where they were made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed, unpack
@@ -22,20 +22,27 @@ from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
 from sfumato.runtime.roles import OTHER
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from sfumato.config.sections import TrainConfig
+    from sfumato.runtime.cluster.loop import DriverLoop
+    from sfumato.runtime.launch import Build
+
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
-"""Threads of a process; each runs its calls in order, those of ``calls`` several at a time where there are several."""
+"""Groups of threads of a process. Each begins its calls in order; ``calls`` may have several threads."""
 
 TAIL_LINES = 50
-"""Lines of a dead process's standard error that are shown."""
+"""Last lines of a dead process's standard error that are shown."""
 REMOTE_S = 10.0
-"""Seconds for a look at another machine."""
+"""Longest wait in seconds for a small function on another machine."""
 
 _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A function on its way to processes, which get its pickle once."""
+    """A pickled function; each process is sent the pickle once, and then only its digest."""
 
     name: str
     digest: str
@@ -46,11 +53,14 @@ class Functions(weakref.WeakKeyDictionary[Any, Shipped]):
     """Pickles of functions, each made once."""
 
     def ship(self, function: Callable[..., Any], *, of_worker: bool = False) -> Shipped:
-        """The function as it is sent: of the role's state, or of the worker itself."""
+        """The pickle of a function of the role's state or, with ``of_worker``, of the worker itself."""
         if function not in self:
             from ray import cloudpickle
 
-            pickled = cloudpickle.dumps(function if of_worker else OnState(function))
+            pickled = cloudpickle.dumps(  # pyright: ignore[reportPrivateImportUsage]
+                function if of_worker else OnState(function)
+            )
+            # A ``partial`` has no name of its own, but ``func``.
             name = getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", "call")
             self[function] = Shipped(name, hashlib.sha256(pickled).hexdigest(), pickled)
         return self[function]
@@ -58,47 +68,52 @@ class Functions(weakref.WeakKeyDictionary[Any, Shipped]):
 
 @dataclass(frozen=True)
 class RolePlan:
-    """What a role is made of."""
+    """Everything that a role's processes are started from."""
 
     name: str
-    build: Callable[..., Any]
-    """``(config, mesh, run)`` to the state, in each process."""
+    build: Build
+    """Builds the state from ``(config, mesh, run)``, in each process."""
     config: Any
-    """What ``build`` gets."""
-    train: Any
-    """The ``TrainConfig`` that tells how the processes share the work, and on which device."""
+    """The configuration that ``build`` gets."""
+    train: TrainConfig
+    """The ``TrainConfig`` that says how the processes share the work, and on which device."""
     pool: PoolConfig
     places: Places
-    """The places of its processes."""
+    """The places reserved for its processes."""
     threads: int = 1
-    """Calls that a process works on at a time."""
+    """Number of calls that a process runs at a time."""
     sees_folder: bool = False
     """Whether the processes must see the run folder."""
 
 
 class RoleProcess:
-    """A process in its place."""
+    """A process of a role in its reserved place."""
 
     def __init__(self, plan: RolePlan, rank: int, output_dir: Path, speaks: bool) -> None:
-        """Starts it, without waiting.
+        """Starts the process, without waiting for it.
 
         Args:
             plan: of its role.
             rank: within the role.
             output_dir: the run folder.
-            speaks: whether what its functions say is heard.
+            speaks: whether lines that its functions say are shown.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        role, pool, slot = plan.name, plan.pool, plan.places.slots[rank]
-        self.role, self.rank, self.slot = role, rank, slot
+        pool = plan.pool
+        slot = plan.places.slots[rank]
+        self.role = plan.name
+        self.rank = rank
+        self.slot = slot
         self.identity: Identity | None = None
         self.is_lost = False
-        self.unanswered: dict[Any, tuple[RayFuture, CallPart]] = {}
-        """Futures and parts of calls by the reference to their reply; the driver's loop keeps them."""
+        self.unanswered: dict[ObjectRef, tuple[RayFuture, CallPart]] = {}
+        """Futures and parts of calls by Ray's reference to their reply; maintained by the driver's loop."""
+        # Functions that each group of threads was sent: groups run independently, so each must get the pickle.
         self._sent: set[tuple[ConcurrencyGroup, str]] = set()
-        worker = ray.remote(concurrency_groups={"calls": plan.threads, "concurrent": 1, "health": 1})(RoleWorker)
+        remote = cast("Any", ray.remote)  # Ray's stubs do not know concurrency_groups
+        worker = remote(concurrency_groups={"calls": plan.threads, "concurrent": 1, "health": 1})(RoleWorker)
         actor = worker.options(
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
@@ -108,19 +123,25 @@ class RoleProcess:
             **({} if pool.gpus else {"runtime_env": _without_gpus()}),
         )
         paths = [os.path.abspath(path) for path in sys.path]
-        self._actor = actor.remote(role, rank, max(int(pool.cpus), 1), str(output_dir), speaks, paths)
+        self._actor = actor.remote(plan.name, rank, max(int(pool.cpus), 1), str(output_dir), speaks, paths)
 
-    def send(self, future: RayFuture, part: CallPart, args: Any, stop: bool) -> tuple[list[Any], int]:
-        """Sends what it is to do of a call. Returns the references to its reply and kept values, and the bytes of the
-        function.
+    def send(
+        self, future: RayFuture, part: CallPart, args: Packed | ObjectRef, stop: bool
+    ) -> tuple[list[ObjectRef], int]:
+        """Sends this process's part of a call.
 
         Args:
             future: of the call.
-            part: what this process does of it.
-            args: its packed arguments, or a reference to them.
+            part: the part of this process.
+            args: its packed arguments, or Ray's reference to them.
             stop: whether the run was asked to stop.
+
+        Returns:
+            Ray's references to the reply and to each kept value, and the bytes of the function that were sent.
         """
-        function, group, num_values = future.function, future.group, len(part.keeps)
+        function = future.function
+        group = future.group
+        num_values = len(part.keeps)
         is_new = (group, function.digest) not in self._sent
         self._sent.add((group, function.digest))
         pickled = function.pickled if is_new else None
@@ -130,29 +151,30 @@ class RoleProcess:
         )
         return references if num_values else [references], len(function.pickled) if is_new else 0
 
-    def ask(self, method: Literal["ping", "stacks"]) -> Any:
-        """The reference to an answer of the health thread."""
+    def ask(self, method: Literal["ping", "stacks"]) -> ObjectRef:
+        """Calls a method in the health thread; returns Ray's reference to its answer."""
         return getattr(self._actor, method).options(concurrency_group="health").remote()
 
     def end(self) -> None:
-        """Has Ray end the process, which works whatever the process does, unless it is stopped."""
+        """Has Ray end the process. That works whatever it does, unless it is stopped (SIGSTOP)."""
         import ray
 
         self.is_lost = True
         ray.kill(self._actor)
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """Ends the process, a stopped one too. With a grace Ray may do it, which then is not surprised by its death."""
+        """Ends the process, also a stopped one, by SIGKILL on its machine. Ray has ``grace_s`` seconds to do it first,
+        so that it does not report an unexpected death."""
         self.end()
         if self.identity is not None:
             on_node(self.identity.node_id, _kill, self.identity.pid, self.identity.born, grace_s, wait=False)
 
     def where(self) -> str:
-        """Process id and host."""
+        """Process id and host, for messages."""
         return "its process" if self.identity is None else f"process {self.identity.pid} on {self.identity.host}"
 
     def stderr_tail(self) -> str:
-        """The end of its standard error; empty when there is none or it cannot be read."""
+        """The end of its standard error; empty if there is none, or its machine does not answer."""
         if self.identity is None:
             return ""
         return on_node(self.identity.node_id, _tail, self.identity.stderr) or ""
@@ -171,18 +193,20 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool =
         return None
     try:
         return ray.get(answer, timeout=REMOTE_S)
-    except ray.exceptions.RayError:  # the machine is gone, which the caller is about to say
+    except ray.exceptions.RayError:  # pyright: ignore[reportAttributeAccessIssue]
+        # The machine is lost, which the caller is about to report
         return None
 
 
 def _without_gpus() -> dict[str, Any]:
-    """The environment of a process without GPUs, where the cluster has some: Ray will stop hiding them."""
+    """Ray's options that hide the cluster's GPUs from a process without GPUs: Ray itself will stop doing that."""
     import ray
 
     return {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if ray.cluster_resources().get("GPU") else {}
 
 
 def _kill(pid: int, born: int, grace_s: float) -> None:
+    """Kills a process of this machine if it has not ended in time; ``born`` as of ``Identity``."""
     deadline = time.monotonic() + grace_s
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) == born:
@@ -193,13 +217,15 @@ def _kill(pid: int, born: int, grace_s: float) -> None:
 
 
 def _tail(path: str) -> str:
+    """The last lines of a file that a process has written to, without Ray's own."""
     try:
         with open(path, "rb") as file:
             file.seek(max(os.path.getsize(path) - 16384, 0))
             text = file.read().decode("utf-8", "replace")
     except OSError as error:
         return f"(its log cannot be read: {error})"
-    marks = (":job_id:", ":actor_name:", ":task_name:", "Extension modules:")  # by which Ray tells lines apart; long
+    # Marks by which Ray assigns lines to processes, and the very long last line of faulthandler.
+    marks = (":job_id:", ":actor_name:", ":task_name:", "Extension modules:")
     lines = [line for line in text.splitlines() if not (line.startswith(marks) or "] logging.cc:" in line)]
     return "\n".join(lines[-TAIL_LINES:])
 
@@ -210,11 +236,11 @@ class Arguments:
 
     packed: Packed
     handles: list[RayHandle]
-    """What they refer to."""
+    """Handles that the packed arguments refer to."""
     num_users: int = 0
-    """Processes that get them."""
-    reference: Any = None
-    """Where they lie in shared memory, if they do."""
+    """Number of processes that get these arguments."""
+    reference: ObjectRef | None = None
+    """Ray's reference to them, if they were put into shared memory."""
 
 
 _NOTHING = Arguments((b"", []), [])
@@ -222,50 +248,54 @@ _NOTHING = Arguments((b"", []), [])
 
 @dataclass(eq=False)
 class CallPart:
-    """What one process does of a call."""
+    """The part of a call that one process runs."""
 
     process: RoleProcess
     arguments: Arguments
     ships: bool
-    """Whether its result comes with the reply."""
+    """Whether its result is returned with the reply."""
     keeps: list[RayHandle] = field(default_factory=list)
-    """Handles of the values that it keeps."""
+    """Handles of the values that stay with it."""
     call: int = field(default_factory=lambda: next(_numbers))
-    reference: Any = None
-    """Ray's reference to the reply; None while it is not sent or after it came."""
+    reference: ObjectRef | None = None
+    """Ray's reference to the reply; None before it is sent and after the reply came."""
     running_s: float | None = None
-    """Seconds for which the process had been running it when it last said so."""
+    """Seconds that it had been running at the process's last heartbeat; None if it was not running."""
     is_done: bool = False
     value: Any = None
 
 
 @dataclass(eq=False)
 class RayFuture:
-    """A call, and the value of its first process that ships one. Use the verbs of a role."""
+    """A call of a role; its result is the value of the first process that ships one. Made by the methods of a role."""
 
-    loop: Any
-    """The driver's, which hears of replies."""
+    loop: DriverLoop
+    """The driver's loop, which receives replies."""
     role: str
     function: Shipped
     parts: list[CallPart]
     group: ConcurrencyGroup = "calls"
-    """Whose threads run it in each process."""
+    """The threads that run it in each process."""
     kind: str = OTHER
     """Kind of its work, for the timeline."""
     is_start: bool = False
-    """Whether the call, of the worker, starts the role: it may take ``call_timeout_s`` in all, and be silent."""
+    """Whether it starts the role. Its function is one of the worker; it may take ``call_timeout_s`` in all, and the
+    process may be silent meanwhile."""
     moves: bool = False
     """Whether any process of the role may run it."""
     brings: bool = False
-    """Whether it does nothing but bring values to where its processes are: the function, of the worker, is not given
-    the handles among the arguments."""
+    """Whether it only brings values to the machines of its processes. Its function is one of the worker, and is not
+    given the handles among the arguments."""
     error: BaseException | None = None
+    """What it ended with."""
     failed_at: float | None = None
+    """When the first of its parts failed."""
 
     def __post_init__(self) -> None:
-        self.issued, self.label = time.monotonic(), self.loop.record.label
+        self.issued = time.monotonic()
+        self.label = self.loop.record.label
         self.settled = False
-        """As ``done``, without looking for news."""
+        """As ``done``, but without receiving replies."""
         self._listeners: list[Callable[[], None]] = []
 
     @property
@@ -274,16 +304,16 @@ class RayFuture:
         return [handle for part in self.parts for handle in part.arguments.handles]
 
     def done(self) -> bool:
-        """Whether the result is there, or the error."""
+        """Whether the call has ended, with a result or an error."""
         if not self.settled:
             self.loop.turn(0.0)
         return self.settled
 
     def result(self) -> Any:
-        """Waits for all processes.
+        """Waits for all processes and returns the result.
 
         Raises:
-            Exception: what the function raised in the process that failed first.
+            Exception: the error of the function in the process that failed first.
             RoleLostError: a process died or hangs.
         """
         self.loop.wait(self)
@@ -292,13 +322,17 @@ class RayFuture:
         return next((part.value for part in self.parts if part.ships), None)
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Ends the call; later news of it are ignored."""
+        """Ends the call; replies that come later are ignored."""
         if not self.settled:
-            self.settled, self.error = True, error
+            self.settled = True
+            self.error = error
             for part in self.parts:
-                # values that nobody else refers to are freed now, not when Python looks for cycles of references
-                part.arguments, part.keeps = _NOTHING, []
-            listeners, self._listeners = self._listeners, []
+                # Future, parts and handles refer to each other: without this, values would be freed only when Python
+                # looks for cycles of references.
+                part.arguments = _NOTHING
+                part.keeps = []
+            listeners = self._listeners
+            self._listeners = []
             for listener in listeners:
                 listener()
 
@@ -307,7 +341,7 @@ class RayFuture:
         self._listeners.append(listener)
 
     def state(self) -> str:
-        """What its processes do, for a person who waits."""
+        """What its processes are doing, for a user who waits."""
         running = [part for part in self.parts if part.reference is not None and part.running_s is not None]
         queued = [part for part in self.parts if part.reference is not None and part.running_s is None]
         texts = []
@@ -323,33 +357,34 @@ class RayFuture:
 
 @dataclass(eq=False)
 class RayHandle:
-    """A value that stayed in the memory of the machine where it was made. Use ``map_remote`` of a role."""
+    """A value that stays in the memory of the machine where it was made. Made by ``map_remote`` of a role."""
 
-    future: RayFuture = None  # type: ignore[assignment]  # the call that gets it sets it
-    reference: Any = None
+    future: RayFuture = None  # type: ignore[assignment]  # set by ``RayRole._issue``
+    reference: ObjectRef | None = None
+    """Ray's reference to the packed value."""
     seconds: float = 0.0
-    """Seconds that the call took, once done."""
+    """Duration of the call in seconds, once done."""
     nbytes: int = 0
-    """Bytes, once done."""
+    """Bytes of the packed value, once done."""
 
     def done(self) -> bool:
-        """Whether the value is there, or its call has failed."""
+        """Whether the call has ended, with the value or an error."""
         return self.future.done()
 
     def check(self) -> None:
-        """Waits for the value, without fetching it. Raises what the call that makes it raises."""
+        """Waits for the value without fetching it; raises the error of its call."""
         self.future.result()
 
     def fetch(self) -> Any:
-        """Brings the value here; its bytes count as the driver's. Raises what the call that makes it raises."""
+        """Copies the value to this process, which counts its bytes as the driver's; raises the error of its call."""
         import ray
 
         self.future.result()
-        packed = ray.get(self.reference)
+        packed = cast("Packed", ray.get(cast("ObjectRef", self.reference)))
         self.future.loop.count_bytes(self.future.role, packed)
         return unpack(packed)
 
 
 def ranks_of(parts: list[CallPart]) -> str:
-    """The ranks, as text."""
+    """The ranks of parts, for messages."""
     return ", ".join(str(part.process.rank) for part in parts)

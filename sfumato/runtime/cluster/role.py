@@ -1,10 +1,10 @@
-"""Roles on Ray: processes in their places, and the verbs of a role. In a group they work together, in a pool alone."""
+"""Roles on Ray: the processes of a role and its methods. In a group they work together, in a pool independently."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.parallel.layout import Layout
@@ -24,18 +24,21 @@ from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_s
 from sfumato.runtime.roles import OTHER
 from sfumato.tracking.shared_folder import Token
 
+if TYPE_CHECKING:
+    from sfumato.runtime.cluster.process import Shipped
+
 SHARED_BYTES = 64 * 1024
-"""Arguments above it lie in shared memory once, instead of in the call to each process."""
+"""Larger arguments of several processes are put into shared memory once, instead of into the call to each process."""
 
 END_S = 2.0
-"""Seconds that Ray may take to end a process."""
+"""Seconds that Ray may take to end a process before it is killed."""
 
 
 class RayRole:
-    """A role on Ray. A call is sent once the handles among its arguments are there."""
+    """A role on Ray. A call is sent when the values of all handles among its arguments are there."""
 
     works_together = True
-    """Whether a process may wait for others, so that those that wait for one that failed are of no more use."""
+    """Whether processes wait for each other, so that the loss of one is the loss of all."""
 
     def __init__(self, plan: RolePlan, loop: DriverLoop, data_rank_of: Sequence[int], teams: Sequence[range]) -> None:
         """Starts the processes and the building of their states, without waiting.
@@ -44,52 +47,55 @@ class RayRole:
             plan: what the role is made of.
             loop: the driver's.
             data_rank_of: the data-parallel rank of each process.
-            teams: ranks that form a process group.
+            teams: the ranks of each process group.
         """
-        self.plan, self.loop, self.name = plan, loop, plan.name
+        self.plan = plan
+        self.loop = loop
+        self.name = plan.name
         self.num_data_ranks = max(data_rank_of) + 1
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         self.data_ranks = range(self.num_data_ranks)
         self.processes: list[RoleProcess] = []
         self.num_restarts = 0
         self._data_rank_of = list(data_rank_of)
         self._functions = Functions()
-        self._held: list[RayFuture] = []
-        self._open: set[RayFuture] = set()
-        self._starts: dict[int, list[RayFuture]] = {}
+        self._waiting: list[RayFuture] = []  # calls that are not sent yet
+        self._open: set[RayFuture] = set()  # calls that have not ended
+        self._starts: dict[int, list[RayFuture]] = {}  # the calls that start each team, by its first rank
         self._failure: BaseException | None = None
-        """What ended the role, until it is restarted."""
-        self._start_lines: set[str] | None = set()
+        """The error that ended the role, until it is restarted."""
+        self._start_lines: set[str] | None = set()  # lines that were shown while it starts; None afterwards
         loop.roles.append(self)
         for ranks in teams:
             self._start(ranks)
 
     def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
-        """``function(state, *args)`` in every process; the value of the first."""
+        """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
     def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
-        """As ``call``, in a second thread of each process, beside what the role is doing."""
+        """As ``call``, in a second thread of each process, beside other calls."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
     def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> RayFuture:
-        """``function(state, parts[i], *args)`` in all processes of data-parallel rank i; the value of the first."""
+        """Runs ``function(state, parts[i], *args)`` in all processes of data-parallel rank i. The result is that of the
+        role's first process."""
         return self._issue(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
         self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
     ) -> list[tuple[RayHandle, ...]]:
-        """As ``map``, with results that stay with the first process of each data-parallel rank."""
+        """As ``map``, but results stay with the first process of each data-parallel rank. See ``Role.map_remote``."""
         by_rank = self._shared(parts, args)
         firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
-        kept = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
-        self._issue(function, by_rank, kept=kept, shippers=(), kind=kind)
-        return [tuple(kept.get(rank, ())) for rank in firsts]
+        kept_handles = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
+        self._issue(function, by_rank, kept_handles=kept_handles, shippers=(), kind=kind)
+        return [tuple(kept_handles.get(rank, ())) for rank in firsts]
 
     def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
-        """Brings values to the machines of each rank's processes, where they stay while the handles are kept.
+        """Copies values to the machines of each data-parallel rank's processes; they stay there while the handles live.
 
-        The future raises ValuesLostError, which names the role that made them, when some are no more.
+        The future raises ValuesLostError, which names the role that made them, when some are lost.
         """
         return self._issue(
             arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), brings=True, kind="sync"
@@ -102,7 +108,7 @@ class RayRole:
             ConfigError: a machine of the cluster has other versions than the driver's.
             RoleLostError: a process died, or was not built within ``runtime.call_timeout_s``.
             PreemptedError: the run was asked to stop meanwhile.
-            Exception: what ``build`` raised.
+            Exception: the error of ``build``.
         """
         while waiting := [start for starts in self._starts.values() for start in starts if not start.settled]:
             self.loop.wait(waiting[0])
@@ -119,88 +125,113 @@ class RayRole:
         self.plan.places.free()
 
     def flush(self) -> None:
-        """Sends, in order, the calls whose arguments are there, or will never be.
+        """Sends, in order, the calls whose arguments are there or have failed.
 
-        Where processes work together, one whose arguments are not there holds up later ones.
+        In a group a call that waits for arguments holds up later calls of the same threads, since all ranks must run
+        calls in the same order.
         """
         blocked: set[ConcurrencyGroup] = set()
-        for future in list(self._held):
+        for future in list(self._waiting):
             if future.group not in blocked and all(handle.future.settled for handle in future.handles):
-                self._held.remove(future)
+                self._waiting.remove(future)
                 self._send(future)
             elif self.works_together:
                 blocked.add(future.group)
 
-    def new_lines(self, said: list[str]) -> list[str]:
-        """Those of what a process said that are to be shown: while the role starts, each line once."""
+    def new_lines(self, lines: list[str]) -> list[str]:
+        """The lines of a process that are to be shown: while the role starts, each line once for all processes."""
         if self._start_lines is None:
-            return said
-        new = [line for line in said if line not in self._start_lines]
+            return lines
+        new = [line for line in lines if line not in self._start_lines]
         self._start_lines.update(new)
         return new
 
     def on_lost(
         self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, CallPart]], error: RoleLostError
     ) -> None:
-        """What becomes of the role when processes are lost: it fails."""
+        """Called by the loop when processes are lost. A role fails as a whole; a pool replaces them.
+
+        Args:
+            processes: that are lost, and were killed.
+            unfinished: their open calls.
+            error: the reason.
+        """
         del processes, unfinished
         self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all processes, and every call with that error, until the role is restarted."""
+        """Ends all processes, and all open and later calls with the error, until the role is restarted."""
         self._failure = self._failure or error
         alive = [process for process in self.processes if not process.is_lost]
+        # All are asked to end before any is waited for.
         for process in alive:
             process.end()
         for process in alive:
             process.kill(END_S)
         for process in self.processes:
             self.loop.forget(process)
-        self._held.clear()
+        self._waiting.clear()
         for future in list(self._open):
             future.settle(self._failure)
 
     def _start(self, ranks: range) -> None:
-        """Starts processes that form a process group, or one that stands alone, and the building of their state."""
+        """Starts the processes of a team, and issues the calls that build their states.
+
+        Each process identifies itself. In a group the first one opens a store, whose port all need to find each other.
+        Identities and port go from process to process as handles.
+        """
         plan = self.plan
         plan.places.renew(plan.name, ranks)
         for rank in ranks:
             process = RoleProcess(plan, rank, self.loop.run.output_dir, speaks=rank == ranks[0])
             self.processes[rank : rank + 1] = [process]
-        members, port = {rank: [RayHandle()] for rank in ranks}, RayHandle()
+        members = {rank: [RayHandle()] for rank in ranks}
+        port = RayHandle()
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
-        asked = (None if token is None else token.name,)
-        who = self._issue(
-            identify, dict.fromkeys(ranks, asked), kept=members, shippers=ranks, is_start=True, kind="load"
+        identify_args = (None if token is None else token.name,)
+        identifying = self._issue(
+            identify,
+            dict.fromkeys(ranks, identify_args),
+            kept_handles=members,
+            shippers=ranks,
+            is_start=True,
+            kind="load",
         )
-        is_group, identities = len(ranks) > 1, [member for (member,) in members.values()]
+        is_group = len(ranks) > 1
+        identities = [member for (member,) in members.values()]
         if is_group:
             first = {ranks[0]: (identities,)}
-            self._issue(open_store, first, kept={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
-        found = (identities, port) if is_group else ([], None)
-        args = (plan.build, plan.config, plan.train, *found)
+            self._issue(open_store, first, kept_handles={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
+        group_args = (identities, port) if is_group else ([], None)
+        args = (plan.build, plan.config, plan.train, *group_args)
         built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
-        self._starts[ranks[0]] = [who, built]
-        who.on_settled(lambda: self._has_met(ranks[0], who, token))
+        self._starts[ranks[0]] = [identifying, built]
+        identifying.on_settled(lambda: self._on_identified(ranks[0], identifying, token))
         built.on_settled(lambda: self._has_started(ranks[0], built))
 
-    def _has_met(self, first: int, who: RayFuture, token: Token | None) -> None:
-        self._has_started(first, who)
-        if who.error is not None:
+    def _on_identified(self, first: int, identifying: RayFuture, token: Token | None) -> None:
+        """Checks, when the processes of a team have identified themselves, that they see the run folder and have the
+        driver's versions; otherwise the role fails."""
+        self._has_started(first, identifying)
+        if identifying.error is not None:
             if token is not None:
                 token.close()
             return
         if token is not None:
-            answers = {f"{self.name} rank {part.process.rank}": part.value.folder for part in who.parts}
+            answers = {f"{self.name} rank {part.process.rank}": part.value.folder for part in identifying.parts}
             problem = token.refusal(answers)
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        own = versions()
-        for part in who.parts:
+        driver_versions = versions()
+        for part in identifying.parts:
             part.process.identity = part.value
-            other = part.value.versions
-            if different := [f"{name} {other[name]} ({own[name]} here)" for name in own if other[name] != own[name]]:
+            process_versions = part.value.versions
+            if different := [
+                f"{name} {process_versions[name]} ({driver_versions[name]} here)"
+                for name in driver_versions
+                if process_versions[name] != driver_versions[name]
+            ]:
                 self.fail(
                     ConfigError(
                         f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has "
@@ -210,19 +241,21 @@ class RayRole:
         self.loop.write_processes()
 
     def _has_started(self, first: int, future: RayFuture) -> None:
+        """Fails the role when a call that starts it has failed, unless the team was started again meanwhile."""
         if future.error is not None and future in self._starts.get(first, ()):
             self.fail(future.error)
 
     def _shared(self, parts: Sequence[Any], args: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+        """Arguments by rank: each process gets the part of its data-parallel rank; none where that is None."""
         if len(parts) != self.num_data_ranks:
             raise ValueError(
                 f"role {self.name} has {self.num_data_ranks} data-parallel ranks, but there are {len(parts)} parts"
             )
         by_data_rank = [None if part is None else (part, *args) for part in parts]
         return {
-            rank: given
+            rank: rank_args
             for rank, data_rank in enumerate(self._data_rank_of)
-            if (given := by_data_rank[data_rank]) is not None
+            if (rank_args := by_data_rank[data_rank]) is not None
         }
 
     def _issue(
@@ -230,29 +263,30 @@ class RayRole:
         function: Callable[..., Any],
         args: dict[int, tuple[Any, ...]],
         *,
-        kept: Mapping[int, list[RayHandle]] = MappingProxyType({}),
+        kept_handles: Mapping[int, list[RayHandle]] = MappingProxyType({}),
         shippers: Collection[int] = (0,),
         **manner: Any,
     ) -> RayFuture:
-        """A call with these arguments by rank, which is sent at the next turn.
+        """Makes a call, which is sent when its arguments are there.
 
         Args:
-            function: of the state; of the worker if it starts the role or brings values.
-            args: by rank; equal objects are pickled once.
-            kept: handles of the values that stay, by rank.
-            shippers: ranks whose result comes here.
-            manner: fields of ``RayFuture``.
+            function: of the state, or of the worker if it starts the role or brings values.
+            args: by rank; one object for several ranks is pickled once.
+            kept_handles: by rank the handles of values that stay there.
+            shippers: ranks whose result is returned to the driver.
+            manner: further fields of ``RayFuture``.
         """
-        future = RayFuture(self.loop, self.name, None, [], **manner)
+        future = RayFuture(self.loop, self.name, cast("Shipped", None), [], **manner)
         future.function = self._functions.ship(function, of_worker=future.is_start or future.brings)
         packed: dict[int, Arguments] = {}
-        for rank, given in args.items():
-            if id(given) not in packed:
-                arguments = _arguments(given)
-                packed[id(given)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
-            arguments = packed[id(given)]
+        for rank, rank_args in args.items():
+            if id(rank_args) not in packed:
+                arguments = _arguments(rank_args)
+                # ``arrive`` needs the values on its machine, not as arguments.
+                packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
+            arguments = packed[id(rank_args)]
             arguments.num_users += 1
-            part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept.get(rank, ())))
+            part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept_handles.get(rank, ())))
             for handle in part.keeps:
                 handle.future = future
             future.parts.append(part)
@@ -261,11 +295,12 @@ class RayRole:
             return future
         self._open.add(future)
         future.on_settled(lambda: self._open.discard(future))
-        self._held.append(future)
+        self._waiting.append(future)
         self.flush()
         return future
 
     def _send(self, future: RayFuture) -> None:
+        """Sends a call, or ends it with the error of a call whose value it needs."""
         if future.settled:
             return
         errors = (handle.future.error for handle in future.handles)
@@ -296,10 +331,9 @@ class RayRole:
 
 
 class RayGroup(RayRole):
-    """N processes with a torch.distributed group of their own (one process has none). Calls run in the order of issue.
+    """N processes with a torch.distributed group of their own (a single process has none). Calls run in order.
 
-    When a process dies or hangs, all are ended, and every unfinished and later call raises RoleLostError until
-    ``restart``.
+    When a process dies or hangs, all are ended, and all open and later calls raise RoleLostError until ``restart``.
     """
 
     def __init__(self, plan: RolePlan, loop: DriverLoop) -> None:
@@ -314,12 +348,14 @@ class RayGroup(RayRole):
             self.restart()
 
     def restart(self) -> None:
-        """Replaces all processes and waits until they have built their state anew; again if these are lost, too.
+        """Replaces all processes and waits until they have built their states; again if the new ones are lost, too.
 
         Raises:
             RoleLostError: ``runtime.max_restarts`` is used up.
         """
-        most, ranks, is_ready = self.loop.config.max_restarts, range(len(self.processes)), False
+        most = self.loop.config.max_restarts
+        ranks = range(len(self.processes))
+        is_ready = False
         while not is_ready:
             if self.num_restarts >= most:
                 before = f"; it was: {self._failure}" if self._failure is not None else ""
@@ -332,7 +368,7 @@ class RayGroup(RayRole):
             is_ready = self._is_ready()
 
     def _is_ready(self) -> bool:
-        """Waits for it; that processes were lost meanwhile is said."""
+        """Waits until the role is built. Returns False, and tells the user, when processes were lost meanwhile."""
         try:
             super().wait_ready()
         except RoleLostError as lost:
@@ -346,8 +382,8 @@ class RayGroup(RayRole):
 class RayPool(RayRole):
     """N independent processes, each a data-parallel rank. Calls may overtake one that waits for its arguments.
 
-    A process that dies or hangs is replaced, at most ``runtime.max_restarts`` times in all; its state is built anew
-    and its unfinished calls are made again.
+    A process that dies or hangs is replaced, at most ``runtime.max_restarts`` times in all; its state is built again
+    and its open calls are sent again.
     """
 
     works_together = False
@@ -358,13 +394,13 @@ class RayPool(RayRole):
         super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
 
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
-        """``function(state, *args)`` in the process with the fewest unfinished calls; its value."""
+        """Runs ``function(state, *args)`` in the process with the fewest open calls."""
         return self._issue(function, {0: args}, moves=True, kind=kind)
 
     def on_lost(
         self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, CallPart]], error: RoleLostError
     ) -> None:
-        """Replaces the processes and sends their calls again."""
+        """Replaces the processes and sends their calls again; fails if there were too many replacements."""
         most = self.loop.config.max_restarts
         if self.num_restarts + len(processes) > most:
             reason = f"{error.reason}\nand {self.num_restarts} processes were replaced already (runtime.max_restarts)"
@@ -392,6 +428,7 @@ class RayPool(RayRole):
 
 
 def _arguments(args: tuple[Any, ...]) -> Arguments:
+    """Packs arguments, with numbers in place of the handles among them."""
     handles: list[RayHandle] = []
 
     def number(item: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Ray's token: who has it can run programs as the user of the cluster, so nobody else may read the file."""
+"""Ray's token: whoever has it can run programs as the user of the cluster, so nobody else may read its file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from sfumato.errors import ConfigError
 
 
 def require_token(say: Callable[[str], None]) -> None:
-    """Makes Ray ask for a token, before it is imported, and the file with it where there is none: Ray's
-    own could be read by everybody.
+    """Has Ray require a token; call it before Ray is imported. It creates the token's file if there is none, since the
+    file that Ray creates could be read by everybody.
 
-    Whoever has set ``RAY_AUTH_MODE`` to something else has decided otherwise.
+    Nothing is changed if the user has set ``RAY_AUTH_MODE`` to another value.
 
     Args:
-        say: tells a person that the file was readable for others, and is not any more.
+        say: shows a line to the user: that others could read the file, and cannot any more.
 
     Raises:
-        ConfigError: the file cannot be made, or belongs to somebody else.
+        ConfigError: the file cannot be created, or belongs to another user.
     """
-    if "ray" not in sys.modules:  # which reads it when it is imported, and from 2.59 on sets it where there is a file
+    # Ray reads the variable when it is imported, and from 2.59 on sets it if there is a file.
+    if "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
@@ -45,6 +46,7 @@ def require_token(say: Callable[[str], None]) -> None:
 
 
 def _close_to_others(path: Path, say: Callable[[str], None]) -> None:
+    """Makes an existing file unreadable for others. Raises ConfigError when it belongs to another user."""
     status = path.stat()
     if status.st_uid != os.geteuid():
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""One process of a role, as seen from inside: it builds the role's state and runs functions on it.
+"""The code inside a role's process: it builds the role's state and runs functions on it.
 
-This module loads neither torch nor ray, since the number of CPU threads must be set before torch is loaded.
+This module imports neither torch nor ray, since the number of CPU threads must be set before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,32 +21,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
 
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch._C._distributed_c10d import TCPStore
+
+    from sfumato.config.sections import TrainConfig
+    from sfumato.parallel.mesh import Mesh
+    from sfumato.runtime.launch import Build
+
 
 @dataclass(frozen=True)
 class Identity:
-    """Who and where a process is."""
+    """Which process this is, and where it runs."""
 
     pid: int
     born: int
-    """Clock ticks from the machine's start to the process's, which tells it from a later one of the same id."""
+    """Clock ticks between the starts of machine and process, which tell it from a later process with the same id."""
     host: str
     address: str
     node_id: str
     stderr: str
-    """File that takes the process's standard error."""
+    """File that the process's standard error is written to."""
     versions: dict[str, str]
     folder: tuple[str, str] | None = None
-    """What it answered to the token in the run folder, if there was one."""
+    """Its answer to the token in the run folder (``tracking.shared_folder``), if there was a token."""
 
 
 @dataclass
 class Reply:
-    """What comes back from a call besides what it made."""
+    """What a call returns besides its value."""
 
     start: float
     """Wall-clock seconds, like ``end``."""
@@ -54,49 +63,51 @@ class Reply:
     version: int | None
     """``state.version`` after the call, of states that have one."""
     stop_requested: bool
-    said: list[str]
+    """Whether the process was asked to stop by a signal."""
+    lines: list[str]
+    """Lines that the function has said to the user."""
     timings: dict[str, float]
     """Seconds by name, as the function timed them with its ``run``."""
     sizes: list[float] = field(default_factory=list)
-    """Bytes of each kept value; floats, whose pickles are all equally long."""
+    """Bytes of each kept value; as floats, whose pickles are all equally long."""
     error: Packed | None = None
     """The exception, with its traceback as text."""
     memory: dict[str, float] = field(default_factory=dict)
-    """Memory of the process and its GPU, now and at their peaks; see ``memory_in_use``."""
+    """Memory of the process and its GPU, current and peak; see ``memory_in_use``."""
     peak_flops: float | None = None
-    """Peak operations a second of the device that the state computes on, if that is known."""
+    """Peak FLOP/s of the state's device, if known."""
 
 
 class RoleRun:
-    """The run as a role's functions see it in a process of their own: what they say and time goes to the driver's."""
+    """The run as functions of a role see it: what they say and time is sent to the driver with the next reply."""
 
     def __init__(self, output_dir: Path, speaks: bool) -> None:
         self.output_dir = output_dir
-        self.mesh: Any = None
+        self.mesh: Mesh | None = None
         self.stop_requested = False
-        """Whether the run was asked to stop: the driver or a process of any role got SIGTERM."""
+        """Whether the run was asked to stop: SIGTERM to the driver or to a process of any role."""
         self._speaks = speaks
-        self._said: list[str] = []
+        self._lines: list[str] = []
         self._timings: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
-        """A line for the person who watches; only the first process of a group is heard."""
+        """Shows a line to the user; only the first process of a group is heard."""
         if self._speaks:
             with self._lock:
-                self._said.append(text)
+                self._lines.append(text)
 
     def sync(self) -> str:
-        """Nothing: the driver has made sure that its metrics are on disk before it asks for a save."""
+        """Does nothing: the driver has written its metrics to disk before it asks for a checkpoint."""
         return ""
 
     def owe(self, error: CheckpointError) -> None:
-        """The last checkpoint could not be written; the driver, where it comes to, goes no further."""
+        """Raises the error of the last checkpoint at once; it reaches the driver, which stops."""
         raise error
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to those of that name."""
+        """Adds the seconds spent inside the block to those of that name."""
         started = time.perf_counter()
         yield
         self.add_time(name, time.perf_counter() - started)
@@ -107,43 +118,55 @@ class RoleRun:
             self._timings[name] = self._timings.get(name, 0.0) + seconds
 
     def take_said(self) -> list[str]:
-        """What was said since the last time."""
+        """The lines since the last call."""
         with self._lock:
-            said, self._said = self._said, []
-        return said
+            lines = self._lines
+            self._lines = []
+        return lines
 
     def take_timings(self) -> dict[str, float]:
-        """What was timed since the last time."""
+        """The timings since the last call."""
         with self._lock:
-            timings, self._timings = self._timings, {}
+            timings = self._timings
+            self._timings = {}
         return timings
 
 
 class RoleWorker:
-    """The actor of one process. Ray runs ``run`` in threads of three groups: calls, concurrent calls, health."""
+    """The Ray actor of one process. Ray runs its methods in threads of three groups: calls, concurrent, health."""
 
     def __init__(self, role: str, rank: int, num_threads: int, output_dir: str, speaks: bool, paths: list[str]) -> None:
-        """Runs in the main thread, the only one that may install signal handlers."""
+        """Must run in the main thread, the only one that may install signal handlers.
+
+        Args:
+            role: name of the role.
+            rank: within the role.
+            num_threads: for OMP_NUM_THREADS.
+            output_dir: the run folder.
+            speaks: whether lines that functions say are sent to the driver.
+            paths: entries of the driver's ``sys.path``, made absolute.
+        """
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         sys.path += [path for path in paths if path not in sys.path]
         faulthandler.enable(file=2)
-        self.role, self.rank = role, rank
+        self.role = role
+        self.rank = rank
         self.run_of_role = RoleRun(Path(output_dir), speaks)
         self.state: Any = None
         self.peak_flops: float | None = None
-        self.store: Any = None
+        self.store: TCPStore | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
         self._has_functions = threading.Condition()
         self.is_built = threading.Event()
-        """Whether the state is there, or could not be made."""
-        self._running: dict[int, float] = {}
+        """Set when the state is built, or could not be built."""
+        self._running: dict[int, float] = {}  # when each running call has begun, by number
         signal.signal(signal.SIGTERM, self._ask_to_stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the driver, which decides
 
     def __repr__(self) -> str:
         return f"{self.role} rank {self.rank}"  # what Ray writes in front of each line that the process prints
 
-    def _ask_to_stop(self, _number: int, _frame: Any) -> None:
+    def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         self.run_of_role.stop_requested = True
 
     def run(
@@ -161,60 +184,71 @@ class RoleWorker:
 
         Args:
             call: number of the call.
-            digest: which function.
-            function: its pickle, the first time.
-            args: its packed arguments; ``values`` stand where they refer to handles.
-            num_values: how many values it returns that are kept, as separate return values of this call; 0: none.
-            ships: whether to return the result with the reply.
-            stop: whether the run was asked to stop, wherever that was.
+            digest: identifies the function.
+            function: its pickle, when it is sent for the first time.
+            args: its packed arguments, with references to ``values`` in place of handles.
+            num_values: number of values that it returns and that stay in this machine's object store, as separate
+                return values of this call; 0: none.
+            ships: whether the result is returned with the reply.
+            stop: whether the run was asked to stop, wherever the signal came.
             values: the packed values of the handles among the arguments.
 
         Returns:
-            The packed pair of reply and result, or a tuple of it and the kept values, each packed.
+            The packed reply and the packed result; with ``num_values`` a tuple of that pair and each packed value.
         """
-        start, kept, result = time.time(), [], None
+        start = time.time()
+        kept_values: Sequence[Packed | None] = []
+        result = None
         reply = Reply(start, start, None, False, [], {})
         self._running[call] = time.monotonic()
         self.run_of_role.stop_requested |= stop
         try:
-            known = self._function(digest, function)
-            made = known(self, *unpack(args, values))
+            run_function = self._function(digest, function)
+            returned = run_function(self, *unpack(args, values))
             if num_values:
-                made_values = (made,) if num_values == 1 else tuple(made)
-                if len(made_values) != num_values:
-                    raise ValueError(f"returned {len(made_values)} values, {num_values} were to be kept")
-                kept = [pack(value) for value in made_values]
-                reply.sizes = [float(size_of(packed_value)) for packed_value in kept]
-            packed = pack(made if ships else None)
+                returned_values = (returned,) if num_values == 1 else tuple(returned)
+                if len(returned_values) != num_values:
+                    raise ValueError(f"returned {len(returned_values)} values, {num_values} were to be kept")
+                kept_values = [pack(value) for value in returned_values]
+                reply.sizes = [float(size_of(packed_value)) for packed_value in kept_values]
+            packed = pack(returned if ships else None)
         except BaseException as error:  # also SystemExit: what a function raises must not end the process
             reply.error = _describe(error)
-            kept, packed = [None] * num_values, pack(None)
+            kept_values = [None] * num_values
+            packed = pack(None)
         finally:
             del self._running[call]
-        reply.end, reply.version = max(start, time.time()), getattr(self.state, "version", None)
+        reply.end = max(start, time.time())  # the wall clock may be set back
+        reply.version = getattr(self.state, "version", None)
         reply.stop_requested = self.run_of_role.stop_requested
         if self.state is not None:
             from sfumato.tracking.meters import memory_in_use
 
-            reply.memory, reply.peak_flops = memory_in_use(), self.peak_flops
-        reply.said, reply.timings = self.run_of_role.take_said(), self.run_of_role.take_timings()
+            reply.memory = memory_in_use()
+            reply.peak_flops = self.peak_flops
+        reply.lines = self.run_of_role.take_said()
+        reply.timings = self.run_of_role.take_timings()
         result = (pack(reply), packed)
-        return (result, *kept) if num_values else result
+        return (result, *kept_values) if num_values else result
 
     def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
-        """The function of that digest. Of calls at the same time the one that brings it may come after another."""
+        """The function of a digest; functions of the state wait until that is built.
+
+        Of two calls at the same time the one that brings the pickle may come after the other, which then waits for it.
+        """
         with self._has_functions:
             if pickled is not None:
                 self._functions[digest] = pickle.loads(pickled)
                 self._has_functions.notify_all()
             self._has_functions.wait_for(lambda: digest in self._functions)
-            found = self._functions[digest]
-        if isinstance(found, OnState):
+            function = self._functions[digest]
+        if isinstance(function, OnState):
             self.is_built.wait()
-        return found
+        return function
 
     def ping(self) -> tuple[bool, list[str], dict[int, float]]:
-        """Whether the process was asked to stop, what it said, and how many seconds it has been running each call."""
+        """Answers a heartbeat: whether the process was asked to stop, the lines that it said, and for each running call
+        since how many seconds it runs."""
         now = time.monotonic()
         running = {call: now - since for call, since in list(self._running.items())}
         return self.run_of_role.stop_requested, self.run_of_role.take_said(), running
@@ -231,7 +265,7 @@ class RoleWorker:
 
 @dataclass(frozen=True)
 class OnState:
-    """A function of the state, as one of the worker."""
+    """Makes a function of the state a function of the worker."""
 
     function: Callable[..., Any]
 
@@ -240,12 +274,15 @@ class OnState:
 
 
 def identify(worker: RoleWorker, token: str | None) -> Identity:
-    """Who and where the process is; with a token, whether it sees it in the run folder."""
+    """Tells which process this is and where; with a token, also whether it sees that in the run folder."""
     import ray
 
+    # Field 22 of ``stat``, counted from behind the command in parentheses, which may contain spaces.
     born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-    stderr, folder = os.readlink("/proc/self/fd/2"), None
+    address = ray.util.get_node_ip_address()
+    node_id = ray.get_runtime_context().get_node_id()
+    stderr = os.readlink("/proc/self/fd/2")
+    folder = None
     if token is not None:
         from sfumato.tracking.shared_folder import answer
 
@@ -254,15 +291,15 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all machines."""
+    """Versions of the packages that must be the same on all machines."""
     import sfumato
 
-    found = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
-    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **found}
+    package_versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **package_versions}
 
 
 def arrive(worker: RoleWorker) -> None:
-    """Nothing: the values among its arguments have come to this machine when it is called."""
+    """Does nothing: when it is called, Ray has brought the values of its arguments to this machine."""
 
 
 STORE_S = 300.0
@@ -270,10 +307,11 @@ STORE_S = 300.0
 
 
 def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
-    """Opens the place where the processes of a group find each other. Returns its port."""
+    """Opens the store where the processes of a group find each other. Returns its port."""
     from sfumato.parallel.rendezvous import LOOPBACK, serve_store
 
-    # A server that is there already, on a port that the system chose, cannot lose its port to somebody else.
+    # A server that listens already, on a port chosen by the system, cannot lose its port to another program, as a port
+    # that is only chosen now and used later could.
     is_alone = len({member.node_id for member in members}) == 1
     address = LOOPBACK if is_alone else members[worker.rank].address
     worker.store = serve_store(address, 0, timedelta(seconds=STORE_S))
@@ -282,24 +320,24 @@ def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
 
 def build_state(
     worker: RoleWorker,
-    build: Callable[..., Any],
+    build: Build,
     config: Any,
-    train: Any,
+    train: TrainConfig,
     members: Sequence[Identity],
     port: int | None,
 ) -> None:
-    """Makes the mesh and the state, in the thread that will run the calls: torch counts threads per thread.
+    """Builds mesh and state, in the thread that will run the calls: torch's settings of threads are per thread.
 
     Args:
         worker: this process.
         build: ``(config, mesh, run)`` to the state.
-        config: what ``build`` gets.
-        train: the ``TrainConfig`` that tells how the group shares the work.
-        members: of the group, by rank; none for a process that stands alone.
+        config: given to ``build``.
+        train: the ``TrainConfig`` that says how the group shares the work.
+        members: of the group, by rank; empty for a process without a group.
         port: of the first member's store.
     """
     rank = worker.rank if members else 0
-    on_node = [other for other in range(len(members)) if members[other].node_id == members[rank].node_id] or [0]
+    on_node = [member for member in range(len(members)) if members[member].node_id == members[rank].node_id] or [0]
     import ray
 
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -314,7 +352,8 @@ def build_state(
     if members:
         address = "127.0.0.1" if len(on_node) == len(members) else members[0].address
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}  # open_store opened it
+        # As under torchrun, whose agent opens the store: here ``open_store`` has, so that rank 0 does not.
+        variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     from sfumato.parallel.mesh import build_mesh
     from sfumato.runtime.weight_sync.places import ADDRESS_VARIABLE
     from sfumato.tracking.meters import peak_flops
@@ -330,14 +369,14 @@ def build_state(
         worker.peak_flops = peak_flops(mesh.device, train.mixed_precision, train.peak_tflops)
         worker.state = build(config, mesh, worker.run_of_role)
     finally:
-        worker.is_built.set()
+        worker.is_built.set()  # also after an error, so that waiting calls end
 
 
 def place_of_gpu(gpu: str, visible: str | None) -> int:
-    """The number that torch has for a GPU in this process.
+    """The number that torch uses for a GPU in this process.
 
-    Ray hides the GPUs of others, unless it is told not to (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES): then the
-    process sees all that the machine, or who started Ray, lets it see.
+    Ray hides the GPUs of other processes, unless it is told not to (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES): then
+    the process sees all GPUs that were visible where Ray was started.
 
     Args:
         gpu: Ray's name of it: a number, or a UUID.
@@ -348,15 +387,16 @@ def place_of_gpu(gpu: str, visible: str | None) -> int:
     """
     if not visible:
         return int(gpu)
-    seen = [name.strip() for name in visible.split(",")]
-    if gpu not in seen:
+    visible_gpus = [name.strip() for name in visible.split(",")]
+    if gpu not in visible_gpus:
         raise ConfigError(
             f"Ray gave this process GPU {gpu}, but CUDA_VISIBLE_DEVICES is {visible}: unset it where Ray is started"
         )
-    return seen.index(gpu)
+    return visible_gpus.index(gpu)
 
 
 def _describe(error: BaseException) -> Packed:
+    """Packs an exception together with its traceback as text."""
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, Exception):
         error = RuntimeError(f"the function raised {type(error).__name__}({error})")
@@ -365,5 +405,5 @@ def _describe(error: BaseException) -> Packed:
         packed = pack((error, text))
         unpack(packed)
         return packed
-    except Exception:  # an exception of a kind that cannot be pickled, or not be made again
+    except Exception:  # some exceptions cannot be pickled or unpickled
         return pack((RuntimeError(f"{type(error).__name__}: {error}"), text))

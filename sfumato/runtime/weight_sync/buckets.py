@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +14,7 @@ from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.runtime.weight_sync.checksum import Spec
 
 ALIGNED = 16
-"""Bytes: where tensors may begin in a bucket, so that they can be seen in any dtype."""
+"""Tensors begin in a bucket at multiples of so many bytes, so that the bytes can be viewed in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class Bucket:
 
     items: tuple[Item, ...]
     num_bytes: int
-    """Bytes, with the gaps between tensors."""
+    """Bytes from the first tensor to the end of the last, with the gaps between tensors."""
 
     def tensors(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the tensors in a bucket's bytes (uint8, of at least ``num_bytes``)."""
+        """Names and views of the tensors in ``memory``, uint8 ``[at least num_bytes]``."""
         for item in self.items:
             part = memory[item.start : item.start + item.num_bytes]
             yield item.name, part.view(item.spec.dtype).view(item.spec.shape)
 
 
 def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Which tensors travel together, in their order.
+    """Divides tensors into buckets, in their order.
 
     Args:
-        specs: whole tensors.
-        bucket_bytes: most bytes of a bucket; a tensor that is larger has a bucket of its own.
+        specs: shapes and dtypes of the whole tensors.
+        bucket_bytes: most bytes of a bucket; a larger tensor gets a bucket of its own.
     """
     buckets: list[Bucket] = []
     items: list[Item] = []
@@ -62,7 +62,8 @@ def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, 
         item = Item(name, spec, start)
         if items and start + item.num_bytes > bucket_bytes:
             buckets.append(Bucket(tuple(items), end))
-            items, item = [], Item(name, spec, 0)
+            items = []
+            item = Item(name, spec, 0)
         items.append(item)
         end = item.start + item.num_bytes
     if items:
@@ -70,13 +71,13 @@ def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, 
     return tuple(buckets)
 
 
-def largest(buckets: tuple[Bucket, ...]) -> int:
-    """Bytes of the largest."""
+def largest(buckets: Sequence[Bucket]) -> int:
+    """Bytes of the largest bucket; 0 without buckets."""
     return max((bucket.num_bytes for bucket in buckets), default=0)
 
 
 class Source:
-    """The weights of a module that are to be sent."""
+    """The module whose weights are sent."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         self.parameters = all_parameters(module)
@@ -88,7 +89,8 @@ class Source:
 
         Args:
             bucket: what to gather.
-            memory: uint8, filled with the tensors, cast to the sampler's dtypes; None on ranks that only take part.
+            memory: uint8, which is filled with the tensors, cast to the sampler's dtypes; None on ranks that only take
+                part in the collectives.
         """
         places = {} if memory is None else dict(bucket.tensors(memory))
         for item in bucket.items:

@@ -1,4 +1,4 @@
-"""Where processes are: which machine, which process, which GPU, and under what address others find it."""
+"""Where processes are: machine, process, GPU, and the address under which others reach them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,14 +19,17 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.rendezvous import LOOPBACK, is_loopback, serve_store
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Differs between machines, also where all have one name."""
+"""Its content differs between machines, also where all have the same name."""
 
 GIVEN_UP = "given up"
 """The key that a process sets when it cannot go on."""
 
 LONGEST_PAUSE_S = 0.01
-"""Between two looks into a store."""
+"""Longest pause between two checks of a store, in seconds."""
 
 ADDRESS_VARIABLE = "SFUMATO_NODE_ADDRESS"
 """Environment variable with the address under which other machines reach this one, set by whoever knows it."""
@@ -62,9 +66,9 @@ def places_of(mesh: Mesh) -> list[Place]:
 
 
 def own_address() -> str:
-    """The address of this machine that others reach: what the runtime has told, or that of the network."""
-    if told := os.environ.get(ADDRESS_VARIABLE):
-        return told
+    """The address under which other machines reach this one: ADDRESS_VARIABLE, or that of the network interface."""
+    if address := os.environ.get(ADDRESS_VARIABLE):
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.255", 1))  # nothing is sent: it asks which of the networks would be taken
@@ -74,7 +78,7 @@ def own_address() -> str:
 
 
 def check_reachable(address: str, places: Sequence[Place]) -> None:
-    """Refuses an address that leads every other machine to itself.
+    """Refuses a loopback address where processes are on several machines: it would lead each machine to itself.
 
     Args:
         address: of the machine of the first place.
@@ -96,15 +100,19 @@ def are_on_one_machine(places: Sequence[Place]) -> bool:
     return len({place.machine for place in places}) == 1
 
 
-def open_store(places: Sequence[Place], timeout_s: float) -> tuple[dist.TCPStore, tuple[str, int]]:
-    """A store in this process, and where others find it.
+def open_store(places: Sequence[Place], timeout_s: float) -> tuple[TCPStore, tuple[str, int]]:
+    """Opens a store in this process.
 
     Args:
-        places: of all processes that come to it, this one first; of one machine, the store listens at loopback alone.
+        places: of all processes that will use it, this one first. If all are on one machine, it listens at loopback
+            alone.
         timeout_s: of its waits.
 
+    Returns:
+        The store, and its address and port.
+
     Raises:
-        ConfigError: others cannot reach this machine at the address that it has.
+        ConfigError: others cannot reach this machine at its address.
     """
     address = LOOPBACK if are_on_one_machine(places) else own_address()
     check_reachable(address, places)
@@ -112,14 +120,15 @@ def open_store(places: Sequence[Place], timeout_s: float) -> tuple[dist.TCPStore
     return store, (address, store.port)
 
 
-def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
-    """The store of another process.
+def reach_store(address: tuple[str, int], timeout_s: float) -> TCPStore:
+    """Connects to the store of another process.
 
     Raises:
         WeightSyncError: when it does not answer in time.
     """
     try:
-        return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout_s))
+        timeout = timedelta(seconds=timeout_s)
+        return dist.TCPStore(*address, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     except dist.DistError as error:
         raise WeightSyncError(
             f"the actor cannot be reached at {address[0]}:{address[1]} within {timeout_s:g} s: is it alive, and do the "
@@ -127,24 +136,25 @@ def reach_store(address: tuple[str, int], timeout_s: float) -> dist.TCPStore:
         ) from error
 
 
-def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float, stop: threading.Event) -> list[str]:
+def wait_for(store: Store, keys: Sequence[str], timeout_s: float, stop: threading.Event) -> list[str]:
     """Waits until keys are in a store.
 
     It asks again and again, since a store's own wait can neither be broken off nor time out without noise.
 
     Args:
-        store: of this process alone, or of this thread.
-        keys: what others set.
-        timeout_s: longest wait; it ends before when one of the others gives up.
-        stop: breaks the wait off.
+        store: a connection that no other thread uses meanwhile.
+        keys: that others set.
+        timeout_s: longest wait; it ends earlier when another process gives up (``GIVEN_UP``).
+        stop: ends the wait when set.
 
     Returns:
-        The keys that are not there: none if all are.
+        The keys that are missing: none if all were set.
 
     Raises:
         DistNetworkError: when the process of the store has gone.
     """
-    deadline, pause_s = time.monotonic() + timeout_s, 0.0005
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0005
     while not store.check(list(keys)):
         if stop.wait(pause_s) or time.monotonic() > deadline or store.check([GIVEN_UP]):
             return [key for key in keys if not store.check([key])]
@@ -152,28 +162,28 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout_s: float, stop: thr
     return []
 
 
-def meet(store: dist.Store, own: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
-    """Waits until all have come.
+def meet(store: Store, own_name: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
+    """A barrier through a store: waits until all processes have called it.
 
     Args:
-        store: of the meeting.
-        own: this one's name.
-        all_names: who must come.
-        timeout_s: seconds to wait.
-        stop: breaks the wait off.
+        store: that all of them use.
+        own_name: name of this process.
+        all_names: the processes that are waited for.
+        timeout_s: longest wait.
+        stop: ends the wait when set.
 
     Raises:
-        WeightSyncError: names those who have not come.
+        WeightSyncError: names the processes that did not come.
     """
     try:
-        store.set(f"here/{own}", "1")
+        store.set(f"here/{own_name}", "1")
         keys = {f"here/{name}": name for name in all_names}
         lacking = wait_for(store, list(keys), timeout_s, stop)
     except dist.DistNetworkError as error:
-        raise WeightSyncError(f"{own} has lost the actor while the roles were being connected: {error}") from error
+        raise WeightSyncError(f"{own_name} has lost the actor while the roles were being connected: {error}") from error
     if lacking:
         raise WeightSyncError(
-            f"{own} waited (at most {timeout_s:g} s) to be connected with "
+            f"{own_name} waited (at most {timeout_s:g} s) to be connected with "
             f"{', '.join(keys[key] for key in lacking)}, who did not come: look for what stopped them, or raise the "
             "time that the sync may take"
         )

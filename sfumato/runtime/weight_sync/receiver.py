@@ -1,10 +1,10 @@
-"""What the sampler's processes do: they take versions aside while they generate, and apply them between two calls."""
+"""The sampler's side of weight synchronisation: versions are received while it generates, and applied between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -20,40 +20,41 @@ from sfumato.runtime.weight_sync.transports import receiving_side
 
 
 class Receiver(Protocol):
-    """What takes weights in a process of the sampler: a module that is cut into shards, or an inference engine."""
+    """Takes the weights in a process of the sampler: a sharded module, or an inference engine."""
 
     rescores: bool
     """Whether it fuses or quantises its weights and is verified by rescoring fixed tokens. Otherwise it holds plain
     tensors, and is verified by their checksums."""
     shards: Shards | None
-    """How its tensors are cut over the role's ranks, if it wants its shards only; None to be given whole tensors."""
+    """How its tensors are divided over the role's ranks, if it wants only its shards; None to get whole tensors."""
 
     def describe(self) -> dict[str, Spec]:
-        """The tensors that it wants, whole and not fused, by the names that the actor has for them: all that it has,
-        or at least all that are trained where it rescores."""
+        """Shapes and dtypes of the whole, unfused tensors that it wants, by the actor's names: all tensors of the
+        model, or if it rescores at least all trained ones."""
         ...
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes the trained tensors of a version, beside the calls of the role: it must not use its process group.
+        """Takes the trained tensors of a version. It runs beside the role's calls, so it must not use the role's
+        process group.
 
         Args:
-            tensors: names and plain tensors in the dtypes that it wants. Its shards are its own until it has applied
-                the version; a whole tensor is valid until the next one is asked for, so it is fused, quantised or
-                copied at once.
-            version: of the actor.
+            tensors: names and plain tensors in the wanted dtypes. Shards stay valid until the version is applied; a
+                whole tensor is valid only until the next one is asked for, so it must be fused, quantised or copied at
+                once.
+            version: of the actor's weights.
         """
         ...
 
     def apply(self, version: int) -> None:
-        """Draws by the loaded version from now on. Between two calls of the role."""
+        """Uses the loaded version from now on. Runs between two calls of the role."""
         ...
 
     def checksums(self, names: Iterable[str]) -> Checksums:
-        """Checksums of what this rank holds of these tensors now, where it does not rescore."""
+        """Checksums of what this rank holds of these tensors now; used if it does not rescore."""
         ...
 
     def rescore(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probs of fixed tokens by what it holds now, where it rescores.
+        """Log-probs of fixed tokens by the current weights; used if it rescores.
 
         Args:
             tokens: int64 ``[N, T]``.
@@ -65,34 +66,35 @@ class Receiver(Protocol):
 
 
 class ReceivingState(Protocol):
-    """The state of a role that receives weights. It has ``engine``, which is a ``Receiver`` or has one as ``receiver``,
-    or where that is None ``received_module``, a module of which the shards are replaced."""
+    """The state of a role that receives weights. Besides these attributes it has ``engine``, which is a ``Receiver`` or
+    has one as ``receiver``; or, if ``engine`` is None, ``received_module``, whose shards are replaced."""
 
     mesh: Mesh
     version: int
-    """Version of the weights that it draws by; set when one is applied."""
-    sync: Any
-    """Left to this module."""
+    """Version of the weights in use; set when one is applied."""
+    sync: ReceivingEnd | None
+    """Set by this module alone: the ``ReceivingEnd``, or None."""
 
 
 class MeshReceiver:
-    """A module as ``parallelize`` returned it: takes its shards aside and copies them into place."""
+    """``Receiver`` for a module as ``parallelize`` returned it: keeps the new shards, and copies them when applied."""
 
     rescores: ClassVar[bool] = False
 
     def __init__(self, state: ReceivingState) -> None:
-        """In the main thread: fsdp1 asks the other ranks how long their shards are."""
-        self.state, self.mesh = state, state.mesh
+        """Must run in the main thread of every process: fsdp1 asks the other ranks for the sizes of their shards."""
+        self.state = state
+        self.mesh = state.mesh
         self.shards = Shards(self.module, self.mesh, all_parameters(self.module))
         self.staged: dict[str, torch.Tensor] = {}
 
     @property
     def module(self) -> nn.Module:
-        """The state's module, which it brings onto the device if it had left that to another role."""
+        """The state's module; it is brought onto the device if it was offloaded."""
         return self.state.received_module  # type: ignore[attr-defined]
 
     def describe(self) -> dict[str, Spec]:
-        """All parameters and persistent buffers."""
+        """Shapes and dtypes of all parameters and persistent buffers."""
         module = self.module
         parameters, buffers = all_parameters(module), persistent_buffers(module)
         specs = {name: Spec(tuple(self.shards.shapes[name]), tensor.dtype) for name, tensor in parameters.items()}
@@ -104,7 +106,7 @@ class MeshReceiver:
         self.staged = dict(tensors)
 
     def apply(self, version: int) -> None:
-        """Puts the shards into the module."""
+        """Copies the kept shards into the module."""
         del version
         parameters = all_parameters(self.module)
         for name, shard in self.staged.items():
@@ -121,21 +123,23 @@ class MeshReceiver:
 
 
 class ReceivingEnd:
-    """The way from the actor and what takes the weights; kept in the state of each process of the sampler."""
+    """The open connection with the receiver of the weights, in the state of each process of the sampler."""
 
     def __init__(self, state: ReceivingState, handshake: Handshake) -> None:
-        """In the main thread, as ``MeshReceiver``."""
-        self.mesh, self.receiver = state.mesh, receiver_of(state)
+        """Must run in the main thread, as ``MeshReceiver``."""
+        self.mesh = state.mesh
+        self.receiver = receiver_of(state)
         self.sent_names = {item.name for bucket in handshake.buckets for item in bucket.items}
         kind = receiving_side(handshake.transport)
         shards = self.receiver.shards
         self.transport = kind(handshake.access, handshake.settings, self.mesh, handshake.buckets, shards)
         self.specs = {name: spec.shape for name, spec in self.receiver.describe().items()}
         on_gpu = self.mesh.device.type == "cuda"
-        # Beside what the main thread computes; one for all versions, since freed memory stays with its stream.
+        # Copies run beside what the main thread computes. One stream for all versions: the allocator reuses freed
+        # memory only in the stream that it was allocated for.
         self.stream = torch.cuda.Stream(self.mesh.device) if on_gpu else None
         self.staged: int | None = None
-        """A version that was received and not applied yet."""
+        """The version that was received but not applied yet."""
         self.last: int | None = None
         """The newest version that was received."""
 
@@ -163,7 +167,7 @@ class ReceivingEnd:
             raise
 
     def _tensors(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the transport brings, cut where the receiver wants shards."""
+        """Names and tensors from the transport, cut into shards if the receiver wants these."""
         shards = None if self.transport.gives_shards else self.receiver.shards
         for name, tensor in self.transport.take(version, delivery):
             if name not in self.sent_names:
@@ -193,14 +197,15 @@ class ReceivingEnd:
 
 
 def receiver_of(state: ReceivingState) -> Receiver:
-    """What takes the weights in a process."""
+    """The receiver of a state: its engine's, or one of its module."""
     engine = getattr(state, "engine", None)
     receiver: Receiver | None = getattr(engine, "receiver", engine)
-    return MeshReceiver(state) if receiver is None else receiver
+    # ``MeshReceiver`` has no ``rescore``, which is called only if ``rescores`` is true.
+    return cast("Receiver", MeshReceiver(state)) if receiver is None else receiver
 
 
 def describe(state: ReceivingState) -> Description:
-    """What the sampler wants. In every process of the sampler.
+    """Describes what the sampler wants. Runs in every process of the sampler.
 
     Raises:
         ConfigError: with pipeline parallelism.
@@ -211,57 +216,62 @@ def describe(state: ReceivingState) -> Description:
 
 
 def open_receiving(state: ReceivingState, handshake: Handshake) -> None:
-    """Makes ready to receive. In every process of the sampler, in its main thread."""
+    """Opens the receiving end. Runs in the main thread of every process of the sampler."""
     close_way(state)
     state.sync = ReceivingEnd(state, handshake)
 
 
 def join_receiving(state: ReceivingState) -> None:
-    """Waits for the actor, which runs ``join_sending`` at the same time. In any thread."""
+    """Waits for the actor, which runs ``join_sending`` at the same time. May run in any thread."""
     _end(state).transport.join()
 
 
 def receive(state: ReceivingState, version: int, delivery: Any) -> None:
-    """Loads a version. In every process of the sampler, in any thread.
+    """Loads a version. Runs in every process of the sampler, in any thread.
 
     Raises:
-        WeightSyncError: when it has come before, or the actor has gone.
+        WeightSyncError: when that version or a later one was received before, or the actor is lost.
     """
     _end(state).receive(version, delivery)
 
 
 @torch.no_grad()
 def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Takes a received version into use. In every process, in its main thread.
+    """Takes a received version into use. Runs in the main thread of every process.
 
     Args:
         state: of this process.
-        sent: the version, with checksums that what is held is verified by.
+        sent: the version, with the checksums by which the weights are verified.
         tokens: int64 ``[N, T]``, for a receiver that rescores.
 
     Returns:
-        float32 ``[N, T - 1]``: log-probs of the tokens where the receiver rescores.
+        Log-probs of the tokens, float32 ``[N, T - 1]``, if the receiver rescores, else None.
 
     Raises:
-        WeightSyncError: on every rank, when it was not received by all, or weights are not what the actor has.
+        WeightSyncError: on every rank, when some rank has not received the version, or weights differ from the actor's.
     """
     end = _end(state)
-    problem, sums = end.problem(sent.version), {}
+    problem = end.problem(sent.version)
+    sums: Checksums = {}
     if not problem:
         end.receiver.apply(sent.version)
         end.staged = None
         sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
+    # All ranks gather before any raises: one that left alone would keep the others waiting.
     ranks = end.mesh.gather((problem, sums), over="world")
     if problems := [text for text, _ in ranks if text]:
         raise WeightSyncError(f"{problems[0]}: transfer a version before it is applied")
     if not end.receiver.rescores:
         end.verify(sent, [checksums for _, checksums in ranks])
     state.version = sent.version
-    return end.receiver.rescore(tokens) if end.receiver.rescores else None
+    if not end.receiver.rescores:
+        return None
+    assert tokens is not None, "WeightSync gives tokens to a receiver that rescores"
+    return end.receiver.rescore(tokens)
 
 
 def set_version(state: ReceivingState, version: int) -> None:
-    """Notes the version of a sampler that is the actor: the weights are there already."""
+    """Sets the version of a sampler that is the actor, which has the weights already."""
     state.version = version
 
 

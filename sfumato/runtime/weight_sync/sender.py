@@ -1,4 +1,4 @@
-"""What the actor's processes do: they open a way to the sampler, and send versions over it."""
+"""The actor's side of weight synchronisation: opening a connection to the sampler, and sending versions over it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SendingState(Protocol):
     """The state of a role that sends weights."""
 
     mesh: Mesh
-    sync: Any
-    """Left to this module."""
+    sync: Sender | None
+    """Set by this module alone: the ``Sender``, or None."""
 
     def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probs of fixed tokens by the module that is sent; only of states that send to an engine that rescores.
+        """Log-probs of fixed tokens by the module that is sent; needed only if the receiving engine rescores.
 
         Args:
             module: as inside ``sent_weights``.
@@ -40,15 +40,16 @@ class SendingState(Protocol):
         ...
 
     def sent_weights(self, version: int) -> AbstractContextManager[nn.Module]:
-        """Inside, the module has the weights that are to be sent: its trainable parameters, on every rank."""
+        """Yields the module; inside the block its trainable parameters are the weights to be sent, on every rank."""
+        ...
 
 
 @dataclass(frozen=True)
 class Description:
-    """What the sampler wants."""
+    """What the sampler tells the actor before the first version."""
 
     specs: dict[str, Spec]
-    """The whole tensors that it wants, by the names of the plain module."""
+    """Shapes and dtypes of the whole tensors that it wants, by the names of the plain module."""
     places: list[Place]
     """Where its ranks are."""
     rescores: bool = False
@@ -57,7 +58,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Handshake:
-    """What the sampler needs to know before the first version."""
+    """What the actor tells the sampler before the first version."""
 
     transport: str
     settings: Settings
@@ -68,28 +69,30 @@ class Handshake:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a version was when it was sent."""
+    """What the receivers of a version are verified by."""
 
     version: int
     checksums: dict[str, int]
-    """Checksums of whole tensors: those that were sent, and at the first time all others, too."""
+    """Checksums of whole tensors: those that were sent, and at the first version all others, too."""
     log_probs: torch.Tensor | None = None
     """float32 ``[N, T - 1]``: of the fixed tokens, where the receiver rescores them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # eight bytes each: pickled integers are of different length, and so would be what the driver is sent
+        # Eight bytes for each checksum: the length of a pickled integer depends on its value, and the bytes that pass
+        # through the driver are counted.
         sums = b"".join(value.to_bytes(8, "little") for value in self.checksums.values())
         return _sent_again, (self.version, tuple(self.checksums), sums, self.log_probs)
 
 
 def _sent_again(version: int, names: tuple[str, ...], sums: bytes, log_probs: torch.Tensor | None) -> Sent:
+    """Unpickles a ``Sent``."""
     values = {name: int.from_bytes(sums[8 * at : 8 * at + 8], "little") for at, name in enumerate(names)}
     return Sent(version, values, log_probs)
 
 
 @dataclass
 class Sender:
-    """Kept in the state of each process of the actor."""
+    """The open connection, in the state of each process of the actor."""
 
     transport: Sending
     specs: dict[str, Spec]
@@ -97,7 +100,8 @@ class Sender:
 
 
 def open_sending(state: SendingState, version: int, wanted: Description, settings: Settings) -> Handshake:
-    """Plans what is sent and chooses the way. In every process of the actor; the first one's handshake counts.
+    """Plans the buckets and chooses the transport. Runs in every process of the actor; the driver uses the first one's
+    handshake.
 
     Raises:
         ConfigError: when the sampler's model is another one, nothing is trained, or the transport cannot work.
@@ -130,20 +134,20 @@ def join_sending(state: SendingState) -> None:
 
 
 def send(state: SendingState, version: int, everything: bool, tokens: torch.Tensor | None = None) -> tuple[Sent, Any]:
-    """Sends the trainable parameters. In every process of the actor.
+    """Sends the trainable parameters. Runs in every process of the actor.
 
     Args:
         state: of this process.
-        version: a number.
-        everything: whether the checksums of what is not sent are taken, too.
-        tokens: int64 ``[N, T]``, which a receiver that rescores is verified by.
+        version: of the weights.
+        everything: whether checksums of the tensors that are not sent are taken as well.
+        tokens: int64 ``[N, T]``, by which a receiver that rescores is verified.
 
     Returns:
-        What it is verified by, and what the transport delivers to the receivers.
+        What receivers are verified by, and what the transport delivers to them through the driver.
 
     Raises:
         NonFiniteError: when a weight is not finite.
-        WeightSyncError: when the ranks' copies differ, or a receiver has gone; the way is then closed.
+        WeightSyncError: when the ranks' copies differ, or a receiver died; the connection is then closed.
     """
     sender, mesh = _sender(state), state.mesh
     try:
@@ -163,30 +167,30 @@ def send(state: SendingState, version: int, everything: bool, tokens: torch.Tens
             log_probs = None if tokens is None else state.rescore(module, tokens)
             delivery = sender.transport.send(version, source)
     except BaseException:
-        close_way(state)  # receivers that wait would do so for a long time
+        close_way(state)  # so that receivers fail at once instead of after their timeout
         raise
     return Sent(version, totals, log_probs), delivery
 
 
 def release(state: SendingState, version: int) -> None:
-    """All receivers have a version: frees what was kept for them."""
+    """Frees what was kept for the receivers of a version, after all have loaded it."""
     _sender(state).transport.release(version)
 
 
 def is_there(state: SendingState) -> None:
-    """Nothing: a process that has gone cannot run it."""
+    """Does nothing. The call fails if a process of the role has died, which is its purpose."""
     del state
 
 
 def abort_sending(state: SendingState) -> None:
-    """Lets a call that waits for receivers fail: one of them has gone. In another thread than that call."""
+    """Makes a call fail that waits for receivers, one of which is lost. Runs in another thread than that call."""
     sender = getattr(state, "sync", None)
     if isinstance(sender, Sender):
         sender.transport.abort()
 
 
 def close_way(state: Any) -> None:
-    """Closes a process's end of the way, if there is one; what was received and not applied is dropped."""
+    """Closes this process's end of the connection, if it is open; a version that was not applied is dropped."""
     end = getattr(state, "sync", None)
     if end is not None:
         end.transport.close()
@@ -209,9 +213,19 @@ def _sender(state: SendingState) -> Sender:
 
 
 def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec], needed: tuple[str, ...]) -> None:
-    problems = []
-    for found, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
-        lacking = [name for name in found if name not in other]
+    """Compares the models of both sides.
+
+    Args:
+        shapes: of the actor's tensors.
+        wanted: the sampler's tensors.
+        needed: names that the sampler must have; it may lack others.
+
+    Raises:
+        ConfigError: when tensors are missing on a side, or shapes differ.
+    """
+    problems: list[str] = []
+    for names, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
+        lacking = [name for name in names if name not in other]
         if lacking:
             more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
             problems.append(f"{text} {', '.join(lacking[:NAMED])}{more}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,21 +19,21 @@ SYNC = "sync"
 """Kind of work in the timeline."""
 
 SHARED = "shared"
-"""What a report calls the transport when the sampler is the actor."""
+"""Name of the transport in reports when the sampler is the actor."""
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
-"""Between two looks at calls that run."""
+"""Pauses between two checks of running calls, in seconds."""
 
 LOOK_S = 1.0
-"""Between two looks whether the actor lives, while the sampler alone works."""
+"""Seconds between two checks whether the actor lives, while only the sampler works."""
 
 GRACE_S = 5.0
-"""In which one side must follow the other that has failed; it is not waited for any longer."""
+"""Seconds in which one side must end after the other has failed; it is not waited for any longer."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a transfer was."""
+    """What was sent in a transfer."""
 
     version: int
     transport: str
@@ -44,12 +44,12 @@ class SyncReport:
     num_verified: int
     """Number of tensors whose checksums are taken, and compared when the version is applied."""
     seconds: float
-    """Seconds from the begin until all ranks had loaded it; the first time without connecting."""
+    """Seconds from the beginning until all ranks had loaded it, without those of connecting."""
 
 
 @dataclass(frozen=True)
 class Rescoring:
-    """Fixed tokens, by whose log-probs a receiver is verified that fuses or quantises its weights."""
+    """Fixed tokens whose log-probs verify a receiver that fuses or quantises its weights."""
 
     tokens: torch.Tensor
     """int64 ``[N, T]``."""
@@ -58,10 +58,12 @@ class Rescoring:
 
 
 class Rescored:
-    """A version that is being applied, whose result is compared by this process."""
+    """The future of a version that is being applied; its ``result`` compares the log-probs of both sides."""
 
     def __init__(self, applying: Future, sent: Sent, tolerance: float) -> None:
-        self.applying, self.sent, self.tolerance = applying, sent, tolerance
+        self.applying = applying
+        self.sent = sent
+        self.tolerance = tolerance
 
     def done(self) -> bool:
         """Whether it has been applied."""
@@ -69,31 +71,33 @@ class Rescored:
 
     def result(self) -> None:
         """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
-        found, expected = self.applying.result(), self.sent.log_probs
-        if found.shape != expected.shape:
-            where = f"have shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+        log_probs = self.applying.result()
+        expected = self.sent.log_probs
+        assert expected is not None, "the actor has rescored the tokens, too"
+        if log_probs.shape != expected.shape:
+            difference = f"have shape {tuple(log_probs.shape)} instead of {tuple(expected.shape)}"
         else:
-            differences = (found - expected).abs().nan_to_num(torch.inf)
+            differences = (log_probs - expected).abs().nan_to_num(torch.inf)
             if differences.max() <= self.tolerance:
                 return
             sequence, token = divmod(int(differences.argmax()), differences.shape[1])
-            where = (
+            difference = (
                 f"differ by up to {differences.max():.3g} nats, {self.tolerance:g} are allowed (sequence {sequence}, "
-                f"token {token + 1}: {found[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
+                f"token {token + 1}: {log_probs[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
             )
         raise WeightSyncError(
             f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor "
-            f"{where}: the engine does not have the weights that were sent. Look at how it fuses, casts or quantises "
-            "them, whether both were built from one model, and whether it keeps values of the weights before"
+            f"{difference}: the engine does not have the weights that were sent. Look at how it fuses, casts or "
+            "quantises them, whether both were built from one model, and whether it keeps values of the weights before"
         )
 
 
 class WeightSync:
     """Brings weights from an actor role to a sampler role.
 
-    A version is transferred while the sampler generates, then applied in the sampler's order: between two calls. Only
-    trainable parameters travel. At the first version since the roles were connected all weights are verified, later
-    those that travel.
+    A version is transferred while the sampler generates, and applied in the order of the sampler's calls, between two
+    of them. Only trainable parameters are sent. The first version after the roles were connected verifies all weights,
+    later ones those that are sent.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class WeightSync:
         grace_s: float = GRACE_S,
         rescoring: Rescoring | None = None,
     ) -> None:
-        """Nothing is opened before the first transfer.
+        """The connection is opened by the first transfer.
 
         Args:
             actor: its state is a ``SendingState``.
@@ -117,29 +121,31 @@ class WeightSync:
             folder: the run folder, for files.
             timeout_s: longest wait of one side for the other.
             grace_s: how long to wait for the other side when one has failed: until it is known whether it is lost.
-            rescoring: how a receiver is verified that says that it rescores; none other needs it.
+            rescoring: how a receiver whose ``rescores`` is true is verified; others do not need it.
         """
-        self.actor, self.sampler, self.grace_s = actor, sampler, grace_s
+        self.actor = actor
+        self.sampler = sampler
+        self.grace_s = grace_s
         self.settings = Settings(transport, int(bucket_mb * 2**20), folder, timeout_s)
         self._handshake: Handshake | None = None
         self.rescoring = rescoring
         self._tokens: torch.Tensor | None = None
-        """The fixed tokens, once it is known that the receiver rescores them."""
+        """The fixed tokens, once connected with a receiver that rescores."""
         self._is_first = True
         self._sent: Sent | None = None
         self._applying: Future | None = None
 
     @property
     def transport(self) -> str | None:
-        """The one that was chosen; None before the roles are connected."""
+        """Name of the chosen transport; None before the roles are connected."""
         return SHARED if self.actor is self.sampler else self._handshake and self._handshake.transport
 
     def connect(self, version: int) -> None:
-        """Opens the way, with the version that will be sent first. ``transfer`` does it by itself.
+        """Opens the connection, for ``version`` as the first one. ``transfer`` does it by itself.
 
         Raises:
             ConfigError: when the models differ or the transport cannot work.
-            WeightSyncError: when a process does not come.
+            WeightSyncError: when a process does not join.
         """
         wanted = self.sampler.call(receiver.describe).result()
         if wanted.rescores and self.rescoring is None:
@@ -151,13 +157,16 @@ class WeightSync:
         if sending_side(handshake.transport).streams:
             joining = self.sampler.call_concurrently(receiver.join_receiving)
             self._both(self.actor.call(sender.join_sending), joining)
-        self._handshake, self._is_first, self._sent, self._applying = handshake, True, None, None
-        self._tokens = self.rescoring.tokens if wanted.rescores else None
+        self._handshake = handshake
+        self._is_first = True
+        self._sent = None
+        self._applying = None
+        self._tokens = cast("Rescoring", self.rescoring).tokens if wanted.rescores else None
 
     def transfer(self, version: int) -> SyncReport:
         """Sends a version, and waits until every process of the sampler has it in staging memory.
 
-        Versions rise from one to the next. One that is being applied is waited for.
+        Each version must be larger than the one before. If one is still being applied, that is waited for first.
 
         Raises:
             ConfigError, WeightSyncError: see ``connect``, ``send`` and ``receive``. Call ``reconnect`` before the next.
@@ -169,10 +178,11 @@ class WeightSync:
             self._applying = None
         if self._handshake is None:
             self.connect(version)
+        assert self._handshake is not None
         started = time.perf_counter()
         self._sent = None
         arguments = sender.send, version, self._is_first, self._tokens
-        if sending_side(self._handshake.transport).streams:
+        if sending_side(self._handshake.transport).streams:  # both sides take part at the same time
             receiving = self.sampler.call_concurrently(receiver.receive, version, None, kind=SYNC)
             sent, _ = self._both(self.actor.call(*arguments, kind=SYNC), receiving)
         else:
@@ -180,26 +190,31 @@ class WeightSync:
             self.sampler.call_concurrently(receiver.receive, version, delivery, kind=SYNC).result()
             self.actor.call(sender.release, version).result()
         seconds = time.perf_counter() - started
-        self._sent, self._is_first = sent, False
+        self._sent = sent
+        self._is_first = False
         items = [item for bucket in self._handshake.buckets for item in bucket.items]
         num_bytes = sum(item.num_bytes for item in items)
         return SyncReport(version, self._handshake.transport, len(items), num_bytes, len(sent.checksums), seconds)
 
     def apply(self, version: int) -> Future:
-        """Queues a transferred version in the sampler's order. The future raises WeightSyncError if it is not whole.
+        """Queues the application of a transferred version among the sampler's calls.
+
+        Returns:
+            A future, which raises WeightSyncError when the weights are not those that were sent.
 
         Raises:
-            WeightSyncError: when it was not transferred.
+            WeightSyncError: when the version was not transferred.
         """
         if self.actor is self.sampler:
             return self.sampler.call(receiver.set_version, version)
         if self._sent is None or self._sent.version != version:
-            has = f"the last was {self._sent.version}" if self._sent else "none was"
+            last_transfer = f"the last was {self._sent.version}" if self._sent else "none was"
             raise WeightSyncError(
-                f"version {version} was not transferred to the sampler ({has}), so it cannot be applied"
+                f"version {version} was not transferred to the sampler ({last_transfer}), so it cannot be applied"
             )
         self._applying = self.sampler.call(receiver.apply, self._sent, self._tokens, kind=SYNC)
         if self._tokens is not None:
+            assert self.rescoring is not None
             self._applying = Rescored(self._applying, self._sent, self.rescoring.tolerance)
         return self._applying
 
@@ -211,32 +226,39 @@ class WeightSync:
         return report
 
     def reconnect(self) -> None:
-        """After a role was started anew, or a transfer failed: the next transfer opens a new way and verifies all."""
+        """Call it after a role was restarted or a transfer failed: the next transfer connects anew and verifies all."""
         self.close()
 
     def close(self) -> None:
-        """Closes the way on both sides. A role that has gone raises what it raises."""
+        """Closes the connection on both sides. Errors of a lost role are raised."""
         if self._handshake is not None:
-            self._handshake, self._sent, self._applying = None, None, None
+            self._handshake = None
+            self._sent = None
+            self._applying = None
             self.actor.call(sender.close_way).result()  # first: it frees receivers that still wait
             self.sampler.call(sender.close_way).result()
 
     def _while_actor_lives(self, call: Future) -> Any:
-        """The result of a call of the sampler, which may wait for the actor though that has nothing to do meanwhile."""
-        looked = time.monotonic()
+        """Waits for a call of the sampler that needs a living actor, and returns its result.
+
+        The actor has no call meanwhile whose failure would be noticed, so it is asked now and then.
+        """
+        last_look = time.monotonic()
         while not call.done():
-            if time.monotonic() - looked > LOOK_S:
+            if time.monotonic() - last_look > LOOK_S:
                 self.actor.call_concurrently(sender.is_there).result()
-                looked = time.monotonic()
+                last_look = time.monotonic()
             time.sleep(LONGEST_PAUSE_S)
         return call.result()
 
     def _both(self, sending: Future, receiving: Future) -> Any:
-        """Waits for two sides that work together, and returns what the sender gave.
+        """Waits for the calls of two sides that work together, and returns the sender's result.
 
-        A side that fails does not leave the other waiting; of two errors the one is raised that is no consequence.
+        When a side fails, the other is aborted. Of two errors the cause is raised: a WeightSyncError usually follows
+        from the other side's error.
         """
-        pause_s, deadline = SHORTEST_PAUSE_S, None
+        pause_s = SHORTEST_PAUSE_S
+        deadline = None
         while not (sending.done() and receiving.done()) and (deadline is None or time.monotonic() < deadline):
             if deadline is None and (_errors_of(sending) or _errors_of(receiving)):
                 deadline = time.monotonic() + self.grace_s
@@ -250,6 +272,7 @@ class WeightSync:
 
 
 def _errors_of(call: Future) -> list[Exception]:
+    """The error of a call that has ended with one; else nothing."""
     if call.done():
         try:
             call.result()

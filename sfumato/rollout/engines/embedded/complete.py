@@ -1,4 +1,4 @@
-"""Completions of many requests at a time, for code that waits for all of them."""
+"""Completions of many requests at a time, for synchronous code that waits for all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def complete(engine: Engine, requests: Sequence[GenerationRequest], sampling: Sa
     """Draws completions of all requests, in an event loop of its own.
 
     Args:
-        engine: nothing of it may be under way in another loop.
+        engine: it must have no open requests in another event loop.
         requests: any number.
         sampling: the same for all.
 
@@ -20,7 +20,7 @@ def complete(engine: Engine, requests: Sequence[GenerationRequest], sampling: Sa
         Their completions in the same order.
 
     Raises:
-        ConfigError, EngineError: the first that a request raised; the others are ended.
+        ConfigError, EngineError: the first error of a request; the other requests are cancelled.
     """
 
     async def all_of_them() -> list[Completion]:
@@ -31,5 +31,5 @@ def complete(engine: Engine, requests: Sequence[GenerationRequest], sampling: Sa
     try:
         return asyncio.run(all_of_them())
     except ExceptionGroup as errors:
-        first = errors.exceptions[0]
+        first = errors.exceptions[0]  # callers know the errors of ``Engine``, not groups of them
         raise first from first.__cause__

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -28,28 +28,31 @@ from sfumato.models.language.hf_config import changing_positions, known_position
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
-from sfumato.rollout.engines.embedded.row_state import Drawing, RowState
+from sfumato.rollout.engines.embedded.row_state import ActiveRequest, RowState
 from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.engines.embedded.token_sampling import draw
 from sfumato.rollout.text.tokens import FinishReason
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LOGGER = logging.getLogger(__name__)
 
 SOON = 256
-"""Tokens that new rows have room for at once, where memory allows."""
+"""Room for so many new tokens is allocated at once when a request takes a row, where memory allows."""
 
 LONGEST_TRIED = 4096
 """Tokens of the longest sequence that the ways to compute logits are compared with."""
 
 
 @dataclass(eq=False)
-class _Open(Drawing):
-    """A request that somebody waits for."""
+class _AwaitedRequest(ActiveRequest):
+    """An active request with the future that its caller awaits."""
 
     future: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, reason: FinishReason) -> None:
-        """Hands over what was drawn."""
+        """Resolves the future with the tokens drawn so far, unless the caller was cancelled."""
         if not self.future.done():
             self.future.set_result(self.completion(reason))
 
@@ -88,67 +91,70 @@ class EmbeddedEngine:
         """
         self.version = version
         self.max_length = _max_length(module, max_length)
-        self._forward, self._max_batch_size = Forward(module, around, vision), max_batch_size
-        self._cache_bytes, self._max_prefill_tokens, self._decode = cache_bytes, max_prefill_tokens, decode
+        self._forward = Forward(module, around, vision)
+        self._max_batch_size = max_batch_size
+        self._cache_bytes = cache_bytes
+        self._max_prefill_tokens = max_prefill_tokens
+        self._decode = decode
         self._rows: Rows | None = None
-        self._size = (0, 0)  # rows and columns that there is memory for
-        self._waiting: deque[_Open] = deque()
+        self._capacity = (0, 0)  # rows and columns that there is memory for
+        self._waiting: deque[_AwaitedRequest] = deque()
         self._state = RowState()
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = self._is_closed = False
-        self._has_texts = (
-            False  # whether a request has named texts that end it: only then rows are looked at one by one
-        )
+        # Whether any request so far has stop texts: only then the rows are decoded one by one after each token.
+        self._has_texts = False
 
-    # what others call
+    # The interface of ``Engine``.
 
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
         """See ``Engine``."""
         self.health()
         self._check(request, sampling)
         self._has_texts |= bool(sampling.stop)
-        opened = _Open(request, sampling)
-        self._waiting.append(opened)
-        self._drive()
+        awaited = _AwaitedRequest(request, sampling)
+        self._waiting.append(awaited)
+        self._ensure_driver()
         try:
-            return await opened.future
+            return await awaited.future
         except asyncio.CancelledError:
-            self._forget(opened)
+            self._drop(awaited)
             raise
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """See ``Engine``."""
         self._is_paused = True
         if mode == "abort":
-            self.flush()
-            for opened in self._waiting:
-                opened.end("abort")
+            self.flush()  # puts the requests that have rows into the queue, too
+            for awaited in self._waiting:
+                awaited.end("abort")
             self._waiting.clear()
 
     def resume(self) -> None:
         """See ``Engine``."""
         self._is_paused = False
-        self._drive()
+        self._ensure_driver()
 
     def flush(self) -> None:
         """See ``Engine``."""
-        self._put_back(0)
+        self._requeue(0)
 
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
         """See ``Engine``."""
-        found: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
+        rescored: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
         same_length = not isinstance(self._prepared(), CachedRows)
-        number_of = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
+        # ``group_documents`` names each sequence by the offset at which it would begin if all were concatenated.
+        offsets = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
         for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
-            numbers = [number_of.index(start) for start in starts]
+            indices = [offsets.index(start) for start in starts]
             input_ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
-            for row, number in enumerate(numbers):
-                input_ids[row, : lengths[row]] = torch.tensor(sequences[number])
+            for row, index in enumerate(indices):
+                input_ids[row, : lengths[row]] = torch.tensor(sequences[index])
             logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
             log_probs = logits.log_softmax(-1).gather(-1, input_ids.to(logits.device)[:, 1:, None])[..., 0].cpu()
-            for row, number in enumerate(numbers):
-                found[number] = log_probs[row, : lengths[row] - 1].clone()
-        return found
+            for row, index in enumerate(indices):
+                rescored[index] = log_probs[row, : lengths[row] - 1].clone()
+        return rescored
 
     def release(self) -> None:
         """See ``Engine``. The module is left where it is."""
@@ -156,7 +162,7 @@ class EmbeddedEngine:
             raise EngineError(f"{self._num_open} requests are under way: wait for them, or pause with abort")
         if self._rows is not None:
             self._rows.clear()
-            self._size = (0, 0)
+            self._capacity = (0, 0)
 
     def restore(self) -> None:
         """See ``Engine``. Memory is taken when requests need it."""
@@ -173,36 +179,43 @@ class EmbeddedEngine:
             self.release()
             self._is_closed = True
 
-    # the loop
+    # The decoding loop.
 
     @property
     def _num_open(self) -> int:
         return len(self._waiting) + len(self._state)
 
-    def _drive(self) -> None:
-        """Has a task go on, in the loop of who waits, if none does."""
+    def _ensure_driver(self) -> None:
+        """Starts the task that decodes, in the event loop of the waiting requests, unless it runs already."""
         if self._is_paused or not self._num_open:
             return
-        loop = self._opened()[0].future.get_loop()
+        loop = self._open_requests()[0].future.get_loop()
         if self._driver is None or self._driver.done() or self._driver.get_loop() is not loop:
             self._driver = loop.create_task(self._run())
 
     async def _run(self) -> None:
+        """Decodes token after token until no request is left or the engine is paused."""
         self._forward.look()
         while self._num_open and not self._is_paused:
             try:
                 self._step()
             except torch.OutOfMemoryError as error:
-                self._take_less(error)
+                self._halve_batch(error)
             except Exception as error:
                 failure = EngineError(f"drawing failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 self._fail(failure)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets the callers of ended requests run, whose next ones may join the next step
 
     def _step(self) -> None:
-        """One token for each request that there is room for."""
-        rows, state, device = self._prepared(), self._state, self._forward.device
+        """Draws one token for each request that there is memory for.
+
+        Raises:
+            EngineError: when logits are not finite.
+        """
+        rows = self._prepared()
+        state = self._state
+        device = self._forward.device
         self._make_room(rows)
         self._admit(rows)
         count = len(state)
@@ -210,63 +223,65 @@ class EmbeddedEngine:
             return
         logits = rows.step(torch.from_numpy(state.next_token[:count]).to(device), state.length[:count])
         uniform = torch.from_numpy(state.uniform()).to(device)
-        tokens, log_probs = (found.cpu().numpy() for found in draw(logits, uniform, state.settings(device)))
+        tokens, log_probs = (values.cpu().numpy() for values in draw(logits, uniform, state.settings(device)))
         if not np.isfinite(log_probs).all():
             raise EngineError("the model's logits are not finite: look at its weights")
         ended = state.take(tokens, log_probs, self.version)
         stopped = self._stopped_by_text()
         ended |= stopped
         if ended.any():
-            for opened, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
-                is_stop = by_text or opened.token_ids[-1] in opened.sampling.stop_token_ids
-                opened.end("stop" if is_stop else "length")
+            for awaited, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
+                is_stop = by_text or awaited.token_ids[-1] in awaited.sampling.stop_token_ids
+                awaited.end("stop" if is_stop else "length")
 
     def _stopped_by_text(self) -> np.ndarray:
-        """Rows whose last token completes a text that ends them, bool ``[n]``."""
-        found = np.zeros(len(self._state), bool)
-        for row, one in enumerate(self._state.progress if self._has_texts else ()):
-            if stop := one.sampling.stop:
+        """Which rows have completed one of their stop texts with their last token: bool ``[n]``."""
+        is_stopped = np.zeros(len(self._state), bool)
+        for row, active in enumerate(self._state.progress if self._has_texts else ()):
+            if stop := active.sampling.stop:
                 assert self._decode is not None
-                found[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
-        return found
+                is_stopped[row] = completes_stop(self._state.latest(row, num_looked_at(stop)), stop, self._decode)
+        return is_stopped
 
     def _make_room(self, rows: Rows) -> None:
-        """Makes rows longer where their next token needs it. Without memory for all, the last ones wait."""
+        """Makes rows longer where the next token needs it. Without memory for all, the last rows are requeued."""
         while count := len(self._state):
             needed = int(self._state.length[:count].max()) + 1
-            if needed <= self._size[1]:
+            if needed <= self._capacity[1]:
                 return
             columns = rounded_up(needed)
             if self._fits(count, columns):
-                more = min(needed + needed // 4, max(one.longest for one in self._state.progress))
+                # A quarter more than needed: enlarging the cache copies it, which should happen rarely.
+                more = min(needed + needed // 4, max(active.longest for active in self._state.progress))
                 columns = rounded_up(more) if self._fits(count, rounded_up(more)) else columns
                 self._resize(rows, count, columns)
                 return
-            self._put_back(count - 1)
+            self._requeue(count - 1)
 
     def _admit(self, rows: Rows) -> None:
-        """Gives rows to requests that wait, in the order in which they came."""
-        joining: list[_Open] = []
-        count, columns = len(self._state), self._size[1] if len(self._state) else 0
+        """Gives rows to waiting requests in the order in which they came; drops those that were cancelled."""
+        joining: list[_AwaitedRequest] = []
+        count = len(self._state)
+        columns = self._capacity[1] if count else 0
         while self._waiting and count + len(joining) < self._max_batch_size:
-            opened = self._waiting[0]
-            if not opened.future.done():
-                wider = max(columns, rounded_up(len(opened.context)))
+            awaited = self._waiting[0]
+            if not awaited.future.done():
+                wider = max(columns, rounded_up(len(awaited.context)))
                 if not self._fits(count + len(joining) + 1, wider):
                     break
-                joining.append(opened)
+                joining.append(awaited)
                 columns = wider
             self._waiting.popleft()
         if not joining:
             return
         count += len(joining)
-        more = rounded_up(max(min(one.longest, len(one.context) + SOON) for one in joining))
+        more = rounded_up(max(min(awaited.longest, len(awaited.context) + SOON) for awaited in joining))
         columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
-        if count > self._size[0] or columns > self._size[1]:
+        if count > self._capacity[0] or columns > self._capacity[1]:
             self._resize(rows, count, columns)
         first = len(self._state)
         self._state.add(joining)
-        rows.begin(first, [opened.context for opened in joining], [opened.request.images for opened in joining])
+        rows.begin(first, [awaited.context for awaited in joining], [awaited.request.images for awaited in joining])
 
     def _fits(self, num_rows: int, num_columns: int) -> bool:
         assert self._rows is not None and self._cache_bytes is not None
@@ -274,30 +289,31 @@ class EmbeddedEngine:
 
     def _resize(self, rows: Rows, num_rows: int, num_columns: int) -> None:
         rows.resize(num_rows, num_columns)
-        self._size = (num_rows, num_columns)
+        self._capacity = (num_rows, num_columns)
 
-    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_Open]:
-        """Takes rows back. Returns their requests."""
+    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_AwaitedRequest]:
+        """Frees the rows for which ``leaving``, bool ``[n]``, is true. Returns their requests."""
         longest = int(self._state.length[: len(self._state)].max())
-        gone, sources, targets = self._state.leave(leaving)
+        requests, sources, targets = self._state.leave(leaving)
         if len(sources):
             rows.move(sources, targets, longest)
-        return gone
+        return cast("list[_AwaitedRequest]", requests)
 
-    def _put_back(self, first: int) -> None:
-        """Has requests of rows from a first one on wait before all others, with what was drawn."""
+    def _requeue(self, first: int) -> None:
+        """Puts the requests of all rows from ``first`` on back to the head of the queue, with the tokens drawn so far.
+        Keys and values are computed again when they get a row."""
         if self._rows is not None and len(self._state) > first:
             self._waiting.extendleft(reversed(self._leave(self._rows, np.arange(len(self._state)) >= first)))
 
-    def _forget(self, opened: _Open) -> None:
-        """Nobody waits for it any longer."""
-        if opened in self._waiting:
-            self._waiting.remove(opened)
-        elif opened in self._state.progress and self._rows is not None:
-            self._leave(self._rows, np.array([one is opened for one in self._state.progress]))
+    def _drop(self, awaited: _AwaitedRequest) -> None:
+        """Removes a request whose caller was cancelled."""
+        if awaited in self._waiting:
+            self._waiting.remove(awaited)
+        elif awaited in self._state.progress and self._rows is not None:
+            self._leave(self._rows, np.array([active is awaited for active in self._state.progress]))
 
-    def _take_less(self, error: torch.OutOfMemoryError) -> None:
-        """The device has less memory than was thought: half as many at a time from now on."""
+    def _halve_batch(self, error: torch.OutOfMemoryError) -> None:
+        """After an out-of-memory error: halves the number of sequences at a time, and begins with empty caches."""
         count = len(self._state)
         if count <= 1:
             self._fail(EngineError(f"one sequence does not fit into the device's memory: {error}"))
@@ -306,24 +322,25 @@ class EmbeddedEngine:
         self._max_batch_size = count // 2
         self.flush()
         self._rows.clear()
-        self._size = (0, 0)
+        self._capacity = (0, 0)
         LOGGER.warning("out of memory with %d sequences at a time: %d from now on", count, count // 2)
 
-    def _opened(self) -> list[_Open]:
-        return [*self._state.progress, *self._waiting]
+    def _open_requests(self) -> list[_AwaitedRequest]:
+        """All requests that have not ended: those with rows, then those that wait."""
+        return [*cast("list[_AwaitedRequest]", self._state.progress), *self._waiting]
 
     def _fail(self, error: Exception) -> None:
-        """Ends all requests."""
+        """Ends all requests with an error."""
         self.flush()
-        for opened in self._waiting:
-            if not opened.future.done():
-                opened.future.set_exception(error)
+        for awaited in self._waiting:
+            if not awaited.future.done():
+                awaited.future.set_exception(error)
         self._waiting.clear()
 
-    # what it needs to know
+    # Preparation, and checks of requests.
 
     def _prepared(self) -> Rows:
-        """The rows; the first call finds out which kind is right and how much memory there is."""
+        """The rows. The first call chooses their kind by trying, and measures the free memory."""
         if self._rows is None:
             self._rows, why_not = choose_rows(
                 self._forward, min(self.max_length, LONGEST_TRIED), self._max_prefill_tokens
@@ -335,7 +352,9 @@ class EmbeddedEngine:
         return self._rows
 
     def _check(self, request: GenerationRequest, sampling: Sampling) -> None:
-        length, size = len(request.prompt_ids), self._forward.module.get_input_embeddings().num_embeddings
+        """Raises ConfigError for a request that this engine cannot draw."""
+        length = len(request.prompt_ids)
+        size = cast("nn.Embedding", self._forward.module.get_input_embeddings()).num_embeddings
         if length + request.max_new_tokens > self.max_length:
             raise ConfigError(
                 f"a prompt of {length} tokens and max_new_tokens {request.max_new_tokens} are longer than the "
@@ -361,8 +380,14 @@ class EmbeddedEngine:
 
 
 def _max_length(module: nn.Module, wanted: int | None) -> int:
-    positions = known_positions(module.config.get_text_config())
-    stretched = changing_positions(module.config)
+    """Tokens of the longest sequence: ``wanted``, or as many as the model has positions.
+
+    Raises:
+        ConfigError: when the model has fewer positions than wanted, or no limit and none was given.
+    """
+    config = cast("PreTrainedModel", module).config
+    positions = known_positions(config.get_text_config())
+    stretched = changing_positions(config)
     if stretched is not None:
         positions = min(stretched, positions or stretched)
     if wanted is None:
@@ -380,9 +405,9 @@ def _max_length(module: nn.Module, wanted: int | None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that nothing uses."""
+    """Free memory of the GPU, or for the CPU the available memory of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    found = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(found.split()[1]) * 1024
+    available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024

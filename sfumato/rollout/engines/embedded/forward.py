@@ -1,10 +1,11 @@
-"""Forward passes of a transformers module for drawing: in evaluation mode, and without a trace."""
+"""Forward passes of a transformers module for drawing: in evaluation mode, which leave the module as it was."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from transformers import PreTrainedConfig
 from sfumato.algorithms.device import to_device
 from sfumato.data.media.vision import Images, MultimodalInputs, Tensors, Vision
 from sfumato.models.language.document_rows import forget_lengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Forward:
@@ -25,7 +29,9 @@ class Forward:
         vision: Vision | None = None,
     ) -> None:
         """``around`` makes the context of each forward pass, such as autocast; ``vision`` is of a model that sees."""
-        self.module, self._around, self.vision = module, around, vision
+        self.module = cast("PreTrainedModel", module)
+        self._around = around
+        self.vision = vision
         self.arguments = inspect.signature(module.forward).parameters
         self._is_precise = False
         self.gives_positions = False
@@ -33,42 +39,56 @@ class Forward:
         self.look()
 
     def look(self) -> None:
-        """Looks again at what the module is made of: adapters may have come."""
-        # vars, not setattr, which costs a step of a small model a tenth of its time
-        self._flags = [vars(submodule) for submodule in self.module.modules()]
-        configs = [found["config"] for found in self._flags if isinstance(found.get("config"), PreTrainedConfig)]
-        texts = [config.get_text_config() for config in configs]
+        """Lists submodules and configurations of the module anew: adapters may have been added."""
+        # Later the dictionaries of attributes are written to: setattr of a module costs a step of a small model a
+        # tenth of its time.
+        self._module_attributes = [vars(submodule) for submodule in self.module.modules()]
+        configs = [
+            attributes["config"]
+            for attributes in self._module_attributes
+            if isinstance(attributes.get("config"), PreTrainedConfig)
+        ]
+        text_configs = [config.get_text_config() for config in configs]
         if self.vision is not None:  # the encoder keeps its own attention
-            configs, texts = [], [self.module.config.get_text_config()]
-        self._configs = list({id(config): config for config in [*configs, *texts]}.values())
+            configs = []
+            text_configs = [self.module.config.get_text_config()]
+        # Layers and the whole model usually share one configuration: each object is switched once.
+        self._configs = list({id(config): config for config in [*configs, *text_configs]}.values())
 
     @property
     def device(self) -> torch.device:
         """Where the module is now."""
-        return self.module.get_input_embeddings().weight.device
+        return cast("nn.Embedding", self.module.get_input_embeddings()).weight.device
 
-    def __call__(self, input_ids: Tensor, attention: str | None = None, **more: object) -> Tensor:
-        """Logits of tokens ``[n, q]``, with the module's attention or another one."""
-        flags, configs = self._flags, self._configs
-        trained = [found["training"] for found in flags]
+    def __call__(self, input_ids: Tensor, attention: str | None = None, **arguments: Any) -> Tensor:
+        """Logits ``[n, q, V]`` of tokens ``[n, q]``.
+
+        Args:
+            input_ids: int64 ``[n, q]``.
+            attention: transformers' name of an attention that replaces the module's for this pass.
+            arguments: further arguments of the module's ``forward``.
+        """
+        module_attributes = self._module_attributes
+        configs = self._configs
+        training_flags = [attributes["training"] for attributes in module_attributes]
         attentions = [config._attn_implementation for config in configs]
-        for found in flags:
-            found["training"] = False
+        for attributes in module_attributes:
+            attributes["training"] = False
         if attention is not None:
             for config in configs:
                 config._attn_implementation = attention
         try:
             with torch.no_grad(), self._around(), self._precision():
-                return self.module(input_ids=input_ids, **more).logits
+                return self.module(input_ids=input_ids, **arguments).logits
         finally:
-            for found, training in zip(flags, trained, strict=True):
-                found["training"] = training
-            for config, known in zip(configs, attentions, strict=True):
-                config._attn_implementation = known
+            for attributes, is_training in zip(module_attributes, training_flags, strict=True):
+                attributes["training"] = is_training
+            for config, name in zip(configs, attentions, strict=True):
+                config._attn_implementation = name
 
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """Inside, autocast is off."""
+        """Inside the block, autocast is off."""
         self._is_precise = True
         try:
             yield
@@ -79,35 +99,55 @@ class Forward:
         return torch.autocast(self.device.type, enabled=False) if self._is_precise else nullcontext()
 
     def media_of(self, images: Images | None) -> Tensors:
-        """What a model that sees is given for the images of a sequence; raises DataError as ``ImageReader.tensors``."""
+        """Tensors that a multimodal model is given for the images of a sequence; empty without images.
+
+        Raises:
+            DataError: as ``ImageReader.tensors``.
+        """
         return {} if self.vision is None or images is None else self.vision.reader.tensors(images)
 
     def beside(self, input_ids: Tensor, position_ids: Tensor, beside: MultimodalInputs) -> dict[str, Tensor]:
-        """Arguments of the module for tokens ``[n, q]`` of a model that sees."""
+        """Arguments that the ``forward`` of a multimodal model gets beside the tokens, on the device of these.
+
+        Args:
+            input_ids: int64 ``[n, q]``.
+            position_ids: int64 ``[n, q]``, positions within the sequences.
+            beside: tensors of the images, and positions on the rotary axes.
+        """
         device = input_ids.device
-        given = beside.arguments(position_ids.cpu(), self.arguments)
-        return {name: to_device(tensor, device) for name, tensor in given.items()}
+        arguments = beside.arguments(position_ids.cpu(), self.arguments)
+        return {name: to_device(tensor, device) for name, tensor in arguments.items()}
 
     def last(self, input_ids: Tensor, media: Sequence[Tensors] | None = None) -> Tensor:
-        """Logits of the last tokens ``[n, V]`` of whole sequences ``[n, q]``, nothing cached.
+        """Logits ``[n, V]`` of the last tokens of whole sequences ``[n, q]``, without a cache.
 
-        ``media`` is of each sequence what ``media_of`` gave.
+        ``media`` has for each sequence what ``media_of`` returned.
         """
         return self.some(input_ids, [input_ids.shape[1] - 1], media)[:, 0]
 
     def some(
         self, input_ids: Tensor, columns: Sequence[int] | None = None, media: Sequence[Tensors] | None = None
     ) -> Tensor:
-        """Logits of some tokens, or all, of whole sequences ``[n, q]``, nothing cached: ``[n, columns, V]``."""
+        """Logits of whole sequences, without a cache.
+
+        Args:
+            input_ids: int64 ``[n, q]``.
+            columns: positions whose logits are returned; None: all.
+            media: for each sequence what ``media_of`` returned.
+
+        Returns:
+            ``[n, columns, V]``.
+        """
         forget_lengths(self.module)
-        kept = None if columns is None else torch.tensor(columns, device=input_ids.device)
-        can_pick = kept is not None and "logits_to_keep" in self.arguments
-        more: dict[str, object] = {"logits_to_keep": kept} if can_pick else {}
+        picked = None if columns is None else torch.tensor(columns, device=input_ids.device)
+        can_pick = picked is not None and "logits_to_keep" in self.arguments
+        arguments: dict[str, Any] = {"logits_to_keep": picked} if can_pick else {}
         if self.vision is not None:
             count, width = input_ids.shape
             beside = self.vision.beside_rows(input_ids.tolist(), media or [{}] * count, width)
-            more |= self.beside(input_ids, torch.arange(width).expand(count, -1), beside)
+            arguments |= self.beside(input_ids, torch.arange(width).expand(count, -1), beside)
         elif self.gives_positions:
-            more["position_ids"] = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-        logits = self(input_ids, use_cache=False, **more)
-        return logits if kept is None or can_pick else logits[:, kept]
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+            arguments["position_ids"] = positions.expand(input_ids.shape)
+        logits = self(input_ids, use_cache=False, **arguments)
+        return logits if picked is None or can_pick else logits[:, picked]

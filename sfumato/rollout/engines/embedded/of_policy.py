@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -25,17 +24,18 @@ class PolicyEngine:
             model: the policy, on its mesh.
             build: makes an engine of transformers' module.
         """
-        self.model, self._build = model, build
+        self.model = model
+        self._build = build
         self._engine: Engine | None = None
         self._copy: nn.Module | None = None
         self._weights: Hashable = None
 
     def ready(self, weights: Hashable, version: int) -> Engine:
-        """The engine with the policy's weights of now. Every rank that shares the policy calls it.
+        """The engine, with the current weights of the policy. Every rank that shares the policy must call it.
 
         Args:
-            weights: names them: with the name of the last call they are not looked at again.
-            version: of the policy, with which tokens are labelled.
+            weights: a key of the weights; nothing is gathered when it equals that of the last call.
+            version: of the policy, with which drawn tokens are labelled.
         """
         if self._engine is None or self._weights != weights:
             self._take_weights()
@@ -45,6 +45,7 @@ class PolicyEngine:
         return self._engine
 
     def _take_weights(self) -> None:
+        """Builds the engine, or has it forget keys and values of earlier weights; gathers the weights where needed."""
         model = self.model
         if is_whole(model.module):
             if self._engine is None:
@@ -71,7 +72,7 @@ class PolicyEngine:
 
 def is_whole(module: nn.Module) -> bool:
     """Whether this rank holds every weight of a module as ``parallelize`` returned it."""
-    wrapped: Any = (FSDPModule, FullyShardedDataParallel)
+    wrapped = (FSDPModule, FullyShardedDataParallel)
     return not any(isinstance(submodule, wrapped) for submodule in module.modules()) and not any(
         isinstance(parameter, DTensor) for parameter in module.parameters()
     )

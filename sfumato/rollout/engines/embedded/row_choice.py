@@ -1,9 +1,10 @@
-"""Which way to the next token's logits is right for a model: found by trying, not by a list of architectures."""
+"""Chooses the kind of ``rows.py`` that computes a model's logits rightly: by trying, not by a list of architectures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -26,33 +27,38 @@ from sfumato.rollout.engines.embedded.rows import (
     rounded_up,
 )
 
+if TYPE_CHECKING:
+    from torch import nn
+
 FLOAT32, HALF = (5e-5, 5e-3, 4e-6), (0.3, 3.0, 0.03)
-"""Nats by which rounding may change the log-probability of a likely token: at least, at most, and in between for each
-nat of the least likely one, since logits are rounded by their size. A wrong mask, position or state makes 0.01 and
-more. In float32 it is also ``TIMES`` what one more token at the end of a row makes."""
+"""Tolerances (least, most, by_size): nats by which rounding may change the log-probability of a likely token. The
+bound is ``by_size`` for each nat of the least likely token, since logits are rounded by their size, but no less than
+``least`` and no more than ``most``. A wrong mask, position or state makes 0.01 and more. In float32 the bound is also
+at least ``TIMES`` the change that one more token at the end of a row makes."""
 
 TIMES = 10
 
 PLACES, TEXTS, SHORTER = 64, 8, 512
-"""So many tokens of so many sequences of up to so many tokens are asked whether they notice those that follow."""
+"""The check that no token depends on later ones looks at PLACES positions in TEXTS sequences of at most SHORTER tokens.
+"""
 
 OTHERWISE = 0.005
-"""With experts, the fraction of tokens for which rounding may choose others, which changes more than rounding does."""
+"""With experts, the fraction of tokens that rounding may send to other experts, which changes more than rounding."""
 
 LIKELIEST = 8
 """Tokens of the vocabulary that are compared: in half precision the logits of unlikely ones are rounded by much."""
 
 SIGHT = ((56, 84), (28, 28))
-"""Of a model that sees, heights and widths in pixels of the images in one of the sequences."""
+"""For multimodal models, heights and widths in pixels of the images in one of the sequences."""
 
 Texts = list[list[int]]
 
 
 def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
-    """The fastest way that gives what the module gives for whole sequences.
+    """Chooses the fastest kind of rows that gives the logits which the module gives for whole sequences.
 
     A few sequences of random tokens, short ones and one that is as long as the engine's are, so that windows and
-    chunks show, go through the module whole, and then through each way until one gives the same.
+    chunks show, go through the module whole, and then through each kind, the fastest first, until one gives the same.
 
     Args:
         forward: of the module.
@@ -60,10 +66,10 @@ def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, 
         max_tokens: in one forward pass.
 
     Returns:
-        The way, and why faster ones are not right, if there are any.
+        The rows, and why faster kinds were not taken; None when the fastest was.
 
     Raises:
-        ConfigError: when what the module says of a token depends on later ones.
+        ConfigError: when the module's logits of a token depend on later tokens.
         EngineError: when the module computes NaN.
     """
     with forward.in_full_precision():
@@ -72,15 +78,16 @@ def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, 
 
 def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
     generator = np.random.default_rng(0)
-    size = forward.module.get_input_embeddings().num_embeddings
+    num_embeddings = cast("nn.Embedding", forward.module.get_input_embeddings()).num_embeddings
     lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
-    known = _plain_tokens(forward, size)
-    texts = [known[generator.integers(len(known), size=length)].tolist() for length in lengths]
+    vocabulary = _plain_tokens(forward, num_embeddings)
+    texts = [vocabulary[generator.integers(len(vocabulary), size=length)].tolist() for length in lengths]
     images: list[Images | None] = [None] * len(texts)
     if forward.vision is not None:
-        seen = with_images(known[generator.integers(len(known), size=13)], SIGHT, forward.vision)
-        if len(seen.input_ids) <= longest:  # of the longest text there is always one
-            texts, images = [seen.input_ids.tolist(), *texts], [seen.images, *images]
+        probe = with_images(vocabulary[generator.integers(len(vocabulary), size=13)], SIGHT, forward.vision)
+        if len(probe.input_ids) <= longest:  # of the longest text there is always one
+            texts = [probe.input_ids.tolist(), *texts]
+            images = [probe.images, *images]
     try:
         expected = _expected(forward, texts, images)
     except ConfigError:  # the attention of packed rows, which wants to be told positions
@@ -92,11 +99,11 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
     least, most, of_size = HALF if is_half else FLOAT32
     bound = min(max(of_size * _largest(expected), least), most)
-    noise = _refuse_looking_ahead(forward, known, longest, bound if is_half else most)
+    noise = _refuse_looking_ahead(forward, vocabulary, longest, bound if is_half else most)
     bound = bound if is_half else min(max(bound, TIMES * noise), most)
     problems = []
-    for make in _ways(forward, max_tokens):
-        problem, rows = _try(make, forward, texts, images, expected, bound)
+    for build in _ways(forward, max_tokens):
+        problem, rows = _try(build, forward, texts, images, expected, bound)
         if rows is not None:
             return rows, "; ".join(problems) or None
         problems.append(problem)
@@ -104,33 +111,39 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
 
 
 def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
-    """Tokens that stand for no image, of a vocabulary of this size."""
-    known = np.arange(size)
-    return known if forward.vision is None else np.setdiff1d(known, forward.vision.idle_ids)
+    """Token ids of a vocabulary of this size without those that stand for images."""
+    token_ids = np.arange(size)
+    return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.idle_ids)
 
 
 def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
-    """Logits of what follows the beginnings of all texts without the last token, and then of what follows the texts."""
-    device, media = forward.device, [forward.media_of(each) for each in images]
+    """The reference: logits ``[2 * n, V]`` that follow the n texts without their last tokens, then the whole texts."""
+    device = forward.device
+    media = [forward.media_of(media_refs) for media_refs in images]
 
-    def last(text: list[int], own: Tensors) -> Tensor:
-        return forward.last(torch.tensor([text], device=device), [own])[0]
+    def last(text: list[int], tensors: Tensors) -> Tensor:
+        return forward.last(torch.tensor([text], device=device), [tensors])[0]
 
-    begun = [last(text[:-1], own) for text, own in zip(texts, media, strict=True)]
-    return torch.stack([*begun, *(last(text, own) for text, own in zip(texts, media, strict=True))])
+    before_last = [last(text[:-1], tensors) for text, tensors in zip(texts, media, strict=True)]
+    return torch.stack([*before_last, *(last(text, tensors) for text, tensors in zip(texts, media, strict=True))])
 
 
-def _refuse_looking_ahead(forward: Forward, known: np.ndarray, length: int, bound: float) -> float:
-    """Returns what rounding does to nearly all tokens when others follow."""
+def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int, bound: float) -> float:
+    """Raises ConfigError when logits of a token change by more than ``bound`` when other tokens follow it.
+
+    Returns:
+        The 99th percentile of these changes, which is what rounding makes.
+    """
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(known), (TEXTS, min(length, SHORTER)), generator=generator)
-    tokens = torch.from_numpy(known)[drawn].to(forward.device)
-    found = []
-    for begun in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
-        places = sorted({*np.linspace(0, begun - 1, PLACES).astype(int).tolist()})
-        whole, cut = forward.some(tokens, places), forward.some(tokens[:, :begun], places)
-        found.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
-    differences = torch.cat(found)
+    drawn = torch.randint(len(vocabulary), (TEXTS, min(length, SHORTER)), generator=generator)
+    tokens = torch.from_numpy(vocabulary)[drawn].to(forward.device)
+    differences_of_cuts = []
+    for length_of_cut in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
+        columns = sorted({*np.linspace(0, length_of_cut - 1, PLACES).astype(int).tolist()})
+        whole = forward.some(tokens, columns)
+        cut = forward.some(tokens[:, :length_of_cut], columns)
+        differences_of_cuts.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
+    differences = torch.cat(differences_of_cuts)
     noticing = (differences > bound).float().mean()
     if noticing > (OTHERWISE if has_experts(forward.module) else 0):
         raise ConfigError(
@@ -142,8 +155,10 @@ def _refuse_looking_ahead(forward: Forward, known: np.ndarray, length: int, boun
 
 
 def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:
-    """Functions that make a way that can be tried, given what a token costs; or say why it cannot be."""
-    name, module = type(forward.module).__name__, forward.module
+    """Functions that build a kind of rows, given the bytes of a token, or return why the module cannot have it. The
+    fastest comes first."""
+    module = forward.module
+    name = type(module).__name__
 
     def cached(cost: int) -> CachedRows | str:
         if not can_set_attention(module):
@@ -169,21 +184,36 @@ def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows 
 
 
 def _try(
-    make: Callable[[int], CachedRows | GroupedRows | str],
+    build: Callable[[int], CachedRows | GroupedRows | str],
     forward: Forward,
     texts: Texts,
     images: Sequence[Images | None],
     expected: Tensor,
     bound: float,
 ) -> tuple[str, Rows | None]:
-    """What is wrong with a way, or the way."""
-    rows = make(0)
+    """Tries a kind of rows on texts.
+
+    Args:
+        build: one of ``_ways``.
+        forward: of the module.
+        texts: token ids.
+        images: of each text.
+        expected: logits, as ``_expected`` returns them.
+        bound: nats by which log-probabilities may differ.
+
+    Returns:
+        Why it cannot be taken and None, or an empty text and the rows, empty.
+    """
+    rows = build(0)
     if isinstance(rows, str):
         return rows, None
-    kind, name = type(rows).__name__, type(forward.module).__name__
+    kind = type(rows).__name__
+    name = type(forward.module).__name__
     if isinstance(rows, CachedRows):  # the longest text is computed in parts
         rows = CachedRows(forward, max(map(len, texts)) // 2)
-    texts, count = [*texts, texts[0]], len(texts)  # a group of equal ones, one of which leaves after the first step
+    # The first text once more: equal texts share their computation, and one of the two leaves after the first step.
+    count = len(texts)
+    texts = [*texts, texts[0]]
     images = [*images, images[0]]
     rows.resize(len(texts), rounded_up(max(map(len, texts))))
     try:
@@ -193,31 +223,33 @@ def _try(
         second = rows.step(*_at(texts[:count], 1, forward.device))
     except Exception as error:  # whatever transformers' modules raise
         return f"{name} does not run as {kind} ({type(error).__name__}: {error})", None
-    far = float(_differences(torch.cat([first, second]), expected).max())
-    if far > bound:
-        return f"{name} as {kind} differs from whole sequences by {far:.2g} in a log-probability", None
+    largest_difference = float(_differences(torch.cat([first, second]), expected).max())
+    if largest_difference > bound:
+        return f"{name} as {kind} differs from whole sequences by {largest_difference:.2g} in a log-probability", None
     cost = rows.bytes_per_token
     if isinstance(rows, GroupedRows):
         cost = rows.held_bytes // sum(map(len, texts[:count]))
-    made = make(cost)
-    assert not isinstance(made, str)
-    return "", made
+    chosen = build(cost)
+    assert not isinstance(chosen, str)
+    return "", chosen
 
 
 def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
-    """The last but so many tokens of each text, and where they stand."""
+    """The token at ``[-last]`` of each text, int64 ``[n]``, and its position, int64 ``[n]``."""
     tokens = torch.tensor([text[-last] for text in texts], device=device)
     return tokens, np.array([len(text) - last for text in texts])
 
 
 def _largest(logits: Tensor) -> float:
-    """Minus the log-probability of the least likely token, of those that can be drawn at all."""
+    """Minus the log-probability of the least likely token, of those whose probability is not 0."""
     log_probs = logits.double().log_softmax(-1)
     return float(log_probs.where(log_probs.isfinite(), 0).abs().max())
 
 
-def _differences(found: Tensor, expected: Tensor) -> Tensor:
+def _differences(logits: Tensor, expected: Tensor) -> Tensor:
     """Largest differences of the log-probabilities of the likeliest tokens, of logits ``[N, V]``: ``[N]``."""
-    found, expected = (logits.double().log_softmax(-1) for logits in (found, expected))
-    likeliest = expected.topk(min(LIKELIEST, expected.shape[-1])).indices
-    return (found - expected).gather(-1, likeliest).abs().amax(-1).nan_to_num(nan=torch.inf)
+    actual_log_probs, expected_log_probs = (values.double().log_softmax(-1) for values in (logits, expected))
+    likeliest = expected_log_probs.topk(min(LIKELIEST, expected_log_probs.shape[-1])).indices
+    differences = (actual_log_probs - expected_log_probs).gather(-1, likeliest).abs()
+    # Where the model gives a token no probability at all the difference is NaN: that counts as wrong.
+    return differences.amax(-1).nan_to_num(nan=torch.inf)

@@ -1,4 +1,4 @@
-"""What the host knows of each row of the embedded engine, in arrays: a step costs no loop over rows in Python."""
+"""State of the embedded engine's rows on the host, as numpy arrays, so that a step needs no Python loop over rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sfumato.rollout.text.tokens import FinishReason
 
 
 @dataclass(eq=False)
-class Drawing:
-    """A request, and what has been drawn for it so far."""
+class ActiveRequest:
+    """A request, and what has been drawn for it so far. While it has a row, the newest tokens are in ``RowState``."""
 
     request: GenerationRequest
     sampling: Sampling
@@ -28,36 +28,37 @@ class Drawing:
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far."""
+        """The prompt with the tokens drawn so far."""
         return [*self.request.prompt_ids, *self.token_ids]
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have."""
+        """Tokens of the longest sequence that it may become: prompt and ``max_new_tokens``."""
         return len(self.request.prompt_ids) + self.request.max_new_tokens
 
     def completion(self, reason: FinishReason) -> Completion:
-        """What has been drawn."""
+        """The result for whoever asked."""
         return Completion(self.token_ids, self.log_probs, self.versions, reason)
 
 
 class RowState:
-    """Arrays over S rows; those from 0 on are taken. W: the most tokens that one of them may still draw."""
+    """Arrays over S rows, of which the first n are taken. W: the most tokens that one of them may still draw."""
 
     def __init__(self) -> None:
-        self.progress: list[Drawing] = []
-        """Of the rows that are taken."""
+        self.progress: list[ActiveRequest] = []
+        """The requests of the n rows that are taken."""
         self.next_token = np.zeros(0, np.int64)
-        """``[S]``: the last token of each row, whose keys and values are not known yet."""
+        """int64 ``[S]``: the last token of each row. The next forward pass computes its keys and values."""
         self.length = np.zeros(0, np.int64)
-        """``[S]``: tokens before that one."""
-        self._count = np.zeros(0, np.int64)  # drawn since it took the row
-        self._limit = np.zeros(0, np.int64)
+        """int64 ``[S]``: number of tokens before ``next_token``, which is the position of that."""
+        # Every array attribute has the rows as its first dimension: ``_grow`` and ``leave`` find them by ``vars``.
+        self._count = np.zeros(0, np.int64)  # tokens drawn since the request took the row
+        self._limit = np.zeros(0, np.int64)  # tokens that it may draw in the row
         self._temperature = np.zeros(0, np.float64)
         self._top_p = np.zeros(0, np.float64)
         self._top_k = np.zeros(0, np.int64)
-        self._stop = np.zeros((0, 0), np.int64)  # padded with -1
-        self._noise = np.zeros((0, 0), np.float64)
+        self._stop = np.zeros((0, 0), np.int64)  # [S, stop tokens], padded with -1, which is no token
+        self._noise = np.zeros((0, 0), np.float64)  # [S, W], as the three below
         self._tokens = np.zeros((0, 0), np.int64)
         self._log_probs = np.zeros((0, 0), np.float64)
         self._versions = np.zeros((0, 0), np.int64)
@@ -66,32 +67,40 @@ class RowState:
     def __len__(self) -> int:
         return len(self.progress)
 
-    def add(self, joining: Sequence[Drawing]) -> None:
+    def add(self, joining: Sequence[ActiveRequest]) -> None:
         """Gives the next rows to requests."""
-        first, count = len(self), len(self) + len(joining)
-        width = max(len(one.noise) - len(one.token_ids) for one in joining)
-        self._grow(count, width, max(len(one.sampling.stop_token_ids) for one in joining))
-        for row, one in enumerate(joining, first):
-            context, sampling, left = one.context, one.sampling, one.noise[len(one.token_ids) :]
-            self.next_token[row], self.length[row] = context[-1], len(context) - 1
-            self._count[row], self._limit[row] = 0, len(left)
-            self._temperature[row], self._top_p[row] = sampling.temperature, sampling.top_p
-            self._top_k[row], self._stop[row] = sampling.top_k, -1
+        first = len(self)
+        count = first + len(joining)
+        width = max(len(request.noise) - len(request.token_ids) for request in joining)
+        self._grow(count, width, max(len(request.sampling.stop_token_ids) for request in joining))
+        for row, request in enumerate(joining, first):
+            context = request.context
+            sampling = request.sampling
+            noise = request.noise[len(request.token_ids) :]
+            self.next_token[row] = context[-1]
+            self.length[row] = len(context) - 1
+            self._count[row] = 0
+            self._limit[row] = len(noise)
+            self._temperature[row] = sampling.temperature
+            self._top_p[row] = sampling.top_p
+            self._top_k[row] = sampling.top_k
+            self._stop[row] = -1
             self._stop[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-            self._noise[row, : len(left)] = left
+            self._noise[row, : len(noise)] = noise
         self.progress += joining
         self._settings = None
 
     def _grow(self, num_rows: int, width: int, num_stops: int) -> None:
+        """Enlarges all arrays to at least these sizes; they never shrink."""
         for name, array in vars(self).items():
             if isinstance(array, np.ndarray):
-                wanted = (num_rows, num_stops if name == "_stop" else width)[: array.ndim]
-                more = [(0, max(want - have, 0)) for want, have in zip(wanted, array.shape, strict=True)]
-                if any(after for _, after in more):
-                    setattr(self, name, np.pad(array, more, constant_values=-1 if name == "_stop" else 0))
+                shape = (num_rows, num_stops if name == "_stop" else width)[: array.ndim]
+                padding = [(0, max(needed - size, 0)) for needed, size in zip(shape, array.shape, strict=True)]
+                if any(after for _, after in padding):
+                    setattr(self, name, np.pad(array, padding, constant_values=-1 if name == "_stop" else 0))
 
     def settings(self, device: torch.device) -> DrawSettings:
-        """How the next tokens are drawn."""
+        """Temperature, top_p and top_k of the n rows on the device; kept until rows come or go."""
         if self._settings is None:
             rows = slice(0, len(self))
             self._settings = DrawSettings.of(self._temperature[rows], self._top_p[rows], self._top_k[rows], device)
@@ -102,10 +111,21 @@ class RowState:
         return self._noise[np.arange(len(self)), self._count[: len(self)]]
 
     def take(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> np.ndarray:
-        """Notes a drawn token for each row. Returns which completions have ended, bool ``[n]``."""
+        """Records the drawn token of each row.
+
+        Args:
+            tokens: int64 ``[n]``.
+            log_probs: float64 ``[n]``.
+            version: of the weights that drew them.
+
+        Returns:
+            Which completions have ended by a stop token or their limit: bool ``[n]``.
+        """
         count = len(self)
-        rows = np.arange(count), self._count[:count]
-        self._tokens[rows], self._log_probs[rows], self._versions[rows] = tokens, log_probs, version
+        places = np.arange(count), self._count[:count]
+        self._tokens[places] = tokens
+        self._log_probs[places] = log_probs
+        self._versions[places] = version
         self._count[:count] += 1
         self.length[:count] += 1
         self.next_token[:count] = tokens
@@ -113,38 +133,46 @@ class RowState:
         return stopped | (self._count[:count] == self._limit[:count])
 
     def latest(self, row: int, count: int) -> list[int]:
-        """The last ``count`` tokens that were drawn for the request of a row, or all."""
-        one, taken = self.progress[row], int(self._count[row])
-        found = self._tokens[row, max(taken - count, 0) : taken].tolist()
-        if (missing := count - len(found)) > 0:
-            given = one.request.prompt_ids[len(one.request.prompt_ids) - one.request.first_position :]
-            found = [*[*given, *one.token_ids][-missing:], *found]
-        return found
+        """The last ``count`` tokens of the completion in a row, or all if there are fewer.
 
-    def leave(self, leaving: np.ndarray) -> tuple[list[Drawing], np.ndarray, np.ndarray]:
-        """Takes rows back, and moves others into their place, so that those that are taken are the first.
+        A stop text may have begun in tokens from before an interruption. These are in the prompt (``first_position``)
+        or, when the request lost its row meanwhile, in its ``token_ids``.
+        """
+        active = self.progress[row]
+        taken = int(self._count[row])
+        tokens = self._tokens[row, max(taken - count, 0) : taken].tolist()
+        if (missing := count - len(tokens)) > 0:
+            earlier = active.request.prompt_ids[len(active.request.prompt_ids) - active.request.first_position :]
+            tokens = [*[*earlier, *active.token_ids][-missing:], *tokens]
+        return tokens
+
+    def leave(self, leaving: np.ndarray) -> tuple[list[ActiveRequest], np.ndarray, np.ndarray]:
+        """Frees rows, and moves others into their places, so that the taken rows are the first ones again.
 
         Args:
             leaving: bool ``[n]``.
 
         Returns:
-            The requests that left, with what was drawn for them, in the order of their rows; rows that moved, and where
-            to, int64 ``[k]`` each.
+            The requests of the freed rows in order, with the tokens drawn for them, and the old and new numbers of the
+            rows that moved, int64 ``[k]`` each.
         """
-        gone = []
+        requests = []
         for row in leaving.nonzero()[0].tolist():
-            one, drawn = self.progress[row], slice(0, self._count[row])
-            one.token_ids += self._tokens[row, drawn].tolist()
-            one.log_probs += self._log_probs[row, drawn].tolist()
-            one.versions += self._versions[row, drawn].tolist()
-            gone.append(one)
-        left = len(self) - len(gone)
-        sources, targets = (~leaving[left:]).nonzero()[0] + left, leaving[:left].nonzero()[0]
+            active = self.progress[row]
+            drawn = slice(0, self._count[row])
+            active.token_ids += self._tokens[row, drawn].tolist()
+            active.log_probs += self._log_probs[row, drawn].tolist()
+            active.versions += self._versions[row, drawn].tolist()
+            requests.append(active)
+        num_staying = len(self) - len(requests)
+        # Rows that stay beyond the new end fill the gaps before it: of both there are equally many.
+        sources = (~leaving[num_staying:]).nonzero()[0] + num_staying
+        targets = leaving[:num_staying].nonzero()[0]
         for array in vars(self).values():
             if isinstance(array, np.ndarray):
                 array[targets] = array[sources]
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.progress[target] = self.progress[source]
-        del self.progress[left:]
+        del self.progress[num_staying:]
         self._settings = None
-        return gone, sources, targets
+        return requests, sources, targets

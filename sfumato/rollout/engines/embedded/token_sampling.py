@@ -20,8 +20,7 @@ AT_A_TIME = 2**24
 
 
 def request_noise(request: GenerationRequest) -> np.ndarray:
-    """The uniform numbers of a request's tokens: float64 ``[max_new_tokens]``, those of positions drawn before left
-    out."""
+    """The uniform numbers of a request's tokens: float64 ``[max_new_tokens]``, from ``first_position`` on."""
     count = request.first_position + request.max_new_tokens
     drawn = torch.rand(count, generator=keyed_generator(request.seed, "token"), dtype=torch.float64)
     return drawn[request.first_position :].numpy()
@@ -38,19 +37,20 @@ class DrawSettings:
     top_k: Tensor
     """int64 ``[n, 1]``; 0 leaves out none."""
     is_plain: bool
-    """Whether nothing is left out in any row."""
+    """Whether no row leaves out tokens by top_p or top_k, so that nothing need be sorted."""
     is_warm: bool
     """Whether no temperature is 0."""
 
     @classmethod
     def of(cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> DrawSettings:
         """From one number for each row."""
+        # ``from_numpy`` shares memory, and the arrays of the rows change in place.
         tensors = (torch.from_numpy(values.copy())[:, None].to(device) for values in (temperature, top_p, top_k))
         is_plain = bool((top_p >= 1).all() and (top_k == 0).all())
-        return cls(*tensors, is_plain, bool((temperature > 0).all()))
+        return cls(*tensors, is_plain, bool((temperature > 0).all()))  # pyright: ignore[reportCallIssue] (length)
 
     def part(self, rows: slice) -> DrawSettings:
-        """Those of some rows."""
+        """The settings of some rows."""
         return DrawSettings(self.temperature[rows], self.top_p[rows], self.top_k[rows], self.is_plain, self.is_warm)
 
 
@@ -66,14 +66,15 @@ def draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tenso
         The tokens, int64 ``[n]``, and the natural logarithms of their probabilities as they were drawn, float64
         ``[n]``; NaN where the logits of a row have no distribution.
     """
-    step = max(AT_A_TIME // logits.shape[1], 1)
-    if len(logits) <= step:
+    num_rows = max(AT_A_TIME // logits.shape[1], 1)
+    if len(logits) <= num_rows:
         return _draw(logits, uniform, settings)
-    found = []
-    for start in range(0, len(logits), step):
-        rows = slice(start, start + step)
-        found.append(_draw(logits[rows], uniform[rows], settings.part(rows)))
-    tokens, log_probs = zip(*found, strict=True)
+    # The float64 copies of all rows at once could need more memory than the model.
+    drawn = []
+    for start in range(0, len(logits), num_rows):
+        rows = slice(start, start + num_rows)
+        drawn.append(_draw(logits[rows], uniform[rows], settings.part(rows)))
+    tokens, log_probs = zip(*drawn, strict=True)
     return torch.cat(tokens), torch.cat(log_probs)
 
 
@@ -86,26 +87,28 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
     scores = scores - scores.amax(-1, keepdim=True)
     if not settings.is_plain:
         scores = _without_unlikely(scores, settings)
-    summed = scores.exp().cumsum(-1)
-    total = summed[:, -1:]
-    # a product that is rounded up to the total would be no token's
-    wanted = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(summed, wanted, right=True).clamp_(max=logits.shape[1] - 1)
+    cumulative = scores.exp().cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may raise the product to the total, which lies beyond the last token.
+    threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     log_probs = scores.gather(1, tokens) - total.log()
     if not settings.is_warm:
-        likeliest, greedy = scores.argmax(-1, keepdim=True), settings.temperature == 0
+        likeliest = scores.argmax(-1, keepdim=True)
+        greedy = settings.temperature == 0
         tokens = torch.where(greedy, likeliest, tokens)
+        # Zero, since a greedy token is certain; but NaN where the logits were, which the engine looks for.
         log_probs = torch.where(greedy, log_probs - log_probs, log_probs)
     return tokens[:, 0], log_probs[:, 0]
 
 
 def _without_unlikely(scores: Tensor, settings: DrawSettings) -> Tensor:
-    """Scores with -inf for what top_k, and then top_p, leaves out. Of tokens that are equally likely, those of smaller
-    ids are kept."""
+    """Scores ``[n, V]`` with -inf for the tokens that top_k, and then top_p, leave out. Of equally likely tokens those
+    with smaller ids are preferred."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     places = torch.arange(scores.shape[1], device=scores.device)
     ordered = ordered.masked_fill((places >= settings.top_k) & (settings.top_k > 0), -torch.inf)
     probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs
+    before = probs.cumsum(-1) - probs  # probability of all likelier tokens: the one that crosses top_p stays
     ordered = ordered.masked_fill((before >= settings.top_p) & (settings.top_p < 1) & (places > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)

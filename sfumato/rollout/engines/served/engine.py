@@ -1,4 +1,4 @@
-"""What engines outside of this library share: limits, versions, and weights that they load from files."""
+"""Base of the engines outside of this library: checks of requests, versions, and weights that are loaded from files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, NoReturn, overload
 
 import torch
 
@@ -23,24 +23,25 @@ INITIAL = 0
 
 @dataclass(frozen=True)
 class DrawnTokens:
-    """What an engine says that it drew."""
+    """An engine's answer to a request, before it is checked."""
 
     token_ids: list[int]
     log_probs: list[float]
     versions: list[tuple[str, int]]
-    """Label of the weights, and how many tokens of those that follow each other it drew."""
+    """Runs of consecutive tokens: the label of the weights that drew them, and how many they are."""
     finish_reason: str
 
 
 ABORTED = DrawnTokens([], [], [], "abort")
-"""Ended before anything was drawn."""
+"""The answer of a request that ended before a token was drawn."""
 
 
 def seed_of(request: GenerationRequest) -> int:
-    """The seed that an engine is given, which has a generator for each request and cannot begin in its middle.
+    """The seed of a request for an engine whose random generators cannot start at a later position.
 
-    The request's own at its beginning. A completion that goes on after it was aborted has another one that depends on
-    the seed and on how far it was: it is drawn alike whenever it is interrupted there.
+    At the beginning of a completion it is the request's own seed. A completion that goes on after an abort gets another
+    seed, which depends on the own seed and on the position, so that the result is the same whenever it is interrupted
+    there.
     """
     if not request.first_position:
         return request.seed
@@ -49,8 +50,8 @@ def seed_of(request: GenerationRequest) -> int:
 
 
 class ServedEngine(ABC):
-    """``Engine`` of ``base.py`` for one that computes elsewhere and has weights of its own, and the ``Receiver`` of
-    ``runtime/weight_sync/receiver.py`` that they reach it by."""
+    """``Engine`` (``base.py``) that computes in other processes with weights of its own, and the ``Receiver``
+    (``runtime/weight_sync/receiver.py``) of these weights."""
 
     rescores: ClassVar[bool] = True
     shards: ClassVar[Shards | None] = None
@@ -59,26 +60,28 @@ class ServedEngine(ABC):
         """
         Args:
             name: what messages call it.
-            files: through which weights reach it.
+            files: writes the weights that it loads.
             max_length: tokens of the longest prompt with its completion.
         """
-        self.name, self.max_length, self.version = name, max_length, INITIAL
+        self.name = name
+        self.max_length = max_length
+        self.version = INITIAL
         self.files = files
         self.staged: Path | None = None
-        """A version that was written and is not drawn by yet."""
+        """Folder of a version that was written but not applied yet."""
         self.applied: Path | None = None
-        """The version that is drawn by, kept for when the engine is started anew."""
+        """Folder of the version in use; it stays on disk so that a restarted engine can load it."""
         self._is_paused = self._is_closed = False
 
     @property
     def weights(self) -> ServedEngine:
-        """What weights arrive by, as ``Receiver``: the engine itself."""
+        """The ``Receiver`` of weights: the engine itself."""
         return self
 
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
         """See ``Engine``."""
         self._check(request, sampling)
-        drawn = await self._generate(request, sampling)
+        drawn = await self._generate(request, sampling)  # checked below: the answer comes from another program
         if drawn.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a completion with {drawn.finish_reason!r}, which is not known")
         reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
@@ -115,10 +118,10 @@ class ServedEngine(ABC):
     def rescore(
         self, sequences: torch.Tensor | Sequence[Sequence[int]], temperature: float = 1.0
     ) -> torch.Tensor | list[torch.Tensor]:
-        """See ``Engine``; of a tensor ``[N, T]`` a tensor ``[N, T - 1]``, as ``Receiver`` has it.
+        """See ``Engine``; for a tensor ``[N, T]`` it returns a tensor ``[N, T - 1]``, as ``Receiver`` asks for.
 
         Raises:
-            ConfigError: for a temperature other than 1, by which no server scores a prompt, or a sequence too long.
+            ConfigError: for a temperature other than 1, at which no server scores prompts, or a sequence too long.
         """
         if temperature != 1:
             raise ConfigError(f"{self.name} scores given tokens at temperature 1 alone, not {temperature:g}")
@@ -129,17 +132,17 @@ class ServedEngine(ABC):
                 raise ConfigError(
                     f"{len(sequence)} tokens are to be scored by {self.name}, which takes {self.max_length - 1}"
                 )
-        if self._is_paused:  # nothing is scored then; what is under way goes on for this moment
+        if self._is_paused:  # a paused engine scores nothing, so open requests go on for a moment
             self._resume()
         try:
-            found = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
+            log_probs = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
         finally:
             if self._is_paused:
                 self._pause("keep")
-        for sequence, scores in zip(sequences, found, strict=True):
-            if len(scores) != len(sequence) - 1:
-                raise EngineError(f"{self.name} gave {len(scores)} log-probs of {len(sequence)} tokens")
-        return [torch.tensor(scores, dtype=torch.float32) for scores in found]
+        for sequence, log_probs_of_sequence in zip(sequences, log_probs, strict=True):
+            if len(log_probs_of_sequence) != len(sequence) - 1:
+                raise EngineError(f"{self.name} gave {len(log_probs_of_sequence)} log-probs of {len(sequence)} tokens")
+        return [torch.tensor(log_probs_of_sequence, dtype=torch.float32) for log_probs_of_sequence in log_probs]
 
     @abstractmethod
     def release(self) -> None:
@@ -154,8 +157,8 @@ class ServedEngine(ABC):
         """See ``Engine``."""
 
     def restart(self) -> None:
-        """Ends its processes and starts them again, with the weights that it had. Its requests fail, and can be given
-        again.
+        """Ends the engine's processes and starts them again, with the weights in use. Open requests fail, and can be
+        made again.
 
         Raises:
             ConfigError: when this run did not start them.
@@ -178,7 +181,7 @@ class ServedEngine(ABC):
         return self.files.specs
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """See ``Receiver``. The engine goes on drawing."""
+        """See ``Receiver``. The engine goes on drawing by its current weights."""
         self.files.remove(self.staged)
         self.staged = self.files.write(tensors, version)
 
@@ -187,14 +190,15 @@ class ServedEngine(ABC):
         assert self.staged is not None, "load a version first"
         self.take_version(self.staged, version)
         self.files.remove(self.applied)
-        self.applied, self.staged = self.staged, None
+        self.applied = self.staged
+        self.staged = None
 
-    def checksums(self, names: Iterable[str]) -> Any:
-        """Never called: it rescores."""
+    def checksums(self, names: Iterable[str]) -> NoReturn:
+        """Never called, since ``rescores`` is true."""
         raise NotImplementedError(f"{self.name} is verified by rescoring, not by checksums")
 
     def take_version(self, folder: Path, version: int) -> None:
-        """Draws by the weights in a folder from now on. What is under way waits meanwhile and goes on with them."""
+        """Loads the weights in a folder and draws by them from now on. Open requests wait meanwhile, then go on."""
         is_paused = self._is_paused
         if not is_paused:
             self.pause("keep")
@@ -209,14 +213,14 @@ class ServedEngine(ABC):
 
     @abstractmethod
     def load_files(self, folder: Path, version: int) -> None:
-        """Has the engine, which draws nothing meanwhile, load weights from a folder and call them by that version."""
+        """Has the paused engine load weights from a folder, and label tokens with that version."""
 
     @abstractmethod
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens: ...
 
     @abstractmethod
     def _score(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all but the first."""
+        """Log-probs of all tokens but the first."""
 
     @abstractmethod
     def _pause(self, mode: Literal["keep", "abort"]) -> None: ...
@@ -246,7 +250,7 @@ class ServedEngine(ABC):
 
 
 def _number(label: str) -> int:
-    """The version that a label stands for; a server that was given none has the weights of the model's own files."""
+    """The version that a label stands for. A server calls the weights of the model's own files ``default``."""
     if label == "default":
         return INITIAL
     if not label.isdecimal():

@@ -1,7 +1,7 @@
-"""Asks an inference server over HTTP: JSON there and back, many requests at a time, each with a deadline.
+"""Client of an inference server over HTTP: JSON in both directions, many requests at a time, each with a deadline.
 
 Connections are those of ``rewards/http/connection.py``, one for each request. Requests wait in threads, so that the
-event loop goes on. Nothing is asked twice: what failed is said, and whoever asked decides.
+event loop is not blocked. No request is repeated: an error is raised, and the caller decides.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_VALUES = 2**23
 
 
 SEEN_S = 3.0
-"""In which the end of a process is seen, after its connections were closed."""
+"""Within which the end of a process is seen after its connections were closed."""
 
 NOT_SENT = object()
-"""Instead of an answer: a request that was given up before it was sent."""
+"""Returned in place of an answer for a request that was dropped before it was sent."""
 
 
 class RefusedByServerError(EngineError):
@@ -38,7 +38,7 @@ class RefusedByServerError(EngineError):
 
 
 class HttpServer:
-    """One server."""
+    """The client of one server."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class HttpServer:
             url: ``http[s]://host[:port][/path]``.
             api_key: sent as bearer token; empty: none.
             timeout_s: longest that a request may take.
-            max_requests: requests that are on their way at a time; others wait here.
-            process: the server, if it is ours: errors say how it ended.
+            max_requests: most requests that are sent at a time; others wait here.
+            process: the server, if this run started it: errors then say how it ended.
 
         Raises:
             ConfigError: when ``url`` is no address.
@@ -66,27 +66,31 @@ class HttpServer:
             self.base = parse_base_url(url)
         except ConfigError as error:
             raise ConfigError(str(error).replace("base_urls", "url")) from error
-        self.name, self.timeout_s, self.process = name, timeout_s, process
+        self.name = name
+        self.timeout_s = timeout_s
+        self.process = process
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._tls = ssl.create_default_context() if self.base.scheme == "https" else None
-        self._lock, self._num_open, self._num_ends = threading.Lock(), 0, 0
+        self._lock = threading.Lock()
+        self._num_open = 0  # requests of ``ask_async`` that were sent and are not answered
+        self._num_ends = 0  # calls of ``end_all``
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="engine-request")
 
-    def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
         """Sends a request and waits.
 
         Args:
             method: GET or POST.
             path: begins with a slash.
             body: what is sent as JSON; None sends nothing.
-            timeout_s: longest that it may take; None: as long as any.
+            timeout_s: longest that it may take; None: the client's own limit.
 
         Returns:
-            The JSON of the answer; None of an empty one, a text where it is no JSON.
+            The decoded JSON of the answer; None if it is empty, the text if it is no JSON.
 
         Raises:
-            RefusedByServerError: when the server refuses it.
-            EngineError: without an answer.
+            RefusedByServerError: when the server refuses the request.
+            EngineError: when there is no answer, or its JSON is too large.
         """
         data = b"" if body is None else json.dumps(body).encode()
         headers = {**self._headers, **({} if body is None else {"Content-Type": "application/json"})}
@@ -100,11 +104,12 @@ class HttpServer:
         except RefusedError as error:
             raise RefusedByServerError(f"{self.name}: {method} {path}: {error}") from error
         except AttemptError as error:
-            late = f" ({timeout_s or self.timeout_s:g} s)" if error.kind == "timeout" else ""
+            timeout_text = f" ({timeout_s or self.timeout_s:g} s)" if error.kind == "timeout" else ""
             is_gone = error.kind in ("connection", "truncated")
+            # A dying server closes its connections before the process has ended: wait for its exit code.
             problem = self.process.problem(SEEN_S if is_gone else 0.0) if self.process is not None else ""
-            said = f"{self.name}: {method} {path}: {error}{late}" + (f": {problem}" if problem else "")
-            raise EngineError(said) from error
+            message = f"{self.name}: {method} {path}: {error}{timeout_text}" + (f": {problem}" if problem else "")
+            raise EngineError(message) from error
         try:
             return load_json(answer, max_values=MAX_VALUES) if answer else None
         except JSONLimitError as error:
@@ -112,8 +117,8 @@ class HttpServer:
         except ValueError:
             return answer.decode(errors="replace")
 
-    async def ask_async(self, method: str, path: str, body: Any = None) -> Any:
-        """As ``ask``; the event loop goes on meanwhile. The time counts from when the request is sent.
+    async def ask_async(self, method: str, path: str, body: object = None) -> Any:
+        """As ``ask``, without blocking the event loop. The timeout counts from when the request is sent.
 
         Returns:
             As ``ask``; ``NOT_SENT`` when ``end_all`` was called before.
@@ -122,7 +127,8 @@ class HttpServer:
             self._threads, self._send, self._num_ends, method, path, body
         )
 
-    def _send(self, num_ends: int, method: str, path: str, body: Any) -> Any:
+    def _send(self, num_ends: int, method: str, path: str, body: object) -> Any:
+        """Runs in a thread. ``num_ends``: calls of ``end_all`` when the request was made; a later one drops it."""
         with self._lock:
             if self._num_ends != num_ends:
                 return NOT_SENT
@@ -134,10 +140,10 @@ class HttpServer:
                 self._num_open -= 1
 
     def end_all(self, end: Callable[[], None]) -> None:
-        """Has all requests of ``ask_async`` ended: those that wait here, and those that the server has.
+        """Ends all requests of ``ask_async``: those that wait here, and those that the server works on.
 
         Args:
-            end: has the server end what it has; called again for what was on its way meanwhile.
+            end: has the server abort its requests; called again for those that reached it meanwhile.
 
         Raises:
             EngineError: when some do not end.
@@ -160,5 +166,5 @@ class HttpServer:
         return True
 
     def close(self) -> None:
-        """Requests that have not been sent are given up; those on their way end by themselves."""
+        """Drops requests that have not been sent; those that were sent end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Keeps a server that a run started: ends it, with its children, when the run ends in whatever way.
+"""Parent process of a server that a run started: ends it, with its children, when the run ends in whatever way.
 
-Run as a program, with the server's command as its arguments. Its standard input is a pipe from the run, which is closed
-when the run closes it or dies. It imports nothing but the standard library.
+It runs as a program, with the server's command as its arguments. Its standard input is a pipe from the run, which is
+closed when the run closes it or dies. It imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def keep(command: list[str]) -> int:
             while process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
             break
-    send(process.pid, signal.SIGKILL)  # its children too, when it went without them
+    send(process.pid, signal.SIGKILL)  # to the group: children may have outlived the server
     return process.wait()
 
 
@@ -43,7 +43,8 @@ def send(group: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # the run, which gets them too, decides
+    for ignored_signal in (signal.SIGINT, signal.SIGTERM):
+        # The run gets these signals too, and decides when the server ends.
+        signal.signal(ignored_signal, signal.SIG_IGN)
     code = keep(sys.argv[1:])
     sys.exit(code if code >= 0 else 128 - code)

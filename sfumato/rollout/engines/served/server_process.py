@@ -1,4 +1,4 @@
-"""A server that a run starts, waits for, ends and starts again."""
+"""The process of a server that a run starts, waits for, ends and starts again."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sfumato.rollout.engines.served import owner_process
 LOGGER = logging.getLogger(__name__)
 
 SHOWN_LINES = 15
-"""Last lines of a server's log that an error holds."""
+"""Last lines of a server's log that an error message contains."""
 
 SHOWN_CHARACTERS = 300
-"""Most of each of them."""
+"""Most characters of each of these lines."""
 
 LOOK_S = 0.25
-"""Between two looks at a server that starts."""
+"""Seconds between two checks of a server that starts."""
 
 TOLD_S = 10.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens at just now."""
+    """A port of this machine that nothing listens at now; another process may take it before it is used."""
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])
@@ -55,24 +55,27 @@ class ServerProcess:
         Args:
             name: what messages call it.
             command: program and arguments.
-            environment: variables besides those of this process; None takes one away.
+            environment: variables added to those of this process; None removes one.
             log: file that its output is appended to.
             start_timeout_s: how long it may take to become ready.
         """
-        self.name, self.command, self.log, self.start_timeout_s = name, list(command), log, start_timeout_s
+        self.name = name
+        self.command = list(command)
+        self.log = log
+        self.start_timeout_s = start_timeout_s
         self.environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     def start(self, is_ready: Callable[[], bool]) -> None:
-        """Starts it and waits until it is ready.
+        """Starts the server and waits until it is ready.
 
         Args:
-            is_ready: asks the server.
+            is_ready: asks the server whether it answers.
 
         Raises:
-            ConfigError: when the program is not there.
-            EngineError: when it ends, or is not ready in time; with the end of its log.
+            ConfigError: when the program does not exist.
+            EngineError: when it ends, or is not ready in time; the message contains the end of its log.
         """
         refuse_code(f"program {self.command[0]} of {self.name}")
         self.stop()
@@ -112,12 +115,13 @@ class ServerProcess:
         LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
 
     def problem(self, within_s: float = 0.0) -> str:
-        """Why it does not run, with the end of its log; empty while it runs.
+        """Why the server does not run, with the end of its log; empty while it runs.
 
         Args:
-            within_s: how long it may take to end, while this waits.
+            within_s: how long this waits for the process to end.
         """
-        process, deadline = self._process, time.monotonic() + within_s
+        process = self._process
+        deadline = time.monotonic() + within_s
         if process is None:
             return f"{self.name} was ended"
         while (code := process.poll()) is None and time.monotonic() < deadline:
@@ -125,15 +129,17 @@ class ServerProcess:
         return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
 
     def stop(self) -> None:
-        """Ends it with its children. A second call does nothing."""
-        process, self._process = self._process, None
+        """Ends the server with its children. A second call does nothing."""
+        process = self._process
+        self._process = None
         if process is None:
             return
         assert process.stdin is not None
-        process.stdin.close()
+        process.stdin.close()  # which is how ``owner_process`` learns that it is to end the server
         process.wait(owner_process.GRACE_S + 30)
 
     def _tail(self) -> str:
+        """The last lines of the log since this start, for a message; empty if there are none."""
         with self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - SHOWN_LINES * SHOWN_CHARACTERS))
             text = file.read().decode(errors="replace")

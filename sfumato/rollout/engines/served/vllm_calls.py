@@ -1,7 +1,7 @@
-"""How vLLM is asked: the calls that ``VllmEngine`` needs, over HTTP.
+"""The calls of vLLM that ``VllmEngine`` needs, and their implementation over HTTP.
 
-``/inference/v1/generate`` takes and gives token ids (``--enable-scale-out``); pausing, weights and caches have their
-paths in development mode (``VLLM_SERVER_DEV_MODE=1``).
+``/inference/v1/generate`` takes and returns token ids (``--enable-scale-out``); the paths for pausing, weights and
+caches exist in development mode alone (``VLLM_SERVER_DEV_MODE=1``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sfumato.rollout.engines.served.server_process import ServerProcess, free_po
 from sfumato.rollout.engines.served.vllm_images import render_request
 
 BACKEND = "sfumato_files"
-"""Of vLLM's weight transfer interface, which ``rollout/inside_vllm.py`` adds to it."""
+"""Name of the backend that ``rollout/inside_vllm.py`` adds to vLLM's weight transfer interface."""
 
 WORKER_MODULE = "sfumato_inside_vllm"
-"""Name of the copy of that file in the server's environment."""
+"""Module name of the copy of WORKER_FILE that a started server imports."""
 
 WORKER_FILE = Path(rollout.__file__).parent / "inside_vllm.py"
 
@@ -33,7 +33,7 @@ ADAPTER = "policy"
 """Name of the adapters in vLLM."""
 
 HEALTH_TIMEOUT_S = 20.0
-"""In which a server that lives answers."""
+"""Within which a live server answers."""
 
 FILES_ARGUMENTS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
 
@@ -52,7 +52,7 @@ SERVER_ENVIRONMENT = {
 
 
 class VllmCalls(Protocol):
-    """What ``VllmEngine`` asks of vLLM. All raise EngineError when it died, refuses or does not answer in time."""
+    """The calls that ``VllmEngine`` makes. All raise EngineError when vLLM died, refuses or does not answer in time."""
 
     name: str
     max_length: int
@@ -61,23 +61,30 @@ class VllmCalls(Protocol):
     async def generate(
         self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
     ) -> DrawnTokens:
-        """Draws a completion by vLLM's sampling parameters; ``features`` are of the images among the tokens."""
+        """Draws a completion.
+
+        Args:
+            tokens: the prompt.
+            params: vLLM's sampling parameters.
+            adapter: name of the adapters that are applied; None: the plain model.
+            features: what ``RenderedImages`` made of the images in the prompt; None without images.
+        """
         ...
 
     def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
-        """Log-probs of all given tokens but the first."""
+        """Log-probs of all tokens but the first."""
         ...
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
-        """Stops drawing; ``abort`` returns when nothing is under way."""
+        """Stops drawing; with ``abort`` it returns when no request is open."""
         ...
 
     def resume(self) -> None:
-        """Goes on."""
+        """Resumes drawing."""
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Forgets keys and values, those of requests under way too."""
+        """Drops keys and values, those of open requests too."""
         ...
 
     def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
@@ -85,36 +92,36 @@ class VllmCalls(Protocol):
         ...
 
     def set_version(self, version: int) -> None:
-        """Labels what is drawn from now on."""
+        """Labels tokens that are drawn from now on with this version."""
         ...
 
     def load_adapter(self, folder: str) -> None:
-        """Loads adapters, in the place of those before."""
+        """Loads adapters in place of the earlier ones."""
         ...
 
     def sleep(self) -> None:
-        """Gives GPU memory to others."""
+        """Frees GPU memory."""
         ...
 
     def wake_up(self) -> None:
-        """Takes it back."""
+        """Allocates the GPU memory again."""
         ...
 
     def health(self) -> None:
-        """Raises EngineError when it does not live."""
+        """Raises EngineError when vLLM does not answer."""
         ...
 
     def restart(self) -> None:
-        """Ends its processes and starts them again."""
+        """Ends vLLM's processes and starts them again."""
         ...
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Ends the processes that were started."""
         ...
 
 
 class ServerCalls:
-    """A server, started here or by others."""
+    """``VllmCalls`` on a server, which was started here or runs already."""
 
     def __init__(
         self,
@@ -130,36 +137,39 @@ class ServerCalls:
         max_requests: int,
         has_adapter: bool,
     ) -> None:
-        """Starts the server if there is a command, and waits for it; looks whether it is the right one.
+        """Starts the server if there is a command, waits for it, and checks that it is the right one.
 
         Args:
-            url: of one that runs; empty with a command.
-            api_key: of one that runs; one that is started is given a key of its own.
-            command: starts one on this machine; empty with a url.
-            environment: more variables of the command.
+            url: of a server that runs already; empty with a command.
+            api_key: of a server that runs already; a started server gets a key of its own.
+            command: starts a server on this machine; empty with a url.
+            environment: further environment variables of the command.
             model_path: folder of the model.
             log: file of the command's output.
             timeout_s: longest that an answer may take.
             start_timeout_s: longest that the start may take.
-            max_requests: on their way at a time.
+            max_requests: most requests that are sent at a time.
             has_adapter: whether adapters will be loaded.
 
         Raises:
-            ConfigError: when it has another model or lacks what is needed.
+            ConfigError: when the server has another model, or was started without options that are needed.
             EngineError: when it does not start or answer.
         """
-        self.model_path, self._process, self._modules = model_path, None, None
+        self.model_path = model_path
+        self._process = None
+        self._modules = None
         self.name = f"the vLLM server at {url}" if url else "the vLLM server"
         if command:
             port = free_port()
             url = f"http://127.0.0.1:{port}"
             self._modules = tempfile.TemporaryDirectory(prefix="sfumato-vllm-")
             shutil.copy(WORKER_FILE, Path(self._modules.name) / f"{WORKER_MODULE}.py")
-            api_key = secrets.token_hex(32)  # by the environment, which others do not see as they do a command
+            # By the environment: other users of the machine can read a command's arguments.
+            api_key = secrets.token_hex(32)
             key = {"VLLM_API_KEY": api_key}
-            own = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
-            whole = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
-            self._process = ServerProcess(self.name, whole, own, log, start_timeout_s)
+            variables = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
+            arguments = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
+            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s)
         self.http = HttpServer(
             self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
         )
@@ -172,8 +182,16 @@ class ServerCalls:
             raise
 
     def _identify(self, has_adapter: bool) -> int:
-        """Refuses a server with another model or without what is needed. Returns the tokens that it takes."""
+        """Checks a server's model and options.
+
+        Returns:
+            Tokens of the longest sequence that it takes.
+
+        Raises:
+            ConfigError: when it has another model, or was started without options that are needed.
+        """
         models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
+        # Adapters are listed as models, too, with the model that they belong to as parent.
         base = next((model for model in models if model.get("parent") is None), models[0])
         if Path(base["root"]) != Path(self.model_path):
             raise ConfigError(
@@ -186,7 +204,7 @@ class ServerCalls:
             probe = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
             self.http.ask("POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": probe})
         except EngineError as error:
-            needed = " ".join(f"'{each}'" if "{" in each else each for each in SERVER_ARGUMENTS)
+            needed = " ".join(f"'{argument}'" if "{" in argument else argument for argument in SERVER_ARGUMENTS)
             variables = " ".join(f"{key}={value}" for key, value in SERVER_ENVIRONMENT.items())
             raise ConfigError(
                 f"{self.name} lacks what is needed ({error}): start it as the page docs/text_rl/engines.md says, with "
@@ -196,7 +214,7 @@ class ServerCalls:
         return int(base["max_model_len"])
 
     async def render(self, images: Sequence[bytes]) -> Any:
-        """What vLLM's processor makes of PNG files; ``NOT_SENT`` as ``ask_async``."""
+        """The answer of vLLM's processor for PNG files; ``NOT_SENT`` as ``ask_async``."""
         return await self.http.ask_async("POST", "/v1/chat/completions/render", render_request(images))
 
     async def generate(
@@ -213,10 +231,9 @@ class ServerCalls:
             content = (choice["logprobs"] or {}).get("content") or []
             spans = choice["weight_versions"] or []
             versions = [(span["version"], span["end"] - span["start"]) for span in spans]
-            drawn = DrawnTokens(
-                choice["token_ids"], [each["logprob"] for each in content], versions, choice["finish_reason"]
-            )
-            ids = [each["token_id"] for each in content]
+            log_probs = [token["logprob"] for token in content]
+            drawn = DrawnTokens(choice["token_ids"], log_probs, versions, choice["finish_reason"])
+            ids = [token["token_id"] for token in content]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
         if ids != drawn.token_ids:
@@ -228,8 +245,11 @@ class ServerCalls:
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
         answer = self.http.ask("POST", "/inference/v1/generate", body)
         try:
-            by_token = answer["prompt_logprobs"][1:]
-            return [float(each[str(token)]["logprob"]) for each, token in zip(by_token, tokens[1:], strict=True)]
+            by_position = answer["prompt_logprobs"][1:]  # the first token has none
+            return [
+                float(candidates[str(token)]["logprob"])
+                for candidates, token in zip(by_position, tokens[1:], strict=True)
+            ]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"{self.name} answered in a way that is not known: {str(answer)[:300]}") from error
 
@@ -297,4 +317,5 @@ class ServerCalls:
 
 
 def _model(adapter: str | None) -> dict[str, str]:
+    """The field of a request that names adapters, if there are some."""
     return {} if adapter is None else {"model": adapter}

@@ -1,4 +1,4 @@
-"""Images of prompts, as vLLM is given them: scaled here, cut into tokens there."""
+"""Images of prompts for a vLLM server: scaled here, made into features by vLLM's processor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.http_server import NOT_SENT
 
-KEPT = 64
-"""Prompts whose images are kept as vLLM has made them."""
+MAX_CACHED_PROMPTS = 64
+"""Prompts whose rendered images are cached."""
 
 
 class RenderedImages:
-    """What vLLM calls features, of the images of prompts.
+    """Makes the features (vLLM's word) of the images of prompts, with a cache.
 
-    Images are scaled here to the size that training has them in. vLLM's processor leaves that size as it is, so it sees
-    the same pixels. A prompt's tokens stay those of the run; vLLM must make as many of each image.
+    Images are scaled here to the size that training uses. vLLM's processor leaves that size as it is, so it sees the
+    same pixels. The tokens of a prompt stay those of the run; vLLM must count as many tokens for each image.
     """
 
     def __init__(self, reader: ImageReader, render: Callable[[list[bytes]], Awaitable[Any]]) -> None:
@@ -35,31 +35,33 @@ class RenderedImages:
             render: ``ServerCalls.render``.
 
         Raises:
-            ConfigError: for a model whose tokens of an image do not stand side by side.
+            ConfigError: for a model whose image tokens are not contiguous, or which is not known to work.
         """
         if not reader.has_grid or not type(reader.processor.image_processor).__name__.startswith("Qwen"):
             raise ConfigError(
                 f"rollout.engine vllm: prompts with images are known of the Qwen models alone, not of those with "
                 f"{type(reader.processor).__name__}: take rollout.engine embedded"
             )
-        self.reader, self._render = reader, render
-        self._kept: dict[int, tuple[Images, Any]] = {}
-        self._under_way: dict[int, asyncio.Task] = {}
+        self.reader = reader
+        self._render = render
+        # By id of the ``Images``, which the entry keeps alive so that no other object gets the same id.
+        self._rendered_features: dict[int, tuple[Images, Any]] = {}
+        self._under_way: dict[int, asyncio.Task[Any]] = {}
 
     async def of(self, prompt_ids: Sequence[int], images: Images) -> Any:
-        """The features of the images in ``prompt_ids``; ``NOT_SENT`` where all requests were ended meanwhile.
+        """The features of the images in ``prompt_ids``; ``NOT_SENT`` when all requests were ended meanwhile.
 
         Raises:
             DataError: when an image is broken.
-            EngineError: when vLLM makes other tokens of an image than this run.
+            EngineError: when vLLM counts another number of tokens for an image than this run.
         """
-        if id(images) in self._kept:
-            return self._kept[id(images)][1]
-        if id(images) not in self._under_way:  # once for a group
+        if id(images) in self._rendered_features:
+            return self._rendered_features[id(images)][1]
+        if id(images) not in self._under_way:  # the samples of a group ask for the same images at the same time
             task = asyncio.ensure_future(self._rendered(prompt_ids, images))
             self._under_way[id(images)] = task
             task.add_done_callback(lambda _: self._under_way.pop(id(images)))
-        return await asyncio.shield(self._under_way[id(images)])
+        return await asyncio.shield(self._under_way[id(images)])  # others wait for it if this caller is cancelled
 
     async def _rendered(self, prompt_ids: Sequence[int], images: Images) -> Any:
         answer = await self._render(self._scaled(images))
@@ -68,41 +70,42 @@ class RenderedImages:
         spans = token_runs(self.reader.kinds(np.array(prompt_ids, np.int32)) == 1)
         try:
             features = dict(answer["features"])
-            made = [span["length"] for span in features["mm_placeholders"]["image"]]
+            lengths = [span["length"] for span in features["mm_placeholders"]["image"]]
         except UNEXPECTED_ANSWER as error:
             raise EngineError(f"vLLM rendered images in a way that is not known: {str(answer)[:300]}") from error
-        if made != [length for _, length in spans]:
+        if lengths != [length for _, length in spans]:
             raise EngineError(
-                f"{images.where}: vLLM makes {made} tokens of the images, the run {[length for _, length in spans]}: "
-                f"start it with --mm-processor-kwargs '{limits_of(self.reader)}'"
+                f"{images.where}: vLLM makes {lengths} tokens of the images, the run "
+                f"{[length for _, length in spans]}: start it with --mm-processor-kwargs '{limits_of(self.reader)}'"
             )
         features["mm_placeholders"] = {"image": [{"offset": start, "length": length} for start, length in spans]}
-        if len(self._kept) >= KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[id(images)] = images, features
+        if len(self._rendered_features) >= MAX_CACHED_PROMPTS:
+            self._rendered_features.pop(next(iter(self._rendered_features)))
+        self._rendered_features[id(images)] = images, features
         return features
 
     def _scaled(self, images: Images) -> list[bytes]:
+        """PNG files of the images in the sizes that training uses."""
         processor = self.reader.processor.image_processor
-        found = []
+        files = []
         for file, (_, rows, columns) in zip(images.find(), images.shapes.tolist(), strict=True):
             image = self.reader.open(file, images.where)
             assert isinstance(image, Image.Image)
             size = columns * processor.patch_size, rows * processor.patch_size
             scaled = io.BytesIO()
             (image if image.size == size else image.resize(size, processor.resample)).save(scaled, "PNG")
-            found.append(scaled.getvalue())
-        return found
+            files.append(scaled.getvalue())
+        return files
 
 
 def limits_of(reader: ImageReader) -> str:
-    """What vLLM must be told of the area of images, for its option ``--mm-processor-kwargs``."""
+    """The limits of the area of images, for vLLM's option ``--mm-processor-kwargs``."""
     size = reader.processor.image_processor.size
     return json.dumps({"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]})
 
 
 def render_request(images: Sequence[bytes]) -> dict[str, Any]:
-    """A conversation that holds PNG files alone, for ``/v1/chat/completions/render``."""
+    """The body of a request to ``/v1/chat/completions/render``: a conversation of PNG files alone."""
     urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images]
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"messages": [{"role": "user", "content": content}]}

@@ -1,4 +1,4 @@
-"""vLLM in this process's environment: its own engine process is a child of this one, without a server between them."""
+"""vLLM in this process: its engine process is a child of this one, without a server between them."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ class InProcessCalls:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING=0 would have vLLM change this process: unset it")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self._arguments, self.timeout_s, self._start_timeout_s = list(arguments), timeout_s, start_timeout_s
+        self._arguments = list(arguments)
+        self.timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._numbers = itertools.count()
         self._open: set[str] = set()
-        """Requests under way; changed by the thread alone."""
+        """Names of open requests; changed by the event loop's thread alone."""
         self._llm: Any = None
         try:
             self._start()
@@ -67,15 +69,16 @@ class InProcessCalls:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
-        given = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
+        arguments = ["--model", *self._arguments, *FILES_ARGUMENTS, "--worker-extension-cls", EXTENSION]
         try:
-            parsed = parser.parse_args(given)
+            parsed = parser.parse_args(arguments)
         except (SystemExit, argparse.ArgumentError) as error:
-            raise ConfigError(f"vLLM does not take its arguments {' '.join(given)} ({error})") from error
-        self._llm = self._run(self._made(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
+            raise ConfigError(f"vLLM does not take its arguments {' '.join(arguments)} ({error})") from error
+        self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
-    async def _made(self, arguments: Any) -> Any:
+    async def _create_llm(self, arguments: Any) -> Any:
+        """Builds ``AsyncLLM`` inside the event loop that will run its requests."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_engine_args(arguments)
@@ -85,18 +88,23 @@ class InProcessCalls:
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         assert features is None, "prompts with images are for a server"
-        output = await asyncio.wrap_future(self._begin(self._drawn(tokens, params, adapter), self.timeout_s))
-        (one,) = output.outputs
-        log_probs = [each[token].logprob for each, token in zip(one.logprobs or [], one.token_ids, strict=True)]
-        versions = [(span.version, span.end - span.start) for span in one.weight_versions or []]
-        return DrawnTokens(list(one.token_ids), log_probs, versions, str(one.finish_reason))
+        output = await asyncio.wrap_future(self._begin(self._final_output(tokens, params, adapter), self.timeout_s))
+        (completion,) = output.outputs
+        # For each position a dictionary by token id; with ``logprobs`` 0 it holds the drawn token alone.
+        log_probs = [
+            candidates[token].logprob
+            for candidates, token in zip(completion.logprobs or [], completion.token_ids, strict=True)
+        ]
+        versions = [(span.version, span.end - span.start) for span in completion.weight_versions or []]
+        return DrawnTokens(list(completion.token_ids), log_probs, versions, str(completion.finish_reason))
 
     def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
-        given = self._run(self._drawn(tokens, params, adapter)).prompt_logprobs[1:]
-        return [each[token].logprob for each, token in zip(given, tokens[1:], strict=True)]
+        prompt_log_probs = self._run(self._final_output(tokens, params, adapter)).prompt_logprobs[1:]
+        return [candidates[token].logprob for candidates, token in zip(prompt_log_probs, tokens[1:], strict=True)]
 
-    async def _drawn(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
+    async def _final_output(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
+        """vLLM's ``RequestOutput`` of a finished request."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -104,13 +112,14 @@ class InProcessCalls:
         sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
         lora = None if adapter is None else LoRARequest(adapter, 1, self._adapter_folder)
         final = None
-        prompt, number = TokensPrompt(prompt_token_ids=tokens), f"sfumato-{next(self._numbers)}"
-        self._open.add(number)
+        prompt = TokensPrompt(prompt_token_ids=tokens)
+        request_id = f"sfumato-{next(self._numbers)}"
+        self._open.add(request_id)
         try:
-            async for output in self._llm.generate(prompt, sampling, number, lora_request=lora):
+            async for output in self._llm.generate(prompt, sampling, request_id, lora_request=lora):
                 final = output
         finally:
-            self._open.discard(number)
+            self._open.discard(request_id)
         if final is None:
             raise EngineError(f"{self.name} gave no answer")
         return final
@@ -177,18 +186,21 @@ class InProcessCalls:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _shut_down(self) -> None:
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         if llm is not None:
             llm.shutdown()
 
     def _begin(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(self._explained(work, timeout_s), self._loop)
+        """Starts a coroutine in the event loop of vLLM's thread."""
+        return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
     def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+        """Runs a coroutine in the event loop of vLLM's thread and waits for its result."""
         return self._begin(work, timeout_s or self.timeout_s).result()
 
-    async def _explained(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-        """Whatever vLLM raises as EngineError."""
+    async def _await_llm(self, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        """Awaits a call of vLLM; whatever it raises, or a timeout, becomes an EngineError."""
         try:
             return await asyncio.wait_for(work, timeout_s)
         except TimeoutError as error:

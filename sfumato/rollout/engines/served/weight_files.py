@@ -1,4 +1,5 @@
-"""Weights for an engine in another process: written as safetensors files, by the names of the model's own files."""
+"""Weights for an engine in another process, written as safetensors files with the tensor names of the model's own
+files."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError
@@ -20,23 +22,27 @@ from sfumato.errors import WeightSyncError
 from sfumato.models.lora import save_adapter
 from sfumato.parallel.shards import Spec, all_parameters
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FILE_BYTES = 2**31
-"""Most bytes of a file but for its last tensor, which are held in memory until it is written."""
-
+"""A file is written when its tensors have so many bytes; until then they are held in memory."""
 
 _SECRET = secrets.token_hex(8)
 
 
 def process_name() -> str:
-    """Names this process among those that share a folder: each rank has an engine of its own."""
+    """A name of this process among those that share a folder: each rank has an engine of its own."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def own_folder(shared: Path) -> Path:
-    """This process's part of a folder that several write weights to, perhaps also other users of the machine: a name
-    that nobody can guess. Parts of processes of this machine that have died are removed."""
+    """The subfolder of this process in a folder that several processes, perhaps of other users, write weights to.
+
+    Its name cannot be guessed. Subfolders of dead processes of this machine are removed.
+    """
     host = f"{socket.gethostname()}-"
     for part in shared.glob(f"{host}*"):
         number = part.name.removeprefix(host).partition("-")[0]
@@ -57,23 +63,25 @@ class WeightFiles:
             folder: where versions are written to; both processes must see it. Memory (/dev/shm) is quickest.
             base: folder of the model without adapters, named in those that are written.
         """
-        self.template, self.folder, self.base = template, folder, base
+        self.template = template
+        self.folder = folder
+        self.base = base
         parameters = all_parameters(template)
-        adapters = {name: each for name, each in parameters.items() if ".lora_" in name}
+        adapters = {name: parameter for name, parameter in parameters.items() if ".lora_" in name}
         self.are_adapters = bool(adapters)
         """Whether adapters alone are written."""
         self.specs = {
-            name: Spec(tuple(each.shape), torch.float32 if adapters else dtype)
-            for name, each in (adapters or parameters).items()
+            name: Spec(tuple(parameter.shape), torch.float32 if adapters else dtype)
+            for name, parameter in (adapters or parameters).items()
         }
-        """What is wanted, by the names that the actor has."""
+        """Shapes and dtypes of the tensors to be written, by the actor's names for them."""
 
     def write(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> Path:
-        """Writes a version; it is there as a whole or not at all.
+        """Writes a version; its folder appears complete or not at all.
 
         Args:
             tensors: names and whole tensors, each valid until the next is asked for.
-            version: number.
+            version: of the weights.
 
         Returns:
             Its folder.
@@ -87,6 +95,7 @@ class WeightFiles:
             remove(folder)
             make_new_folder(unfinished)
             if self.are_adapters:
+                # Copies: each tensor is valid only until the next is asked for.
                 held = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
                 save_adapter(self.template, held, unfinished, self.base)
             else:
@@ -105,7 +114,7 @@ class WeightFiles:
         count = 0
         for name, tensor in tensors:
             held[name] = tensor.detach().to("cpu", copy=True)
-            if sum(each.nbytes for each in held.values()) >= FILE_BYTES:
+            if sum(held_tensor.nbytes for held_tensor in held.values()) >= FILE_BYTES:
                 self._write_file(held, folder, count := count + 1)
                 held = {}
         if held:
@@ -114,12 +123,13 @@ class WeightFiles:
     def _write_file(self, held: dict[str, torch.Tensor], folder: Path, number: int) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        named = revert_weight_conversion(self.template, held)
+        # transformers loads some models with merged or renamed tensors: back to what the model's files have.
+        named = revert_weight_conversion(cast("PreTrainedModel", self.template), held)
         whole = {name: tensor.contiguous() for name, tensor in named.items()}
         save_file(whole, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
 
     def close(self) -> None:
-        """Removes all that was written."""
+        """Removes all versions."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove(self, folder: Path | None) -> None:

@@ -1,7 +1,7 @@
-"""Ways from the actor's processes to the sampler's, one file each, with a class for either side.
+"""Transports of weights from the actor's processes to the sampler's: one file each, with a class for either side.
 
-What a sender gives when it opens, and what it delivers for a version, travel through the driver: addresses, handles
-and paths, nothing bulk.
+What ``Sending.access`` and ``Sending.send`` return goes to the receivers through the driver: addresses, handles and
+paths, no weights.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ends:
-    """Both sides, by rank."""
+    """The places of both sides' processes, by rank."""
 
     senders: Sequence[Place]
     receivers: Sequence[Place]
 
     @property
     def in_one_process(self) -> bool:
-        """Each receiving rank is the process of the sending rank of the same number."""
+        """Whether each receiving rank runs in the process of the sending rank of the same number."""
         pairs = [(place.machine, place.process) for place in self.senders]
         return pairs == [(place.machine, place.process) for place in self.receivers]
 
     def neighbours(self, rank: int) -> list[int]:
-        """Sending ranks that share memory with a receiving one: on its GPU, or without GPUs on its machine."""
+        """Sending ranks that can share memory with a receiving rank: on its GPU, or without GPUs on its machine."""
         place = self.receivers[rank]
         return [
             index
@@ -61,38 +61,38 @@ class Ends:
 
 
 class Sending(Protocol):
-    """The actor's side; one in each of its processes. What a transport has no use for does nothing."""
+    """The actor's side; one in each of its processes. Methods that a transport does not need do nothing."""
 
     streams: ClassVar[bool]
-    """Receivers take part while it sends; otherwise they begin when it has."""
+    """Whether receivers take part while it sends; otherwise they begin when it has ended."""
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None: ...
 
     def access(self) -> Any:
-        """What a receiver needs to find this; on the first rank."""
+        """What a receiver needs to connect; the first rank's counts."""
 
     def join(self) -> None:
-        """Waits for the receivers, who join at the same time."""
+        """Waits for the receivers, which join at the same time."""
 
     def send(self, version: int, source: Source) -> Any:
-        """Sends all buckets and returns what is delivered to the receivers, on the first rank."""
+        """Sends all buckets. Returns what the driver delivers to the receivers; the first rank's counts."""
 
     def release(self, version: int) -> None:
-        """All receivers have a version."""
+        """Called when all receivers have loaded a version."""
 
     def abort(self) -> None:
-        """Breaks off waiting for receivers; called in another thread."""
+        """Ends a wait for receivers with an error; called in another thread."""
 
     def close(self) -> None:
-        """Frees what it holds; receivers that wait for it fail at once."""
+        """Frees all resources; receivers that wait for it fail at once."""
 
 
 class Receiving(Protocol):
-    """The sampler's side; one in each of its processes. What a transport has no use for does nothing."""
+    """The sampler's side; one in each of its processes. Methods that a transport does not need do nothing."""
 
     gives_shards: bool = False
-    """Whether ``take`` gives this rank's shards, valid until they are applied; otherwise whole tensors, to be cut or
-    copied."""
+    """Whether ``take`` yields this rank's shards, which stay valid until they are applied; otherwise it yields whole
+    tensors, which are to be cut or copied at once."""
 
     def __init__(
         self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
@@ -102,20 +102,22 @@ class Receiving(Protocol):
         """Waits for the sender, and for the other receivers."""
 
     def take(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors by name; each is valid until the next is asked for. In any thread, without the role's group."""
+        """Yields names and tensors; each is valid until the next is asked for. It runs in any thread, and does not use
+        the role's process group."""
+        ...
 
     def give_up(self) -> None:
-        """This rank cannot go on with a version: nobody is to wait for it."""
+        """Called when this rank cannot go on with a version, so that nobody waits for it."""
 
     def close(self) -> None:
-        """Frees what it holds."""
+        """Frees all resources."""
 
 
 def choose(name: str, ends: Ends) -> str:
-    """The transport for two roles.
+    """Chooses the transport between two roles.
 
     Raises:
-        ConfigError: when there is none of that name, or it cannot work between them.
+        ConfigError: when there is no transport of that name, or it cannot work between these processes.
     """
     if name == "auto":
         if ends.in_one_process:
@@ -135,10 +137,10 @@ def choose(name: str, ends: Ends) -> str:
 
 
 def sending_side(name: str) -> type[Sending]:
-    """The class of a transport."""
+    """The actor's class of a transport; only its file is imported."""
     return importlib.import_module(f"{__name__}.{name}").Sending
 
 
 def receiving_side(name: str) -> type[Receiving]:
-    """The class of a transport."""
+    """The sampler's class of a transport; only its file is imported."""
     return importlib.import_module(f"{__name__}.{name}").Receiving

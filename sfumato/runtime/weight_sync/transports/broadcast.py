@@ -1,11 +1,11 @@
-"""From the actor's first rank to all ranks of the sampler, in a process group of their own: NCCL or gloo.
+"""Transport from the actor's first rank to all ranks of the sampler, by broadcasts in a process group: NCCL or gloo.
 
-The group is made from a store directly: the two roles have different default groups, which this leaves alone.
+The group is made from a store directly: the two roles have different default groups, which stay as they are.
 
-By NCCL a bucket is sent while the sampler draws, whose ranks have collectives of their own on the same GPUs. Kernels of
-two groups that wait for each other's room could wait for ever, and one that waits for a process that has gone says
-nothing to the host. So a broadcast is put on the devices when all ranks have come to it, it has few blocks of threads
-and a stream of its own, and the host looks whether it has ended, for as long as a sync may take.
+With NCCL a bucket is sent while the sampler draws, whose ranks run collectives of their own on the same GPUs. Kernels
+of two groups that wait for each other's resources could wait for ever, and a kernel that waits for a dead process
+reports nothing to the host. So a broadcast is launched only when all ranks have come to it, it uses few thread blocks
+and a stream of its own, and the host polls whether it has ended, for as long as a sync may take.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,19 @@ from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 MAX_CTAS = 4
-"""Blocks of threads that NCCL's kernels of a broadcast may have: a GPU has room for more than a hundred."""
+"""Most thread blocks of NCCL's kernels of a broadcast: a GPU has room for more than a hundred."""
 
 POLL_S = 0.002
+"""Seconds between two checks whether a broadcast has ended."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the sampler's ranks find the group."""
+    """How the sampler's ranks join the group."""
 
     address: tuple[str, int]
     num_receivers: int
@@ -46,15 +51,18 @@ class Access:
 
 
 class _Group:
-    """One process's membership."""
+    """One process's membership of the group: rank 0 is the actor's first rank, the others are the sampler's ranks."""
 
-    def __init__(self, store: dist.Store, rank: int, access: Access, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, store: Store, rank: int, access: Access, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self.device = mesh.device if access.backend == "nccl" else torch.device("cpu")
         self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8, device=self.device)
-        self.store, self.rank, self.access = store, rank, access
+        self.store: Store | None = store
+        self.rank = rank
+        self.access = access
         self.group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None = None
         self.stop = threading.Event()
-        self.timeout_s, self.num_sent = 0.0, 0
+        self.timeout_s = 0.0  # set by ``join``
+        self.num_sent = 0  # broadcasts so far
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
@@ -63,13 +71,17 @@ class _Group:
 
     @property
     def names(self) -> list[str]:
-        """The actor, and all ranks of the sampler."""
+        """Names of all members, by rank."""
         return ["the actor", *(f"the sampler's rank {rank}" for rank in range(self.access.num_receivers))]
 
     def join(self, timeout_s: float) -> None:
-        size, self.timeout_s = self.access.num_receivers + 1, timeout_s
+        """Waits for all members, and makes the process group."""
+        assert self.store is not None
+        size = self.access.num_receivers + 1
+        self.timeout_s = timeout_s
         meet(self.store, self.name, self.names, timeout_s, self.stop)
-        store, timeout = dist.PrefixStore("weights", self.store), timedelta(seconds=timeout_s)
+        store = dist.PrefixStore("weights", self.store)  # pyright: ignore[reportPrivateImportUsage]
+        timeout = timedelta(seconds=timeout_s)
         try:
             if self.access.backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
@@ -86,6 +98,11 @@ class _Group:
             ) from error
 
     def broadcast(self, num_bytes: int, version: int) -> None:
+        """Sends, or on ranks above 0 receives, the first bytes of ``memory``.
+
+        Raises:
+            WeightSyncError: when a rank is lost.
+        """
         if self.group is None:
             raise WeightSyncError(f"{self.name} is not connected (any more): WeightSync.reconnect() first")
         try:
@@ -101,16 +118,25 @@ class _Group:
             ) from error
 
     def _begin(self, num_bytes: int) -> dist.Work:
+        """Starts the broadcast; on GPUs in the current stream."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self.group.broadcast([self.memory[:num_bytes]], options)
+        # torch's stubs lack the methods of the backends.
+        return cast("Any", self.group).broadcast([self.memory[:num_bytes]], options)
 
     def _broadcast_beside(self, num_bytes: int) -> None:
-        """Beside what else the device does. Raises RuntimeError when another rank does not come, or does not end."""
+        """Broadcasts beside other work of the GPU.
+
+        Raises:
+            WeightSyncError: when another rank does not come.
+            RuntimeError: when the broadcast does not end in time.
+        """
+        assert self.store is not None
+        assert self.stream is not None
         self.num_sent += 1
         names = [f"{name}, bucket {self.num_sent}" for name in self.names]
         meet(self.store, names[self.rank], names, self.timeout_s, self.stop)
-        if self.rank == 0:  # all have left the meeting before
+        if self.rank == 0:  # everybody is at this meeting, so nobody reads the keys of the one before
             for name in self.names:
                 self.store.delete_key(f"here/{name}, bucket {self.num_sent - 1}")
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what filled this memory, or read it
@@ -124,11 +150,13 @@ class _Group:
             time.sleep(POLL_S)
 
     def abort(self) -> None:
+        """Ends waits and, with NCCL, running broadcasts."""
         self.stop.set()
-        if self.group is not None and self.access.backend == "nccl":  # its kernels would wait for a rank that has gone
+        if self.group is not None and self.access.backend == "nccl":  # its kernels would wait for a lost rank
             self.group.abort()
 
     def close(self) -> None:
+        """Leaves the group and frees the memory."""
         if self.group is not None:
             self.group.shutdown()
         self.group = self.store = None
@@ -141,7 +169,8 @@ class Sending(transports.Sending):
     streams = True
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
-        self.settings, self.buckets = settings, buckets
+        self.settings = settings
+        self.buckets = buckets
         self.group: _Group | None = None
         if not mesh.is_first:
             return
@@ -151,7 +180,7 @@ class Sending(transports.Sending):
         self.group = _Group(store, 0, Access(address, len(ends.receivers), backend), mesh, buckets)
 
     def access(self) -> Access | None:
-        """Where the store is."""
+        """Address of the store, and size and backend of the group; None on other ranks than the first."""
         return self.group.access if self.group else None
 
     def join(self) -> None:
@@ -167,7 +196,7 @@ class Sending(transports.Sending):
                 self.group.broadcast(bucket.num_bytes, version)
 
     def abort(self) -> None:
-        """Breaks off waiting for the sampler. A broadcast by gloo ends by itself when one of its ranks has gone."""
+        """Ends a wait for the sampler with an error. A broadcast by gloo fails by itself when a rank is lost."""
         if self.group:
             self.group.abort()
 
@@ -184,7 +213,8 @@ class Receiving(transports.Receiving):
         self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del shards
-        self.settings, self.buckets = settings, buckets
+        self.settings = settings
+        self.buckets = buckets
         store = reach_store(access.address, settings.timeout_s)
         self.group = _Group(store, mesh.rank + 1, access, mesh, buckets)
 
@@ -193,14 +223,14 @@ class Receiving(transports.Receiving):
         self.group.join(self.settings.timeout_s)
 
     def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, in the memory of the current bucket."""
+        """Whole tensors, as views of the memory of the current bucket."""
         del delivery
         for bucket in self.buckets:
             self.group.broadcast(bucket.num_bytes, version)
             yield from bucket.tensors(self.group.memory)
 
     def give_up(self) -> None:
-        """Leaves the group, which ends the broadcasts of all others."""
+        """Leaves the group, which makes the broadcasts of all other ranks fail."""
         self.group.close()
 
     def close(self) -> None:
@@ -209,5 +239,6 @@ class Receiving(transports.Receiving):
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first sentence of what gloo or NCCL say, without the places in their source files; all of it is the cause."""
+    """The first sentence of an error of gloo or NCCL, without positions in their source files. The whole text is in the
+    cause."""
     return re.sub(r"\[[^\]]*\.(cc|h|cpp|hpp):\d+\] *", "", str(error).splitlines()[0]).partition(". ")[0]

@@ -1,4 +1,7 @@
-"""Through a folder that all processes see: safetensors, written beside, listed, and renamed."""
+"""Transport through a folder that all processes see.
+
+Safetensors files and a manifest with their sizes are written into a temporary folder, which is then renamed.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,10 @@ class Sending(transports.Sending):
         del ends
         if settings.folder is None:
             raise ConfigError("weights travel through files only with a folder: set train.output_dir")
-        self.root, self.mesh, self.buckets = Path(settings.folder) / FOLDER, mesh, buckets
-        self.memory = None
+        self.root = Path(settings.folder) / FOLDER
+        self.mesh = mesh
+        self.buckets = buckets
+        self.memory: torch.Tensor | None = None
         if mesh.is_first:
             for leftover in self.root.glob("version_*"):  # of a run that was killed
                 remove(leftover)
@@ -55,6 +60,7 @@ class Sending(transports.Sending):
         return self.mesh.first(written, among="world")
 
     def _write(self, version: int, source: Source) -> str | None:
+        """Gathers and writes all buckets. Returns the folder on the first rank; the others only gather."""
         final = self.root / f"version_{version}"
         building = final.with_suffix(".tmp")
         files: dict[str, int] = {}
@@ -82,7 +88,7 @@ class Sending(transports.Sending):
             shutil.rmtree(self.root / f"version_{version}")
 
     def close(self) -> None:
-        """Removes all that is left."""
+        """Removes the folder with all versions."""
         if self.memory is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -98,7 +104,8 @@ class Receiving(transports.Receiving):
 
     def take(self, version: int, delivery: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time."""
-        folder, deadline = Path(delivery), time.monotonic() + VISIBLE_S
+        folder = Path(delivery)
+        deadline = time.monotonic() + VISIBLE_S
         while not (folder / MANIFEST).is_file():
             if time.monotonic() > deadline:
                 raise WeightSyncError(
@@ -106,17 +113,17 @@ class Receiving(transports.Receiving):
                     "must lie on a file system that all nodes share; or take runtime.weight_sync broadcast"
                 )
             time.sleep(0.1)
-        found = set()
+        received_names: set[str] = set()
         try:
-            listed = read_json_object(folder / MANIFEST)["files"]
-            for name, num_bytes in listed.items():
+            num_bytes_by_file = read_json_object(folder / MANIFEST)["files"]
+            for name, num_bytes in num_bytes_by_file.items():
                 if (folder / name).stat().st_size != num_bytes:
                     raise WeightSyncError(f"version {version}: {folder / name} is not as long as it was written")
                 with safe_open(folder / name, framework="pt") as file:
                     for key in file.keys():  # noqa: SIM118 (it is no dict)
-                        found.add(key)
+                        received_names.add(key)
                         yield key, file.get_tensor(key)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
-        if lacking := [name for name in self.names if name not in found]:
+        if lacking := [name for name in self.names if name not in received_names]:
             raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")

@@ -1,7 +1,7 @@
-"""Between processes that share memory: on one GPU by CUDA's handles, without GPUs by a mapped file.
+"""Transport between processes that share memory: on one GPU by CUDA's IPC handles, without GPUs by a mapped file.
 
-Every actor rank gathers the whole tensors anyway, so each sampler rank takes them from an actor rank beside it. Two
-buckets are mapped once, when the roles are connected, and used in turns.
+Every actor rank takes part in gathering the whole tensors, so each sampler rank reads them from an actor rank on its
+GPU or machine. The memory of two buckets is mapped once, when the roles are connected, and used in turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,58 +28,64 @@ from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
 NUM_SLOTS = 2
 """Buckets in memory: one is filled while the other is read."""
 
 DEVICE = 6
-"""Which argument of torch's rebuild_cuda_tensor is the GPU's number, which differs between processes."""
+"""Index of the argument of torch's rebuild_cuda_tensor that is the GPU's number, which differs between processes."""
 
 Handle = str | tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
-"""A path, or what torch.multiprocessing makes of a tensor on a GPU."""
+"""Path of a mapped file, or what torch.multiprocessing's ``reduce_tensor`` returns for a tensor on a GPU."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the sampler's ranks find the memory."""
+    """How the sampler's ranks find store and memory."""
 
     address: tuple[str, int]
     sources: tuple[int, ...]
     """For each rank of the sampler the actor rank that it takes weights from."""
     handles: tuple[tuple[Handle, ...], ...]
-    """For each rank of the sampler its slots: CUDA counts who has each handle."""
+    """For each rank of the sampler handles of the slots: its own ones, since CUDA counts the users of each handle."""
     num_bytes: int
     """Bytes of a slot."""
 
 
 def match(ends: Ends) -> tuple[int, ...]:
-    """For each rank of the sampler an actor rank beside it.
+    """For each rank of the sampler an actor rank that it can share memory with; several share the load.
 
     Raises:
-        ConfigError: when one has none.
+        ConfigError: when there is none for some rank.
     """
-    found = []
+    sources = []
     for rank, place in enumerate(ends.receivers):
-        near = ends.neighbours(rank)
-        if not near:
+        neighbours = ends.neighbours(rank)
+        if not neighbours:
             raise ConfigError(
                 f"runtime.weight_sync ipc needs an actor process on the {'GPU' if place.gpu else 'machine'} of each "
                 f"sampler process; the sampler's rank {rank} ({place}) has none: set it to broadcast or files"
             )
-        found.append(near[rank % len(near)])
-    return tuple(found)
+        sources.append(neighbours[rank % len(neighbours)])
+    return tuple(sources)
 
 
 class Sending(transports.Sending):
-    """The actor's side; each rank that has takers sends."""
+    """The actor's side. Ranks that sampler ranks read from ("takers") fill the memory; the others only gather."""
 
     streams = True
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
-        self.settings, self.mesh, self.buckets = settings, mesh, buckets
+        self.settings = settings
+        self.mesh = mesh
+        self.buckets = buckets
         sources = match(ends)
         self.takers = [rank for rank, source in enumerate(sources) if source == mesh.rank]
         self.num_receivers = len(sources)
         places = [*ends.senders, *ends.receivers]
+        self.store: TCPStore | None
         self.store, address = open_store(places, settings.timeout_s) if mesh.is_first else (None, None)
         address = mesh.first(address, among="world")
         if self.store is None:
@@ -88,15 +94,16 @@ class Sending(transports.Sending):
         num_bytes = largest(tuple(buckets))
         self.paths: list[Path] = []
         self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
-        mine = {
+        rank_handles = {
             rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
         }
-        handles = {rank: slots for part in _gather_handles(mine, mesh) for rank, slots in part.items()}
+        handles = {rank: slots for part in _gather_handles(rank_handles, mesh) for rank, slots in part.items()}
         ordered = tuple(handles[rank] for rank in range(len(sources)))
         self._access = Access(address, sources, ordered, num_bytes)
 
     def _slot(self, num_bytes: int) -> torch.Tensor:
+        """Memory of a bucket, uint8 ``[num_bytes]``: on the GPU, or a new mapped file."""
         if self.mesh.device.type == "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.mesh.device)
         folder = Path("/dev/shm")
@@ -110,6 +117,7 @@ class Sending(transports.Sending):
 
     def join(self) -> None:
         """Waits until all ranks of the sampler have mapped the memory."""
+        assert self.store is not None
         names = [f"the sampler's rank {rank}" for rank in range(self.num_receivers)]
         try:
             meet(self.store, f"the actor's rank {self.mesh.rank}", names, self.settings.timeout_s, self.stop)
@@ -123,41 +131,45 @@ class Sending(transports.Sending):
                 self._wait(version, number - NUM_SLOTS)
             source.gather(bucket, self.slots[number % NUM_SLOTS] if self.takers else None)
             if self.takers:
-                if self.mesh.device.type == "cuda":
+                if self.mesh.device.type == "cuda":  # the store is faster than the copies on the GPU
                     torch.cuda.synchronize(self.mesh.device)
+                assert self.store is not None
                 self.store.set(_filled(version, number, self.mesh.rank), "1")
+        # Each bucket was waited for when its slot was needed again, but for the last ones.
         for number in range(max(0, len(self.buckets) - NUM_SLOTS), len(self.buckets)) if self.takers else ():
             self._wait(version, number)
 
     def _wait(self, version: int, number: int) -> None:
-        """Until all takers have read a bucket."""
+        """Waits until all takers have read a bucket, and removes its keys from the store."""
         keys = [_taken(version, number, rank) for rank in self.takers]
         _wait(self.store, keys, version, "the sampler", self.settings.timeout_s, self.stop)
+        assert self.store is not None
         for key in (*keys, _filled(version, number, self.mesh.rank)):
             self.store.delete_key(key)
 
     def abort(self) -> None:
-        """Breaks off waiting for the sampler."""
+        """Ends a wait for the sampler with an error."""
         self.stop.set()
 
     def close(self) -> None:
         """Frees the memory."""
         self._unlink()
-        self.slots, self.store = [], None
+        self.slots = []
+        self.store = None
 
     def _unlink(self) -> None:
-        """Takes the names of mapped files away: the memory lives as long as somebody has it mapped."""
+        """Removes the names of mapped files; their memory lives as long as a process has it mapped."""
         while self.paths:
             self.paths.pop().unlink(missing_ok=True)
 
 
-def _gather_handles(mine: dict[int, Any], mesh: Mesh) -> list[dict[int, Any]]:
-    """Handles of all ranks: names of files, or what torch makes of a GPU's memory, which holds functions."""
+def _gather_handles(rank_handles: dict[int, Any], mesh: Mesh) -> list[dict[int, tuple[Handle, ...]]]:
+    """Gathers the handles of all ranks. Handles of a GPU's memory contain functions, so they need a pickling gather."""
     if mesh.device.type != "cuda" or mesh.size == 1:
-        return mesh.gather(mine, over="world")
-    handles: list[dict[int, Any]] = [{}] * mesh.size
-    dist.all_gather_object(handles, mine, group=mesh.group("world"))
-    return handles
+        return mesh.gather(rank_handles, over="world")
+    handles_by_rank: list[dict[int, tuple[Handle, ...]]] = [{}] * mesh.size
+    dist.all_gather_object(handles_by_rank, rank_handles, group=mesh.group("world"))
+    return handles_by_rank
 
 
 class Receiving(transports.Receiving):
@@ -167,19 +179,24 @@ class Receiving(transports.Receiving):
         self, access: Access, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del shards
-        self.settings, self.mesh, self.buckets, self.access = settings, mesh, buckets, access
+        self.settings = settings
+        self.mesh = mesh
+        self.buckets = buckets
+        self.access = access
         self.source = access.sources[mesh.rank]
-        self.store = reach_store(access.address, settings.timeout_s)
+        self.store: TCPStore | None = reach_store(access.address, settings.timeout_s)
         self.slots: list[torch.Tensor] = []
         self.stop = threading.Event()
 
     def join(self) -> None:
-        """Maps the memory, and says so."""
+        """Maps the memory, and tells the actor's rank."""
+        assert self.store is not None
         self.slots = [self._map(handle) for handle in self.access.handles[self.mesh.rank]]
         name = f"the sampler's rank {self.mesh.rank}"
         meet(self.store, name, [f"the actor's rank {self.source}"], self.settings.timeout_s, self.stop)
 
     def _map(self, handle: Handle) -> torch.Tensor:
+        """Maps a slot of the actor's rank. Raises WeightSyncError when it cannot be reached from here."""
         where = f"the sampler's rank {self.mesh.rank} cannot see the memory of the actor's rank {self.source}"
         remedy = "set runtime.weight_sync to broadcast or files"
         if isinstance(handle, str):
@@ -188,13 +205,13 @@ class Receiving(transports.Receiving):
             return torch.from_file(handle, shared=True, size=self.access.num_bytes, dtype=torch.uint8)
         rebuild, arguments = handle
         try:
-            own = self.mesh.device.index
-            return rebuild(*(own if index == DEVICE else argument for index, argument in enumerate(arguments)))
+            device_index = self.mesh.device.index
+            return rebuild(*(device_index if index == DEVICE else argument for index, argument in enumerate(arguments)))
         except RuntimeError as error:
             raise WeightSyncError(f"{where}: {error}; {remedy}") from error
 
     def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, in the memory that the actor has filled."""
+        """Whole tensors, as views of the memory that the actor fills."""
         del delivery
         for number, bucket in enumerate(self.buckets):
             key = _filled(version, number, self.source)
@@ -202,30 +219,35 @@ class Receiving(transports.Receiving):
             yield from bucket.tensors(self.slots[number % NUM_SLOTS])
             if self.mesh.device.type == "cuda":
                 torch.cuda.current_stream(self.mesh.device).synchronize()
+            assert self.store is not None
             self.store.set(_taken(version, number, self.mesh.rank), "1")
 
     def give_up(self) -> None:
-        """Tells the actor not to wait."""
-        with suppress(dist.DistNetworkError):  # it has gone, and waits for nobody
+        """Tells the actor not to wait for this rank."""
+        with suppress(dist.DistNetworkError):  # the actor is lost, and waits for nobody
             if self.store is not None:
                 self.store.set(GIVEN_UP, "1")
 
     def close(self) -> None:
-        """Lets go of the memory."""
-        self.slots, self.store = [], None
+        """Unmaps the memory."""
+        self.slots = []
+        self.store = None
 
 
 def _filled(version: int, number: int, rank: int) -> str:
+    """Key of the store that an actor rank sets when a bucket is in memory."""
     return f"{version}/{number}/filled by {rank}"
 
 
 def _taken(version: int, number: int, rank: int) -> str:
+    """Key of the store that a sampler rank sets when it has read a bucket."""
     return f"{version}/{number}/taken by {rank}"
 
 
 def _wait(
-    store: dist.Store | None, keys: list[str], version: int, other: str, timeout_s: float, stop: threading.Event
+    store: Store | None, keys: list[str], version: int, other: str, timeout_s: float, stop: threading.Event
 ) -> None:
+    """Waits for keys that the ``other`` role sets. Raises WeightSyncError when that gives up, is lost or too late."""
     if store is None:
         raise WeightSyncError("the roles are not connected (any more): WeightSync.reconnect() first")
     try:

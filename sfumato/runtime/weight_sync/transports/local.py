@@ -1,4 +1,5 @@
-"""Within a process: the sender's shards where both sides are cut alike, otherwise wholes that are cut again."""
+"""Transport within a process: it copies the sender's shards if both sides are divided alike; otherwise whole tensors
+are gathered and divided again."""
 
 from __future__ import annotations
 
@@ -14,50 +15,57 @@ from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 
 class Sending(transports.Sending):
-    """The actor's side; the sampler's is given this very object."""
+    """The actor's side; the sampler's side in the same process is given this object itself."""
 
     streams = False
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
         del settings, ends
-        self.mesh, self.buckets = mesh, buckets
+        self.mesh = mesh
+        self.buckets = buckets
         self.receiver: Shards | None = None
-        """How the receiver in this process is cut; it says so when it opens. None takes whole tensors."""
+        """How the receiver's tensors are divided, set when it opens; None: it takes whole tensors."""
         self.kept: dict[str, torch.Tensor] = {}
-        """Memory of the version before, by name. Of a CPU only: there new memory costs several times what filling it
-        does, while that of a GPU is kept by its allocator, which others want in the meantime."""
+        """Memory of the previous version by name, which the next is copied into. On a CPU only: allocating there costs
+        several times what filling the memory does. On a GPU the allocator caches memory, which others can use
+        meanwhile."""
 
     def access(self) -> Sending:
-        """This."""
+        """The object itself."""
         return self
 
     @torch.no_grad()
     def send(self, version: int, source: Source) -> dict[str, torch.Tensor]:
-        """Copies of what the receiver in this process needs, by name, in memory that the next version is put into."""
+        """Copies of the tensors that the receiver in this process needs, by name; the next version overwrites them."""
         del version
         items = [item for bucket in self.buckets for item in bucket.items]
-        theirs = self.receiver
-        differs = theirs is None or any(
-            chunks_of(source.shards, item.name) != chunks_of(theirs, item.name) for item in items
+        receiver_shards = self.receiver
+        differs = receiver_shards is None or any(
+            chunks_of(source.shards, item.name) != chunks_of(receiver_shards, item.name) for item in items
         )
-        if not self.mesh.any(differs):
+        if not self.mesh.any(differs):  # all ranks decide alike, since gathering is collective
             return {
                 item.name: self._copy(item.name, local(source.parameters[item.name].detach()), item.spec.dtype)
                 for item in items
             }
         memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
-        found = {}
+        copies = {}
         for bucket in self.buckets:
             source.gather(bucket, memory)
             for name, whole in bucket.tensors(memory):
-                found[name] = self._copy(name, whole if theirs is None else theirs.shard(name, whole), whole.dtype)
-        return found
+                copies[name] = self._copy(
+                    name,
+                    whole if receiver_shards is None else receiver_shards.shard(name, whole),
+                    whole.dtype,
+                )
+        return copies
 
     def close(self) -> None:
         """Frees the memory."""
         self.kept = {}
 
     def _copy(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of a tensor, cast to ``dtype``, in the memory of the previous version where that was kept."""
         if name in self.kept:
             return self.kept[name].copy_(tensor)
         copied = tensor.to(dtype, copy=True)
