@@ -283,6 +283,7 @@ class TextPromptLoader(PromptLoader):
             order = self._ask_curriculum(iteration)
         else:
             generator = keyed_generator(self.seed, "replacement prompts", iteration)
+            # A key of its own: taking the next prompts of the epoch would change later iterations.
             order = torch.randperm(self.count, generator=generator).tolist()
         return [row for row in dict.fromkeys(order) if row not in group_rows][:count]
 

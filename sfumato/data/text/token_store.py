@@ -232,6 +232,7 @@ def build_token_store(
         if not _is_whole(place, transform):
             for leftover in folder.glob(f"{place.name}.*tmp"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
+            # Written beside and renamed at the end, so that no other process can take it for complete before.
             building = make_new_folder(place.with_suffix(f".{secrets.token_hex(8)}.tmp"))
             try:
                 _build(building, sources, transform, num_workers, BadRows(max_bad_rows, say), watch)
@@ -298,7 +299,7 @@ def _build(
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
             for row, error in part.bad:
-                bad_rows.add(int(first_rows[source]) + row, error)
+                bad_rows.add(int(first_rows[source]) + row, error)  # rows are numbered over all sources
                 broken.append(str(error))
             num_samples[source] += len(part.rows)
             media += part.media
