@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
@@ -12,9 +12,6 @@ from sfumato.data.media.pictures import File
 from sfumato.data.media.vision import Images
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
-
-if TYPE_CHECKING:
-    from sfumato.config.text_rl import TextRLConfig
 
 
 def identify_text_prompts(config: TextRLConfig, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
