@@ -14,7 +14,7 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
 
 
-def identify_text_prompts(config: TextRLConfig, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
+def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
     """The identity of a task of RL of language models; see ``identify``. Prompts are compared by their tokens."""
 
     def digest(split: list[TextPrompt]) -> str:
