@@ -268,7 +268,7 @@ def measured(value: Any) -> Any:
     return value
 
 
-def concatenated(values: Iterable[Any]) -> str:
+def concatenated(values: Iterable[object]) -> str:
     """Joins the texts of all values. Raises TemplateLimitError when the result would be too long."""
     _count()
     texts = [str(value) for value in values]
@@ -372,7 +372,7 @@ def _check_call(name: str, subject: Any, arguments: tuple[Any, ...], named: Mapp
         _check_format(cast(str, subject), list(values), "{", "{" if is_nested else "\0")
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
 
 

@@ -363,7 +363,7 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
 
 
 def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, range]) -> _TokenisedRows:
-    """The samples of a chunk, which is the number of a source and the indices of some rows of it."""
+    """Tokenises a chunk: the number of a source, and the indices of some of its rows."""
     part = _TokenisedRows()
     source, indices = chunk
     for index, result in samples_of(transform, rows[source], indices):
@@ -439,7 +439,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Any], Any], job: Any) -> Any:
+def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Job], Done], job: Job) -> Done:
     return work(*cast(tuple[list[RowTable], TextTransform], _in_worker), job)
 
 
