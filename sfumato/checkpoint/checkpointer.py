@@ -117,6 +117,7 @@ class Checkpointer:
                 self.run.owe(error)  # an export may fit where a checkpoint does not
         elif due or stopping:
             self.save(state, must_succeed=stopping)
+        # Completing a save is collective: all ranks must agree that every thread has finished.
         elif self._pending is not None and not self.mesh.any(self._pending[1].is_alive()):
             self._settle()
         if stopping:
@@ -134,7 +135,7 @@ class Checkpointer:
         Raises:
             NonFiniteError: when weights are not finite, since pruning would remove good checkpoints for this one.
         """
-        self._settle()
+        self._settle()  # the staging buffers are free only then, and at most one save is under way
         if self._saved_step == state.step:
             return
         self.before_save()

@@ -133,6 +133,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     shards = Shards(state.model, mesh)
     random_tensors, random_values = random_state(mesh.device)
     parts, numbers = optimizer_state(state.optimizer, shards)
+    # The generators of rank 0 stand for those of all ranks: noise does not come from them, but from step and seed.
     for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
         parts |= section.parts()
     critic_numbers: dict[str, Any] = {}
@@ -146,7 +147,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
         "ema_updates": None if state.ema is None else state.ema.num_updates,
         "policy_updates": {name: policy.num_updates for name, policy in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
-        "optimizer": mesh.merge(numbers, over="pp"),
+        "optimizer": mesh.merge(numbers, over="pp"),  # each pipeline stage knows its own parameters
         "critic_optimizer": critic_numbers,
         "critic_schedule_steps": None if state.critic is None else state.critic.schedule.last_epoch,
         "random": random_values,
@@ -193,6 +194,7 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     for section in sections:
         parts |= section.parts()
     stored.read(parts)
+    # Only after everything was read: a checkpoint that cannot be read leaves the optimisers as they were.
     for optimizer, optimizer_fields in trained:
         optimizer.state.clear()
         optimizer.state.update(optimizer_fields)

@@ -130,6 +130,7 @@ class ChatTemplate:
         may be lists of parts.
         """
         trained = check_messages(messages, where, parts=expand is not None)
+        # Templates get the messages without ``loss_mask``, which is no part of the conversation.
         shown_messages = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown_messages, tools, where)
         texts = chat.marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
@@ -309,7 +310,7 @@ class _Chat:
                 )
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if len(trained) < len(answers):
-            if len(blocks) != len(answers):
+            if len(blocks) != len(answers):  # which block belongs to which message could not be told
                 raise DataError(
                     f"{self.where}: loss_mask cannot be followed: the chat template has {len(blocks)} generation "
                     f"blocks for {len(answers)} assistant messages"
@@ -347,6 +348,7 @@ class _Chat:
             spans[index] = (start, end)
         whole = texts.get(last, whole)
         self.check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
+        # True unless the template renders an earlier answer, or the history before it, otherwise in the whole text.
         if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
             return [(whole, list(spans.values()), len(self.messages))]
         return [(texts[index], [spans[index]], index + 1) for index in trained]
@@ -391,6 +393,7 @@ class _Chat:
         except TemplateLimitError as error:
             raise DataError(f"{self.where}: the chat template {error}") from error
         except refusals as error:
+            # The longest beginning that the template renders ends before the message that it refuses.
             for num_accepted in range((count or len(self.messages)) - 1, 0, -1):
                 try:
                     self.apply(num_accepted)
@@ -403,6 +406,7 @@ class _Chat:
 
     def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
+        # Compared without white space, and as a JSON string too: templates may trim or quote a content.
         squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):
             contents = _texts_in(message)

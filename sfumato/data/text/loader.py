@@ -138,7 +138,7 @@ class TextLoader:
             yield number, batches
 
     def is_epoch_due(self, every: int) -> bool:
-        """Whether the latest step ended an epoch whose number ``every`` divides; never where ``every`` is 0."""
+        """Whether the latest step ended an epoch and ``every`` divides the number of complete epochs; False for 0."""
         return bool(every) and self.epoch_ended and self._steps.epochs(self._state) % every == 0
 
     def _micro_batches(self, step: Step) -> list[TokenBatch]:
@@ -148,7 +148,7 @@ class TextLoader:
         lengths = step.document_lengths.sum(axis=1).tolist() if train.dyn_bsz else [1] * len(step.sources)
         capacity = train.micro_batch_size * (self._data.max_seq_len * documents_per_sample if train.dyn_bsz else 1)
         # Costs balance the ranks; lengths, or with ``dyn_bsz`` off the number of samples, limit a micro-batch.
-        costs = [sum(map(self._cost, lengths)) for lengths in step.document_lengths.tolist()]
+        costs = [sum(map(self._cost, document_lengths)) for document_lengths in step.document_lengths.tolist()]
         if self._sight is not None:
             costs = [
                 cost + sum(map(self._sight.of_images, step.image_shapes(position)))
@@ -211,6 +211,7 @@ def build_text_loader(
             store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
             if data.cache_media:
                 media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
+        # With ``dyn_bsz`` the samples of a step are estimated by their mean length.
         step_samples = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
         refuse_repetition("train.global_batch_size", step_samples, len(store))
         mixing = (sources.weights, sources.level, sources.stopping)
@@ -227,6 +228,7 @@ def build_text_loader(
         assert isinstance(data.max_bad_rows, int)  # a share is refused by the configuration
         bad_rows = BadRows(data.max_bad_rows, say)
         stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
+        # A stream is not read before the run: sizes of files stand for their content.
         sizes = [
             [item.path.stat().st_size if isinstance(item, RowFile) else len(item) for item in tables]
             for tables in sources.tables

@@ -58,7 +58,7 @@ MESSAGE_KEYS = {
 """Keys of a message that have a meaning here. Any other key is used only if the chat template names it."""
 
 
-def read_messages(value: Any, where: str, system: Any = None) -> Messages:
+def read_messages(value: Any, where: str, system: object = None) -> Messages:
     """Reads the conversation in a column.
 
     Args:
@@ -276,7 +276,7 @@ def _rows_of_columns(value: Any) -> Any:
     return [StructValue(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
 
 
-def _with_system(messages: Messages, system: Any, where: str) -> Messages:
+def _with_system(messages: Messages, system: object, where: str) -> Messages:
     """Puts the text of the column ``system`` in front of a conversation, unless its first message is the same."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages

@@ -79,6 +79,7 @@ def _describe_shared_rows(
     rows_by_digest: dict[bytes, list[str]] = {}
     num_rows = 0
     for table in held_out.rows:
+        # As ``build_validation`` does: each source gives an equal part, rounded up.
         for index in range(min(len(table), -(-num_eval_rows // len(held_out.rows)))):
             num_rows += 1
             try:

@@ -46,7 +46,7 @@ def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Message
     return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
 
 
-def as_messages(value: Any, role: str, where: str, system: Any = None) -> Messages:
+def as_messages(value: object, role: str, where: str, system: object = None) -> Messages:
     """The messages of a conversation; a text becomes one message of ``role``. ``system`` is as in ``read_messages``."""
     return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)
 

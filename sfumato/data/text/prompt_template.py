@@ -101,6 +101,7 @@ class PromptTemplate:
         encoded = [tokens.input_ids.tolist() for tokens in Encoder(self.tokenizer, with_offsets=False)(valid_texts)]
         begins = is_beginning and self.chat is None and begins_texts(self.tokenizer)
         bos = cast(int, self.tokenizer.bos_token_id)  # used only if there is one
+        # A prompt that was rendered before may begin with the token already.
         return [[bos, *ids] if begins and ids[:1] != [bos] else ids for ids in encoded]
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[int] | None = None, is_cut: bool = True) -> str:

@@ -7,7 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from sfumato.data.text.prompt_formats.base import PromptRow
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from sfumato.config.text_rl import TextRLConfig
 
 Curriculum = Callable[[int, list[dict[str, Any]], int], Any]
 
@@ -252,7 +249,7 @@ class TextPromptLoader(PromptLoader):
         self._latest_order: tuple[int, list[int]] = (-1, [])
 
     @classmethod
-    def from_config(cls, prompts: Sequence[TextPrompt], config: TextRLConfig) -> TextPromptLoader:
+    def from_config(cls, prompts: Sequence[TextPrompt], config: Any) -> TextPromptLoader:
         """The loader of a run of RL, from its configuration. Raises as the class itself."""
         rollout = config.rollout
         return cls(prompts, rollout.num_prompts, rollout.n, config.train.seed, config.data.curriculum)
@@ -283,6 +280,7 @@ class TextPromptLoader(PromptLoader):
             order = self._ask_curriculum(iteration)
         else:
             generator = keyed_generator(self.seed, "replacement prompts", iteration)
+            # A key of its own: taking the next prompts of the epoch would change later iterations.
             order = torch.randperm(self.count, generator=generator).tolist()
         return [row for row in dict.fromkeys(order) if row not in group_rows][:count]
 

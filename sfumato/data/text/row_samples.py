@@ -67,6 +67,7 @@ def samples_of(
         return (yield from cast("_AskingTransform", transform).asks(read(rows, index), rows.describe(index)))
 
     remaining = iter(indices)
+    # Errors wait in the batch until the row's turn, so that rows before it are still given.
     while batch := _Batch(cast("_AskingTransform", transform).encode):
         for index in islice(remaining, BATCH_ROWS):
             batch.add(index, work(index))
@@ -110,6 +111,7 @@ class _Batch:
             except Exception:  # one text cannot be encoded: encoding row by row gives the error to its own row
                 answers = [None] * len(pending)
             for (place, asking, texts), answer in zip(pending, answers, strict=True):
+                # The default arguments bind the values of this iteration.
                 self._advance(
                     place,
                     asking,

@@ -35,7 +35,7 @@ def place_steps(
         The text, and for each step the position after its last character.
 
     Raises:
-        DataError: when there is no step, one is empty or no text, or the template leaves out some of it.
+        DataError: when there is no step, a step is empty or no text, or the template leaves a step out or changes it.
     """
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(f"{where}: the steps of an answer must be texts that are not empty, not {json.dumps(steps)}")

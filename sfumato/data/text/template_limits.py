@@ -268,7 +268,7 @@ def measured(value: Any) -> Any:
     return value
 
 
-def concatenated(values: Iterable[Any]) -> str:
+def concatenated(values: Iterable[object]) -> str:
     """Joins the texts of all values. Raises TemplateLimitError when the result would be too long."""
     _count()
     texts = [str(value) for value in values]
@@ -343,6 +343,7 @@ def _check_format(text: str | bytes, values: Any, mark: str, width: str) -> None
     longest = max((len(value) if isinstance(value, (str, bytes)) else len(str(value)) for value in values), default=0)
     if width in text:
         longest += max((abs(value) for value in values if isinstance(value, int)), default=0)
+    # Twelve digits are beyond every limit already, and converting a longer number could take long.
     widths = sum(int(digits[:12]) for digits in re.findall(r"[0-9]+", text))
     _check_size(len(text) + widths + text.count(mark) * longest)
 
@@ -371,7 +372,7 @@ def _check_call(name: str, subject: Any, arguments: tuple[Any, ...], named: Mapp
         _check_format(cast(str, subject), list(values), "{", "{" if is_nested else "\0")
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
 
 
@@ -386,6 +387,7 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
         name = getattr(method, "__name__", "")
         if isinstance(subject, (str, bytes, int, float)):
             if name == "join" and arguments and isinstance(subject, (str, bytes)):
+                # A list, since looking at an iterator would use it up.
                 arguments = (list(arguments[0]), *arguments[1:])
                 sizes = [len(part) for part in arguments[0] if isinstance(part, (str, bytes))]
                 _check_size(sum(sizes) + len(subject) * len(sizes))
@@ -394,10 +396,11 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
 
     environment.call = limited_call
     environment.concat = lambda pieces: "".join(_bounded(pieces))  # pyright: ignore[reportAttributeAccessIssue]
-    environment.globals.pop("lipsum", None)
+    environment.globals.pop("lipsum", None)  # makes as many paragraphs as its argument says
     for name, function in list(environment.filters.items()):
         environment.filters[name] = _limited_filter(name, function)
     environment.filters |= {"_counted": _Counted, "_concatenated": concatenated, "_measured": measured}
+    # The sandbox looks up intercepted operators in its table; the others become plain operators of Python.
     environment.intercepted_binops = frozenset(OPERATORS)
     environment.binop_table = {**environment.binop_table, **OPERATORS}
 

@@ -232,6 +232,7 @@ def build_token_store(
         if not _is_whole(place, transform):
             for leftover in folder.glob(f"{place.name}.*tmp"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
+            # Written beside and renamed at the end, so that no other process can take it for complete before.
             building = make_new_folder(place.with_suffix(f".{secrets.token_hex(8)}.tmp"))
             try:
                 _build(building, sources, transform, num_workers, BadRows(max_bad_rows, say), watch)
@@ -298,7 +299,7 @@ def _build(
         watched = watch(parts, len(chunks)) if watch else parts
         for (source, _), part in zip(chunks, watched, strict=True):
             for row, error in part.bad:
-                bad_rows.add(int(first_rows[source]) + row, error)
+                bad_rows.add(int(first_rows[source]) + row, error)  # rows are numbered over all sources
                 broken.append(str(error))
             num_samples[source] += len(part.rows)
             media += part.media
@@ -362,7 +363,7 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
 
 
 def _tokenise(rows: list[RowTable], transform: TextTransform, chunk: tuple[int, range]) -> _TokenisedRows:
-    """The samples of a chunk, which is the number of a source and the indices of some rows of it."""
+    """Tokenises a chunk: the number of a source, and the indices of some of its rows."""
     part = _TokenisedRows()
     source, indices = chunk
     for index, result in samples_of(transform, rows[source], indices):
@@ -438,7 +439,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Any], Any], job: Any) -> Any:
+def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Job], Done], job: Job) -> Done:
     return work(*cast(tuple[list[RowTable], TextTransform], _in_worker), job)
 
 

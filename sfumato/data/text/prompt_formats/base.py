@@ -76,7 +76,7 @@ def other_columns(row: dict[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in names and value is not None}
 
 
-def text_or_messages(value: Any, where: str, column: str) -> str | Messages:
+def text_or_messages(value: object, where: str, column: str) -> str | Messages:
     """A prompt: a text that is not empty, or a list of messages. Raises DataError that names the row."""
     if isinstance(value, str):
         return text_field({column: value}, column, where)
