@@ -196,7 +196,9 @@ class InFlight:
 
     def __init__(self, driver: Driver, *, max_queued: int, max_pending: int, store_fraction: float) -> None:
         """Args as of ``RolloutStream``."""
-        self.driver, self.max_queued, self.max_pending = driver, max_queued, max_pending
+        self.driver = driver
+        self.max_queued = max_queued
+        self.max_pending = max_pending
         self.store_fraction = store_fraction
         self.iterations: list[Iteration] = []
         self.delivered_bytes = 0

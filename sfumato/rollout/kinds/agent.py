@@ -110,12 +110,15 @@ def _read(result: Any) -> tuple[str | None, dict[str, Any], str]:
     Returns:
         The answer, or None if it returned none; metadata for rewards; and what is wrong, empty if nothing is.
     """
-    text, metadata = None, {}
+    text = None
+    metadata: dict[str, Any] = {}
     if isinstance(result, Mapping):
         metadata = dict(result)
-        text, result = metadata.pop("text", None), metadata.pop("reward", None)
+        text = metadata.pop("text", None)
+        result = metadata.pop("reward", None)
     elif isinstance(result, str):
-        text, result = result, None
+        text = result
+        result = None
     if text is not None and not isinstance(text, str):
         return None, {}, f"the agent returned a text of type {type(text).__name__}"
     if result is None:

@@ -77,7 +77,8 @@ class Environment(RolloutKind):
         except (UserError, EngineError):
             raise
         except _EnvironmentError as error:
-            play.damage, is_truncated = str(error), False
+            play.damage = str(error)
+            is_truncated = False
         finally:
             await play.close()
         sequences = [play.sequence.freeze()] if play.sequence is not None else []

@@ -319,7 +319,8 @@ class DriverLoop:
                 self.run.add_time(name, seconds)
         self._remember(future.role, reply)
         for handle, size in zip(part.keeps, reply.sizes, strict=False):
-            handle.nbytes, handle.seconds = int(size), reply.end - reply.start
+            handle.nbytes = int(size)
+            handle.seconds = reply.end - reply.start
         error = None if reply.error is None else _raised(reply.error, process, future.function.name)
         if error is None and part.ships:
             self.count_bytes(future.role, packed_value)

@@ -96,7 +96,8 @@ class MeshReceiver:
     def describe(self) -> dict[str, Spec]:
         """Shapes and dtypes of all parameters and persistent buffers."""
         module = self.module
-        parameters, buffers = all_parameters(module), persistent_buffers(module)
+        parameters = all_parameters(module)
+        buffers = persistent_buffers(module)
         specs = {name: Spec(tuple(self.shards.shapes[name]), tensor.dtype) for name, tensor in parameters.items()}
         return specs | {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
 
@@ -116,7 +117,8 @@ class MeshReceiver:
 
     def checksums(self, names: Iterable[str]) -> Checksums:
         """Checksums of the module's parameters and buffers of these names. Every rank must call it."""
-        module, wanted = self.module, set(names)
+        module = self.module
+        wanted = set(names)
         parameters = {name: tensor for name, tensor in all_parameters(module).items() if name in wanted}
         buffers = {name: tensor for name, tensor in persistent_buffers(module).items() if name in wanted}
         return local_checksums(module, self.mesh, parameters, buffers)

@@ -149,7 +149,8 @@ def send(state: SendingState, version: int, everything: bool, tokens: torch.Tens
         NonFiniteError: when a weight is not finite.
         WeightSyncError: when the ranks' copies differ, or a receiver died; the connection is then closed.
     """
-    sender, mesh = _sender(state), state.mesh
+    sender = _sender(state)
+    mesh = state.mesh
     try:
         with state.sent_weights(version) as module:
             source = Source(module, mesh)

@@ -251,9 +251,11 @@ def _wait(
     if store is None:
         raise WeightSyncError("the roles are not connected (any more): WeightSync.reconnect() first")
     try:
-        lacking, error = wait_for(store, keys, timeout_s, stop), None
+        lacking = wait_for(store, keys, timeout_s, stop)
+        error = None
     except dist.DistNetworkError as lost:
-        lacking, error = keys, lost
+        lacking = keys
+        error = lost
     if lacking:
         why = "has gone" if error else f"gave up, or did nothing for {timeout_s:g} s"
         raise WeightSyncError(
