@@ -27,9 +27,9 @@ from sfumato.data.background import read_ahead
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.images.identity import identify_images
 from sfumato.data.images.image_text import open_image_text
-from sfumato.data.loader import IndexBatch, IndexLoader
+from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.encoded import read_pixels, read_rows
+from sfumato.models.diffusion.encoded import read_examples, read_rows
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
@@ -94,9 +94,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         checkpointer.after_step(state)
 
     vae.eval()
-    first = list(range(min(len(dataset), 512)))  # images that the latents' scale is measured on
-    captions: list[str] = []
-    examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
+    examples, captions = read_examples(dataset, 512, bad_rows)  # images that the latents' scale is measured on
     set_latent_scale(vae, examples)
     run.save_samples(state.step, reconstruct(model, examples[:12], captions, config.train.seed, state.step))
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)

@@ -25,8 +25,8 @@ from sfumato.data.background import read_ahead
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.images.identity import identify_images
 from sfumato.data.images.image_text import open_image_text
-from sfumato.data.loader import IndexBatch, IndexLoader
-from sfumato.models.diffusion.encoded import read_pixels, read_rows
+from sfumato.data.loader import IndexLoader
+from sfumato.models.diffusion.encoded import read_examples, read_rows
 from sfumato.models.omni.hf_vq import build_vq
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
@@ -47,9 +47,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
     vq = build_vq(config.model, config.train.seed)
     vq.trained.to(mesh.device).train()
     bad_rows = BadRows(bad_row_limit(config.data.max_bad_rows, len(dataset)), run.say)
-    first = list(range(min(len(dataset), 256)))
-    captions: list[str] = []
-    examples, _ = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
+    examples, captions = read_examples(dataset, 256, bad_rows)
     if config.model.config_path is not None:  # a new model: its codes begin among the latents of these images
         vq.start_codebook(to_device(examples, mesh.device) / 127.5 - 1, config.train.seed)
     broadcast_parameters(vq.trained, mesh)

@@ -85,7 +85,7 @@ class ModelConfig(Section):
 def _check_expression(match: str) -> str:
     try:
         re.compile(match)
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{match!r} is not a regular expression: {error}") from error
     return match
 

@@ -244,7 +244,7 @@ class Format(Reward):
             raise ConfigError(f"reward {self.label!r} needs either a template or a pattern, and not both")
         try:
             re.compile(self.pattern, re.DOTALL)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(f"pattern of reward {self.label!r} is no regular expression: {error}") from error
 
     def score(self, samples: list[Sample]) -> list[float]:

@@ -160,7 +160,7 @@ RULES = [
     ),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
-        r"make (test|slow-test|same|lint|format|setup)$",
+        r"make (test|quick-test|slow-test|same|lint|format|setup)$",
         names_a_target,
         "what runs these tests, and continuous integration",
     ),

@@ -114,6 +114,20 @@ def read_pixels(
     return rows.usable(bad_rows)
 
 
+def read_examples(dataset: Dataset, most: int, bad_rows: BadRows) -> tuple[torch.Tensor, list[str]]:
+    """The pixels, uint8 ``[B, 3, H, W]``, and captions of the first images that can be read, of at most ``most`` rows.
+
+    Raises:
+        DataError: when none of them can be read.
+    """
+    first = list(range(min(len(dataset), most)))
+    captions: list[str] = []
+    examples = read_pixels(dataset, IndexBatch(first, first), bad_rows, captions)
+    if examples is None:
+        raise DataError(f"none of the first {len(first)} images can be read, from which the run is to begin")
+    return examples[0], captions
+
+
 def embed_nothing(model: DiffusionModel, size: Sequence[int]) -> Conditioning:
     """Makes a conditioning of one row on the empty prompt, and on a black image if the model takes one."""
     return model.encode_prompts([""], images=model.blank_images(1, *size[:2]))

@@ -222,7 +222,7 @@ class Session:
         log_probs = sequence.log_probs[-len(drawn_tokens) :] if drawn_tokens else []
         whole_text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids, is_cut=False)
         message = _message(text, hermes_calls(whole_text) if has_tools else [], whole_text)
-        reply = PolicyReply(text, message, sequence.finish_reason, drawn_tokens, log_probs, len(whole_text))
+        reply = PolicyReply(text, message, sequence.finish_reason, drawn_tokens, log_probs, len(prompt))
         last_token = None if self.is_truncated else end_token(drawn_tokens, self.sampling)
         return reply, _Point(None, "", sequence, len(sequence), last_token)
 

@@ -181,7 +181,7 @@ class TextEngine:
         count = len(documents)
         batch = make_batch(samples, list(range(count)), [0] * count, True, 0, placeholder_tokens(model.mesh))
         log_probs = model.token_log_probs([batch])[0].cpu()
-        return log_probs[batch.tensors["labels"] != IGNORED].view(count, -1)
+        return log_probs[batch.labels != IGNORED].view(count, -1)
 
     def draw(
         self,
