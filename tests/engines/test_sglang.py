@@ -108,6 +108,9 @@ def test_weights_are_loaded_from_files_and_verified(served):
     scheduler.faults.add("no update")
     with pytest.raises(WeightSyncError, match=r"version 6 of the weights was not loaded .* weights iterator"):
         engine.take_version(engine.applied, 6)
+    scheduler.faults.clear()
+    engine.take_version(engine.applied, 7)
+    assert drawn(engine, requests_of(1, 3))[0].versions == [7] * 3, "it goes on with weights that could be loaded"
 
 
 def test_all_requests_are_aborted_with_what_they_have(served):

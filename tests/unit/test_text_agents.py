@@ -88,6 +88,8 @@ def test_a_conversation_that_goes_on_is_one_sequence():
         first = ask(messages)
         assert first["choices"][0]["finish_reason"] == "stop" and first["object"] == "chat.completion"
         assert first["usage"]["completion_tokens"] == len("two") + 1
+        prompt_text = f"{BEGIN}system\nBe brief.{END}\n{BEGIN}user\nWhat is 1+1?{END}\n{BEGIN}assistant\n"
+        assert first["usage"]["prompt_tokens"] == len(TOKENIZER(prompt_text)["input_ids"])
         second = ask([*messages, said(first), user("Sure?")])
         assert second["choices"][0]["message"]["content"] == "yes "
         return {"reward": 0.5, "turns": 2}

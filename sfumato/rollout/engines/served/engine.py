@@ -72,6 +72,7 @@ class ServedEngine(ABC):
         self.applied: Path | None = None
         """Folder of the version in use; it stays on disk so that a restarted engine can load it."""
         self._is_paused = self._is_closed = False
+        self._waits_for_weights = False
 
     @property
     def weights(self) -> ServedEngine:
@@ -99,6 +100,7 @@ class ServedEngine(ABC):
         """See ``Engine``."""
         self._pause(mode)
         self._is_paused = True
+        self._waits_for_weights = False
 
     def resume(self) -> None:
         """See ``Engine``."""
@@ -165,7 +167,7 @@ class ServedEngine(ABC):
             EngineError: when they do not start.
         """
         self._restart()
-        self._is_paused = False
+        self._is_paused = self._waits_for_weights = False
         if self.applied is not None:
             self.load_files(self.applied, self.version)
 
@@ -199,16 +201,19 @@ class ServedEngine(ABC):
 
     def take_version(self, folder: Path, version: int) -> None:
         """Loads the weights in a folder and draws by them from now on. Open requests wait meanwhile, then go on."""
-        is_paused = self._is_paused
-        if not is_paused:
+        resumes = not self._is_paused or self._waits_for_weights
+        if not self._is_paused:
             self.pause("keep")
+        # An engine whose weights could not be loaded holds parts of two versions: it stays paused until some can be.
+        self._waits_for_weights = resumes
         try:
             self.load_files(folder, version)
         except EngineError as error:
             raise WeightSyncError(f"version {version} of the weights was not loaded by {self.name}: {error}") from error
         self.version = version
         self.flush()
-        if not is_paused:
+        self._waits_for_weights = False
+        if resumes:
             self.resume()
 
     @abstractmethod
