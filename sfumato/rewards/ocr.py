@@ -121,8 +121,8 @@ def crop_to_ink(image: np.ndarray) -> np.ndarray | None:
     if not is_ink.any():
         return None
     rows, columns = np.flatnonzero(is_ink.any(axis=1)), np.flatnonzero(is_ink.any(axis=0))
-    top, left = max(rows[0] - _INK_MARGIN, 0), max(columns[0] - _INK_MARGIN, 0)
-    return image[top : rows[-1] + _INK_MARGIN + 1, left : columns[-1] + _INK_MARGIN + 1]
+    first_row, first_column = max(rows[0] - _INK_MARGIN, 0), max(columns[0] - _INK_MARGIN, 0)
+    return image[first_row : rows[-1] + _INK_MARGIN + 1, first_column : columns[-1] + _INK_MARGIN + 1]
 
 
 @dataclass(frozen=True, kw_only=True)
