@@ -16,7 +16,7 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sfumato.checkpoint.parts import StoredCheckpoint, read_state_values
-from sfumato.config.sections import ModelConfig
+from sfumato.config.sections import ModelConfig, ParamGroupConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.files.row_store import RowStore, RowWriter
 from sfumato.data.media import video_files
@@ -27,6 +27,7 @@ from sfumato.data.text.template_limits import TemplateLimitError, check_constant
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_byte_tokenizer, build_tokenizer, read_model_config
+from sfumato.rewards.answers import Format
 from sfumato.rollout.agents.tool_calls import inline_call
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.vllm_calls import ServerCalls
@@ -260,3 +261,14 @@ def test_a_video_whose_first_pass_takes_too_long_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(video_files, "LONGEST_S", 0.2)
     with pytest.raises(DataError, match="reading it takes more than 0 s"):
         check_video(clip(16, 16, 4), "row 1")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(" * 5000 + ")" * 5000, "x{99999999999}", "(", "[z-a]"], ids=["deep", "often", "open", "range"]
+)
+def test_what_is_no_regular_expression_is_named(pattern: str) -> None:
+    """Parentheses 5,000 deep end the reader of Python's regular expressions in an error that is none of its own."""
+    with pytest.raises(ConfigError, match="no regular expression"):
+        Format(pattern=pattern)
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        ParamGroupConfig.model_validate({"match": pattern})
