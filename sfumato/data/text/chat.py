@@ -24,7 +24,7 @@ from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begin
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATES = Path(__file__).parent / "templates"
@@ -53,7 +53,7 @@ class ChatTemplate:
     to and with the token that ends the turn, which is appended where the template writes none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, tool_text: str, name: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, tool_text: str, name: str) -> None:
         """Finds out how answers end, by rendering test conversations.
 
         Args:
@@ -428,7 +428,7 @@ class _Chat:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 
-def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Builds the chat template of a configuration.
 
     Args:
@@ -458,7 +458,7 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) ->
     return ChatTemplate(tokenizer, *texts, name or OWN)  # pyright: ignore[reportCallIssue]  # two texts
 
 
-def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a slow tokenizer, which cannot tell which characters a token comes from."""
     if not tokenizer.is_fast:
         raise ConfigError(

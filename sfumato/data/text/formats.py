@@ -40,7 +40,7 @@ from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, with_
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "ImageConversation",
@@ -59,7 +59,7 @@ class PlainText(TextFormat):
     has_answers: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-sequence token, with which plain texts end: set eos_token")
         keys = config.text_keys or ["content_split", "text", "content"]
@@ -72,7 +72,7 @@ class Conversation(TextFormat):
 
     type: ClassVar[str] = "conversation"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         template = build_chat_template(config.chat_template, tokenizer)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         keys = config.text_keys or ["messages", "conversations"]
@@ -86,7 +86,7 @@ class Preference(TextFormat):
     type: ClassVar[str] = "preference"
     documents_per_sample: ClassVar[int] = 2
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected"]
         if len(keys) not in (2, 3):
             raise ConfigError(
@@ -106,7 +106,7 @@ class PreferenceMargin(TextFormat):
     documents_per_sample: ClassVar[int] = 2
     numbers: ClassVar[str] = "margins"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
         if len(keys) not in (3, 4):
             raise ConfigError(
@@ -126,7 +126,7 @@ class Unpaired(TextFormat):
     type: ClassVar[str] = "unpaired"
     numbers: ClassVar[str] = "labels"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "completion", "label"]
         if len(keys) != 3:
             raise ConfigError(
@@ -147,7 +147,7 @@ class Process(TextFormat):
     steps_by: Literal["paragraph", "line"] = "paragraph"
     """What stands between two steps of an answer: an empty line, or a line break."""
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "steps", "completions", "labels"]
         if len(keys) < 3:
             raise ConfigError(
@@ -167,7 +167,7 @@ class PlainTextTransform:
     """
 
     documents_per_sample: ClassVar[int] = 1
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     keys: list[str]
     max_seq_len: int
     fingerprint: str

@@ -10,7 +10,7 @@ from sfumato.data.text.answer_end import AnswerEnd, marker_pattern
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The beginning of a generation block."""
@@ -22,7 +22,7 @@ RenderMarked = Callable[[list[dict[str, Any]]], tuple[str, list[Span]]]
 """Renders a conversation; returns its text and the spans of its generation blocks."""
 
 
-def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError when the blocks of a template leave out a part of an answer, or the token that ends it, in the
     middle or at the end of a conversation.
 
