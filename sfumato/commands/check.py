@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -101,7 +101,7 @@ class Findings:
 
 def check_config(
     path: str | Path,
-    overrides: dict[str, Any] | None = None,
+    overrides: dict[str, object] | None = None,
     task: str | None = None,
     num_ranks: int | None = None,
     device_gib: float | None = None,
@@ -167,7 +167,7 @@ def check_config(
     return findings
 
 
-def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
+def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:
     """The number of the actor's processes where roles live on Ray; None elsewhere.
 
     Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.

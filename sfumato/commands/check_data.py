@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -255,7 +255,7 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     return findings
 
 
-def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
+def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, object]:
     """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
     return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 

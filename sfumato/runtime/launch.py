@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from sfumato.tracking.run import Run
 if TYPE_CHECKING:
     from sfumato.runtime.weight_sync.sync import Rescoring
 
-Build = Callable[[Any, Mesh, Any], Any]
+Build = Callable[[object, Mesh, object], object]
 """Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
 has ``say``, ``timed`` and ``stop_requested``."""
 

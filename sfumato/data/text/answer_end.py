@@ -299,7 +299,7 @@ def _find_end_after_call(render: Render, markers: re.Pattern[str], declared: Map
     return EndToken(token.token_id, token.text, source)
 
 
-def _render_or_empty(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+def _render_or_empty(render: Render, messages: list[Message], tools: list[dict[str, object]] | None = None) -> str:
     """Renders messages; the empty text when the template refuses them."""
     import jinja2
 

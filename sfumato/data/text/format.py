@@ -84,7 +84,7 @@ class TextTransform(Protocol):
         fingerprint: str
         """Identifies everything that changes the samples of a row."""
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+    def __call__(self, row: dict[str, object], where: str) -> list[TextSample]:
         """The samples of a row, at least one. Raises DataError that names ``where``."""
         ...
 
@@ -162,7 +162,7 @@ def source_of(text_format: TextFormat) -> list[str]:
     return [] if module.__name__.startswith("sfumato.") else [inspect.getsource(module)]
 
 
-def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
+def find_key(row: dict[str, object], keys: list[str], where: str) -> str:
     """The first of ``keys`` that the row has a value for. Raises DataError that lists the row's columns."""
     for key in keys:
         if row.get(key) is not None:

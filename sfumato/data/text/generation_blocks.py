@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.text.answer_end import AnswerEnd, marker_pattern
 from sfumato.errors import ConfigError
@@ -18,7 +18,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER, _QUESTION = "sfumatoanswer", "sfumatoquestion"
 
 Span = tuple[int, int]
-RenderMarked = Callable[[list[dict[str, Any]]], tuple[str, list[Span]]]
+RenderMarked = Callable[[list[dict[str, object]]], tuple[str, list[Span]]]
 """Renders a conversation; returns its text and the spans of its generation blocks."""
 
 
@@ -105,5 +105,5 @@ def _needs_parts(render: RenderMarked) -> bool:
     return False
 
 
-def _message(role: str, text: str, as_parts: bool) -> dict[str, Any]:
+def _message(role: str, text: str, as_parts: bool) -> dict[str, object]:
     return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}

@@ -267,7 +267,7 @@ class Checks:
         model, mesh = self.model, self.model.mesh
         num_labels = self.batches[0].num_labels * self.copies * mesh.data_size
 
-        def loss_fn(output: Any, batch: TokenBatch) -> Tensor:
+        def loss_fn(output: object, batch: TokenBatch) -> Tensor:
             return -model.probe_values(output, batch).sum() / num_labels
 
         try:

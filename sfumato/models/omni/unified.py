@@ -90,7 +90,7 @@ class CodeReader(DrawingReader):
         """No tensors."""
         return {}
 
-    def of_opened(self, media: Sequence[Any]) -> Tensors:
+    def of_opened(self, media: Sequence[object]) -> Tensors:
         """No tensors."""
         return {}
 
@@ -158,7 +158,7 @@ class _SingleAutoClass:
         self._cls = cls
         self._model_mapping = {cls.config_class: cls}  # read where auto classes are expected
 
-    def from_config(self, described: PreTrainedConfig, trust_remote_code: bool, **settings: Any) -> nn.Module:
+    def from_config(self, described: PreTrainedConfig, trust_remote_code: bool, **settings: object) -> nn.Module:
         return self._cls._from_config(described, **settings)
 
     def from_pretrained(self, folder: Path, local_files_only: bool, **settings: Any) -> nn.Module:
