@@ -179,6 +179,37 @@ def whole_weights(
     return weights
 
 
+def each_whole_weight(
+    module: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, with_frozen: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a module's whole weights one at a time, on every rank. Every rank must take all of them.
+
+    A rank holds one whole weight at a time besides those that the caller keeps. Not with pipeline parallelism. A tied
+    weight has the first of its names.
+
+    Args:
+        module: any that ``parallelize`` returned, adapters included.
+        mesh: the ranks.
+        dtype: float32 weights are cast to it before they are gathered; None casts none.
+        with_frozen: whether to gather parameters that require no gradients, too.
+
+    Yields:
+        The name of a parameter or persistent buffer and the whole tensor, on the mesh's device; it shares no memory with
+        the module.
+    """
+    assert mesh.layout.pp == 1, "a rank of a pipeline has no part of the other stages' weights"
+    parameters = all_parameters(module) if with_frozen else trainable_parameters(module)
+    shards = Shards(module, mesh, parameters)
+    for name, parameter in parameters.items():
+        held = local(parameter.detach())
+        shard = held.to(mesh.device, dtype if dtype is not None and held.dtype == torch.float32 else held.dtype)
+        tensor = shards.whole(name, shard)
+        is_shared = tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+        yield name, tensor.clone() if is_shared else tensor
+    for name, buffer in persistent_buffers(module).items():
+        yield name, buffer.detach().to(mesh.device, copy=True)
+
+
 def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]:
     """Names of a module's parameters and persistent buffers that hold NaN or infinite values, on any rank.
 

@@ -20,9 +20,11 @@ from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import all_parameters, local, ranges_of, shard_of, whole
 from sfumato.parallel.weights import (
     build_on_meta,
+    each_whole_weight,
     initialise_on_meta,
     load_weights,
     load_whole,
+    persistent_buffers,
     real_stand_ins,
     whole_weights,
 )
@@ -192,11 +194,16 @@ def there_and_back(kind: str, lora: bool, from_rank0: bool, **config: Any) -> tu
     module = cut(build(kind, lora), kind, mesh, parsed)
     found = whole_weights(module, mesh)
     differing = unlike(found, truth.state_dict())
+    as_computed = {name: each.bfloat16() for name, each in truth.state_dict().items()}
+    gathered = dict(each_whole_weight(module, mesh, torch.bfloat16))
+    differing += [*unlike(gathered, as_computed), *(gathered.keys() ^ as_computed.keys())]
     trained = whole_weights(module, mesh, only_trainable=True)
     changed = {name: each.detach() * 3 for name, each in truth.state_dict().items()}
     load_whole(module, changed if mesh.is_first or not from_rank0 else {"": torch.zeros(1)}, mesh, from_rank0)
     differing += unlike(whole_weights(module, mesh), changed)
     mine = [name for name, each in truth.named_parameters() if each.requires_grad]
+    gathered = dict(each_whole_weight(module, mesh, with_frozen=False))
+    differing += [*unlike(gathered, changed), *(gathered.keys() ^ {*mine, *persistent_buffers(truth)})]
     load_whole(module, {name: changed[name] / 3 for name in mine}, mesh, from_rank0)
     differing += [
         name
