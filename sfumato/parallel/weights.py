@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +25,34 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.finite import listed, not_finite, together
+from sfumato.parallel.keyed_weights import (
+    SMALL,
+    WeightRecipe,
+    draw_chunk,
+    problems_of,
+    record_initialisation,
+    refusal,
+    share_values,
+)
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local, plain_name, trainable_parameters
+from sfumato.parallel.shards import (
+    Shards,
+    all_parameters,
+    chunks_of,
+    local,
+    plain_name,
+    trainable_parameters,
+    whole_chunk,
+    whole_shapes,
+)
 from sfumato.parallel.weight_files import Held, TensorSource, converted, file_of, open_weights, read_shard
 
 NAMED = 5
 """Tensors that an error names; the others are counted."""
+
+LARGEST_IN_SEQUENCE = 2**34
+"""Most numbers of a model whose random weights torch's generator draws in sequence: 64 GiB in float32 on the host of
+rank 0, and about two minutes. Larger models are drawn in parts, which gives other values at the same seed."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +217,8 @@ def each_whole_weight(
         with_frozen: whether to gather parameters that require no gradients, too.
 
     Yields:
-        The name of a parameter or persistent buffer and the whole tensor, on the mesh's device; it shares no memory with
-        the module.
+        The name of a parameter or persistent buffer and the whole tensor, on the mesh's device, which shares no memory
+        with the module.
     """
     assert mesh.layout.pp == 1, "a rank of a pipeline has no part of the other stages' weights"
     parameters = all_parameters(module) if with_frozen else trainable_parameters(module)
@@ -243,7 +266,7 @@ def refuse_not_finite(
         )
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module], smallest: int = 0) -> nn.Module:
     """Builds a module whose parameters take no memory, while its buffers have their values.
 
     Buffers that are computed when a module is built (frequencies of rotary embeddings) are in no file, so they must be
@@ -251,12 +274,13 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
     Args:
         build: builds the module on the CPU; each parameter has memory until it is registered.
+        smallest: parameters of fewer elements stay on the CPU.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         # A parameter on meta is kept as the object that it is: it may be registered again, as a tied weight.
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and param.numel() >= smallest:
             attributes = param.__dict__
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
             cast("dict[str, Any]", param.__dict__).update(attributes)
@@ -296,8 +320,9 @@ def initialise_on_meta(
 ) -> None:
     """Gives a module on meta the random weights that one plain process would have, bit for bit, on any mesh.
 
-    Random numbers drawn in shards would depend on the mesh, so rank 0 builds the plain module, which must fit into its
-    CPU memory, and sends one weight at a time. Every rank must call it.
+    Up to ``LARGEST_IN_SEQUENCE`` numbers torch's generator draws them in the order of the plain module: rank 0 builds
+    that in its CPU memory and sends one weight at a time. Weights of larger models are keyed (``keyed_weights``), and
+    each rank draws its own shards. Every rank must call it.
 
     Args:
         module: the result of ``parallelize`` on ``build_on_meta(build)``.
@@ -307,9 +332,17 @@ def initialise_on_meta(
         device: see ``load_weights``.
 
     Raises:
-        ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
+        ConfigError: when the two modules' weights differ in names or shapes, the module is wrapped by fsdp1, or weights
+            of a large model are initialised in a way that cannot be repeated on parts of them.
     """
     _refuse_fsdp1(module)
+    shapes = mesh.merge(dict(whole_shapes(module)), over="pp")
+    # a weight that two stages hold counts twice here, and once where it matters
+    if sum(shape.numel() for shape in shapes.values()) > LARGEST_IN_SEQUENCE:
+        plain, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
+        if num_weights(plain) > LARGEST_IN_SEQUENCE:
+            _draw_shards(module, plain, recipes, mesh, seed, device or mesh.device)
+            return
     names = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -318,11 +351,72 @@ def initialise_on_meta(
             torch.manual_seed(seed)
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        missing = [name for name in names if name not in tensors]
-        problems = [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
+        problems = _missing(names, tensors)
     _raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
     load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
+
+
+def _draw_shards(
+    module: nn.Module,
+    plain: nn.Module,
+    recipes: Mapping[str, WeightRecipe],
+    mesh: Mesh,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Draws this rank's shards of a module's weights; ``plain`` is on meta, and its buffers have their values."""
+    parameters, buffers, plain_buffers = all_parameters(module), persistent_buffers(module), persistent_buffers(plain)
+    problems = _missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
+    if reasons := problems_of(recipes):
+        problems.append(refusal(reasons, LARGEST_IN_SEQUENCE))
+    _raise_everywhere(problems, mesh)
+    # values that the model computes when it is built may come from memory that it never wrote
+    share_values(recipes, partial(_from_first_rank, mesh=mesh))
+    make_real(module, device)
+    parameters, buffers = all_parameters(module), persistent_buffers(module)
+    shards = Shards(module, mesh, parameters)
+    for name, parameter in parameters.items():
+        for chunk in chunks_of(shards, name):
+            draw_chunk(local(parameter.detach())[chunk.place], chunk, recipes[name], seed)
+    for name, buffer in buffers.items():
+        _copy(plain_buffers[name], buffer)
+
+
+def _from_first_rank(values: list[Tensor], mesh: Mesh) -> list[Tensor]:
+    """Rank 0's tensors, on every rank, which has as many of the same shapes and dtypes on the CPU."""
+    if mesh.size == 1 or not values:
+        return values
+    joined = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
+    dist.broadcast(joined, src=0)
+    parts = joined.split([value.nbytes for value in values])
+    return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def build_with_random_weights(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A plain module in CPU memory with the random weights that ``initialise_on_meta`` gives it on any mesh."""
+    on_meta = build_on_meta(build)
+    if num_weights(on_meta) <= LARGEST_IN_SEQUENCE:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build()
+    module, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
+    if reasons := problems_of(recipes):
+        raise ConfigError(f"weights: {refusal(reasons, LARGEST_IN_SEQUENCE)}")
+    make_real(module, torch.device("cpu"))
+    for name, parameter in module.named_parameters():
+        draw_chunk(parameter.detach(), whole_chunk(parameter.shape), recipes[name], seed)
+    return module
+
+
+def num_weights(module: nn.Module) -> int:
+    """Numbers in a module's parameters, of which tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
+    missing = [name for name in names if name not in of_plain]
+    return [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
 
 
 def make_real(module: nn.Module, device: torch.device) -> None:
