@@ -180,6 +180,29 @@ def whole_weights(
     Returns:
         On rank 0 whole tensors on the CPU, of all pipeline stages, by name; elsewhere an empty dictionary.
     """
+    weights: dict[str, Tensor] = {}
+    for name, tensor in weights_on_first(module, mesh, only_trainable):
+        if tensor is not None and name not in weights:
+            weights[name] = tensor.detach().to("cpu", copy=not share)
+    return weights
+
+
+def weights_on_first(
+    module: nn.Module,
+    mesh: Mesh,
+    only_trainable: bool = False,
+    dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda _, dtype: dtype,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yields a module's whole weights one at a time. Every rank must take all of them.
+
+    Args:
+        module, mesh, only_trainable: see ``whole_weights``.
+        dtype_of: dtype in which a weight of this name and dtype is gathered.
+
+    Yields:
+        The name of a parameter or persistent buffer, of all pipeline stages, a second time where two stages hold it;
+        and on rank 0 the whole tensor, which may share memory with the module, elsewhere None.
+    """
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
@@ -187,19 +210,21 @@ def whole_weights(
     own_specs |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
-    weights: dict[str, Tensor] = {}
     for owner_stage, specs in enumerate(mesh.gather(own_specs, over="pp")):
-        for name, (shape, dtype) in specs.items():
+        for name, (shape, stored_dtype) in specs.items():
+            dtype = dtype_of(name, stored_dtype)
+            tensor: Tensor | None = None
             if owner_stage == stage:
-                tensor = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
+                if name in buffers:
+                    tensor = buffers[name].detach().to(dtype)
+                else:
+                    tensor = shards.whole(name, local(parameters[name].detach()).to(dtype))
                 if stage > 0 and ranks[0] == 0:
                     dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
                 tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
                 dist.recv(tensor, src=ranks[owner_stage], group=mesh.group("pp"))
-            if mesh.is_first:
-                weights.setdefault(name, tensor.detach().to("cpu", copy=not share))
-    return weights
+            yield name, tensor if mesh.is_first else None
 
 
 def each_whole_weight(
