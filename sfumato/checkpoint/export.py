@@ -42,7 +42,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
             raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
         streamed = None
         if isinstance(model, Streamable) and not has_adapters(model.trained):
-            streamed = model.streamed_export()
+            streamed = model.streamed_export(mesh)
         weights: dict[str, Tensor] = {}
         arriving: Iterator[tuple[str, Tensor | None]] = iter(())
         if streamed is None:

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from sfumato.parallel.mesh import Mesh
+
 
 class Exportable(Protocol):
     """A model that can write folders that other programs load.
@@ -52,8 +54,8 @@ class StreamedExport(Protocol):
 class Streamable(Exportable, Protocol):
     """A model whose export may take the weights one at a time."""
 
-    def streamed_export(self) -> StreamedExport | None:
-        """The export; None where this model's weights must be there together. Every rank must call it."""
+    def streamed_export(self, mesh: Mesh) -> StreamedExport | None:
+        """The export; None where this model's weights must be there together. Every rank of the mesh must call it."""
 
 
 def has_adapters(module: nn.Module) -> bool:

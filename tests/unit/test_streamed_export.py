@@ -58,7 +58,6 @@ def test_the_files_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
             alive.add(copy)
             yield name, copy
             del copy
-            gc.collect()
             most = max(most, len(alive))
 
     assert {*write_streamed(plain, layout, arriving(), tmp_path / "one by one")} == {"not of the module"}

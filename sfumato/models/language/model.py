@@ -253,15 +253,15 @@ class LanguageModel(PackedModel[TokenScores]):
         plain.save_pretrained(folder)
         save_generation_config(folder, self.source, self.tokenizer)
 
-    def streamed_export(self) -> TransformersExport | None:
+    def streamed_export(self, mesh: Mesh) -> TransformersExport | None:
         """The export of ``save_export`` without adapters, which takes one weight at a time; None where it needs all at
         once. Every rank must call it."""
         if type(self).save_export is not LanguageModel.save_export:
             return None
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         # the first rank alone looks into the folder that was trained
-        float32_weights = sorted(float32_names(plain, self.source)) if self.mesh.is_first else []
-        float32_weights = self.mesh.first(float32_weights, among="world")
+        float32_weights = sorted(float32_names(plain, self.source)) if mesh.is_first else []
+        float32_weights = mesh.first(float32_weights, among="world")
         set_dtypes(plain, self.autocast_dtype, float32_weights)
         layout = lay_out(plain)
         if layout is None:
