@@ -82,8 +82,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
         json.loads((tmp_path / folder / "model.safetensors.index.json").read_text())
         for folder in ("one by one", "at once")
     )
-    assert {*index["weight_map"]} == {*expected["weight_map"]}
-    assert index["metadata"] == expected["metadata"] | {"total_size": 4 * module.num_parameters()}
+    assert {*index["weight_map"]} == {*expected["weight_map"]} and index["metadata"] == expected["metadata"]
     assert len({*index["weight_map"].values()}) > 2
     for name, file in index["weight_map"].items():
         stored = load_file(tmp_path / "one by one" / file)[name]

@@ -96,7 +96,11 @@ def lay_out(plain: PreTrainedModel) -> ExportLayout | None:
         for group in dict.fromkeys(groups.values()):
             parts |= revert_weight_conversion(plain, {name: state[name] for name in group})
         if _described(parts) == _described(whole):
-            return ExportLayout(whole, groups)
+            # parts of one weight would count with the size of all of it
+            apart = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in whole.items()
+            }
+            return ExportLayout(apart, groups)
     return None
 
 
