@@ -28,8 +28,8 @@ SMALL = 2**16
 LARGEST_VALUE = 2**24
 """Most elements of a table that the model computes and copies into a weight, such as one of positions."""
 
-PIECE = 2**22
-"""Elements that are drawn at a time, which bounds the memory beside the weights (about 60 bytes each)."""
+PIECE = 2**20
+"""Elements that are drawn at a time, which bounds the memory beside the weights (about 110 bytes each)."""
 
 OVERWRITES = ("normal_", "uniform_", "zero_", "fill_", "copy_")
 """Operations after which a tensor holds nothing of what it held before."""
