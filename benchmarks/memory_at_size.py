@@ -1,7 +1,7 @@
 """Bytes and peak memory of what handles a whole model, on several ranks of this machine (gloo, CPU).
 
     python benchmarks/memory_at_size.py
-    python benchmarks/memory_at_size.py --ranks 2 4 --parameters 50e6
+    python benchmarks/memory_at_size.py --ranks 2 4 --parameters 200e6
 
 For each number of ranks, a model under fsdp2: gathering it for the embedded engine (first, and after an update),
 starting from scratch (in sequence on rank 0, and in parts on every rank), and the export; each in processes of its own,
@@ -48,10 +48,10 @@ ROWS = 2048
 
 def describe(num_parameters: float) -> dict[str, Any]:
     """A Qwen3 of about so many parameters."""
-    hidden = 512
-    layers = max(int((num_parameters - 2 * 32000 * hidden) / (4 * hidden**2 + 3 * hidden * 4 * hidden)), 1)
+    hidden = 256
+    layers = max(int((num_parameters - 2 * 8192 * hidden) / (4 * hidden**2 + 3 * hidden * 4 * hidden)), 1)
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "head_dim": 64}
-    return {"vocab_size": 32000, "num_attention_heads": 8, "num_key_value_heads": 8, **sizes}
+    return {"vocab_size": 8192, "num_attention_heads": 4, "num_key_value_heads": 4, **sizes}
 
 
 def measure(name: str, num_parameters: float) -> dict[str, float]:
@@ -253,7 +253,7 @@ def main() -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--parameters", type=float, default=20e6)
     parser.add_argument("--measures", nargs="+", default=list(MEASURES), choices=MEASURES)
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
