@@ -1,7 +1,7 @@
 """Bytes and peak memory of what handles a whole model, on several ranks of this machine (gloo, CPU).
 
-    python benchmarks/memory_at_size.py
-    python benchmarks/memory_at_size.py --ranks 2 4 --parameters 200e6
+    python -m benchmarks.memory_at_size
+    python -m benchmarks.memory_at_size --ranks 2 4 --parameters 200e6
 
 For each number of ranks, a model under fsdp2: gathering it for the embedded engine (first, and after an update),
 starting from scratch (in sequence on rank 0, and in parts on every rank), and the export; each in processes of its own,

@@ -134,7 +134,7 @@ def _moments(
     if config.train.init_device != "meta":
         whole = model.whole_bytes * (1 + has_reference) + model.frozen_bytes
         moments["start: each process builds the whole model (train.init_device)"] = processes * whole
-    elif config.model.model_path is None:
+    elif getattr(config.model, "model_path", None) is None:
         if model.num_parameters <= LARGEST_IN_SEQUENCE:
             moments["start: rank 0 draws the whole model"] = FLOAT32 * model.num_parameters
         else:
@@ -148,15 +148,19 @@ def _moments(
             moments["start: each process loads frozen parts"] = processes * model.frozen_bytes
     if is_language and FLOAT32 * model.num_parameters <= LARGEST_COPY:
         moments["probe: rank 0 gathers the whole model"] = FLOAT32 * model.num_parameters
-    streams = is_language and config.model.lora is None and not isinstance(config, TrainTextRewardConfig)
-    if streams:
+    if _exports_adapters(config):
+        moments["export: rank 0 gathers the adapters"] = FLOAT32 * model.num_trained
+    elif is_language and not isinstance(config, TrainTextRewardConfig):
         # a weight as it was gathered, and what the files have in its place
         moments["export: rank 0 writes weight after weight"] = 2 * model.largest_weight * _export_itemsize(config)
-    elif config.model.lora is not None and not isinstance(config, TrainTextRewardConfig):
-        moments["export: rank 0 gathers the adapters"] = FLOAT32 * model.num_trained
     else:
         moments["export: rank 0 gathers the whole model"] = FLOAT32 * model.num_parameters
     return moments
+
+
+def _exports_adapters(config: TaskConfig) -> bool:
+    """Whether adapters are exported alone; a reward model is exported with its adapters merged."""
+    return getattr(config.model, "lora", None) is not None and not isinstance(config, TrainTextRewardConfig)
 
 
 def _export_itemsize(config: TaskConfig) -> int:
@@ -164,7 +168,7 @@ def _export_itemsize(config: TaskConfig) -> int:
 
 
 def _export_bytes(config: TaskConfig, model: ModelFindings) -> int:
-    if config.model.lora is not None and not isinstance(config, TrainTextRewardConfig):
+    if _exports_adapters(config):
         return FLOAT32 * model.num_trained
     if isinstance(config.model, LanguageModelConfig):
         return _export_itemsize(config) * model.num_parameters

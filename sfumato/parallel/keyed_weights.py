@@ -177,7 +177,7 @@ def _noticed(initialisation: Initialisation) -> Iterator[None]:
 
     noticed = {name: noticing(getattr(nn.init, name)) for name in NOT_ON_META}
     replacements: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (vars(nn.init), {**noticed, "_no_grad_trunc_normal_": draw})
+        (nn.init.__dict__, {**noticed, "_no_grad_trunc_normal_": draw})
     ]
     if (initialisations := sys.modules.get("transformers.initialization")) is not None:
         # it holds torch's functions in a table of its own

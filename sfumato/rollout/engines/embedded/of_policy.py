@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -57,7 +58,9 @@ class PolicyEngine:
         compute_dtype = model.autocast_dtype
         if self._engine is None or self._copy is None:
             copies = dict(each_whole_weight(model.trained, model.mesh, compute_dtype))
-            self._copy = model.plain_with(copies).to(model.mesh.device).requires_grad_(False)
+            # transformers wraps the method, of which its annotations lose the instance
+            copied = cast("nn.Module", model.plain_with(copies))
+            self._copy = copied.to(model.mesh.device).requires_grad_(False)
             self._engine = self._build(self._copy)
             return
         places = self._copy.state_dict()
