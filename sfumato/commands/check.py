@@ -20,6 +20,7 @@ from sfumato.commands.check_data import (
     check_text_data,
     check_text_prompt_data,
 )
+from sfumato.commands.check_host import HostFindings, check_host
 from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
@@ -73,6 +74,7 @@ class Findings:
     on_gpu: bool
     data: DataFindings | None = None
     model: ModelFindings | None = None
+    host: HostFindings | None = None
     problems: list[str] = field(default_factory=list)
     """What would stop the run."""
     notes: list[str] = field(default_factory=list)
@@ -87,10 +89,14 @@ class Findings:
         """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
         if self.problems:
             return WRONG
+        return FITS if self.fits_devices and (self.host is None or self.host.fits) else DOES_NOT_FIT
+
+    @property
+    def fits_devices(self) -> bool:
+        """Whether the memory of devices is enough, as far as it is known."""
         needed_bytes = self.needed_bytes
-        if self.device_bytes is None or needed_bytes is None:
-            return FITS  # nothing to compare: an unknown machine, or a model whose memory is not predicted
-        return DOES_NOT_FIT if needed_bytes > self.device_bytes else FITS
+        # nothing to compare on an unknown machine, or with a model whose memory is not predicted
+        return self.device_bytes is None or needed_bytes is None or needed_bytes <= self.device_bytes
 
     def to_json(self) -> str:
         """All of it for machines."""
@@ -107,6 +113,7 @@ def check_config(
     device_gib: float | None = None,
     with_data: bool = True,
     show: bool = False,
+    host_gib: float | None = None,
 ) -> Findings:
     """Checks a configuration without starting anything.
 
@@ -118,6 +125,7 @@ def check_config(
         device_gib: memory of one GPU; None looks at this machine.
         with_data: look at the data.
         show: say on stderr what is being done.
+        host_gib: CPU memory of a machine; None looks at this one, unless ``device_gib`` says that it is another.
 
     Raises:
         ConfigError: when the configuration itself is wrong. What is wrong with data or model is in the findings.
@@ -152,6 +160,9 @@ def check_config(
     _print_progress("building the model without memory, and predicting what it needs", show)
     try:
         findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
+        is_here = device_gib is None and findings.device_bytes is not None
+        sizes = (findings.model, findings.data, findings.on_gpu)
+        findings.host = check_host(config, layout, *sizes, host_gib, is_here)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
         if (

@@ -62,6 +62,12 @@ class ModelFindings:
     kind: str = ""
     num_parameters: int = 0
     num_trained: int = 0
+    whole_bytes: int = 0
+    """Bytes of all weights of the model, in the precision in which it is built."""
+    largest_weight: int = 0
+    """Numbers in the largest weight."""
+    frozen_bytes: int = 0
+    """Bytes of other networks, which are whole in each rank."""
     num_active: int | None = None
     """Parameters of matrices that a token is multiplied with; None for diffusion models."""
     flops_per_token: float | None = None
@@ -116,6 +122,9 @@ def check_model(
     findings = ModelFindings(type(module).__name__)
     findings.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     findings.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    findings.whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    findings.largest_weight = max(parameter.numel() for parameter in module.parameters())
+    findings.frozen_bytes = sum(planned.frozen_bytes.values())
     if isinstance(config, TrainTextConfig):
         flops = FlopCount(module, planned.vision)
         length = config.data.max_seq_len

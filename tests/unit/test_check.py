@@ -6,11 +6,13 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from rich.console import Console
 
+from sfumato.commands import check_host
 from sfumato.commands.check import DOES_NOT_FIT, FITS, WRONG, Findings, check_config
 from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
 from sfumato.commands.check_model import smallest_number_of_ranks
@@ -30,6 +32,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 from tests.tiny import (
     ROOT,
+    run_task_here,
     tiny_dit_config,
     tiny_dit_dpo_config,
     tiny_rl_config,
@@ -171,6 +174,32 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: 
     assert advice["train.activation_checkpointing full"] == full.needed_bytes
     text = shown(found)
     assert "does not fit" in text and "what would help" in text and "chunked_loss true" in text
+
+
+def test_host_memory_and_disk_are_predicted_and_compared(tmp_path: Path) -> None:
+    path = text_config(tmp_path, train={"max_steps": 1, "save_steps": 1, "export_steps": 1})
+    small = check_config(path, device_gib=100, host_gib=1)
+    assert small.exit_code == DOES_NOT_FIT and small.host.disk_bytes is None
+    assert "does not fit: 3." in shown(small) and "of CPU memory needed, 1.0 GiB there; most by processes" in shown(
+        small
+    )
+    enough = check_config(path, device_gib=100, host_gib=8)
+    assert enough.exit_code == FITS and "on disk: checkpoints" in shown(enough)
+
+    found = check_config(path)
+    assert found.host.memory_bytes and found.host.disk_bytes and found.exit_code == FITS
+    run = run_task_here("train_text", read_yaml(path))
+    for name, folder, copies in (("checkpoints", "checkpoints", 4), ("hf_ckpt", "hf_ckpt", 2)):
+        written = sum(
+            file.stat().st_size for file in (run / folder).rglob("*") if file.suffix in (".distcp", ".safetensors")
+        )
+        assert 1 <= copies * written / found.host.disk[name] < 1.15
+    meta = {"train": {"init_device": "meta"}}
+    drawn = check_config(path, meta, device_gib=100, with_data=False)
+    assert drawn.host.moments["start: rank 0 draws the whole model"] == 4 * drawn.model.num_parameters
+    with mock.patch.object(check_host, "LARGEST_IN_SEQUENCE", 100):
+        drawn = check_config(path, meta, device_gib=100, with_data=False)
+    assert not any(name.startswith("start") and size for name, size in drawn.host.moments.items())
 
 
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
