@@ -454,7 +454,7 @@ def drop(path: Path) -> None:
         (truncate, "is not as long as it was written"),
         (flip, r"0.weight \(rank 0\) is not what was sent"),
         (remove, "is damaged"),
-        (drop, "lacks 0.weight"),
+        (drop, r"lacks 1 weights: 0\.weight"),
     ],
 )
 def test_damaged_files_are_refused(damage, text, tmp_path):
@@ -573,7 +573,7 @@ def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broad
 
     def make(ends: bool, timeout_s: float) -> list[broadcast._Group]:
         store, address = open_store(CPU[:3], 5.0)
-        access, mesh = broadcast.Access(address, 1, "gloo"), Mesh(Layout(), torch.device("cpu"))
+        access, mesh = broadcast.Access(address, (0,), "gloo"), Mesh(Layout(), torch.device("cpu"))
         buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
         groups = [
             broadcast._Group(store if rank == 0 else reach_store(address, 5.0), rank, access, mesh, buckets)
@@ -591,17 +591,17 @@ def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broad
 def test_on_a_device_a_broadcast_begins_when_all_ranks_have_come(beside_a_device: Any) -> None:
     actor, sampler = beside_a_device(ends=True, timeout_s=5.0)
     began: list[int] = []
-    begin = actor._begin
-    actor._begin = lambda count: began.append(count) or begin(count)
+    launch = actor._launch
+    actor._launch = lambda memory: began.append(len(memory)) or launch(memory)
     with ThreadPoolExecutor(2) as threads:
         for version in (1, 2):
-            actor.memory.fill_(version)
-            sending = threads.submit(actor.broadcast, 16, version)
+            actor.slots[0].fill_(version)
+            sending = threads.submit(actor.broadcast, actor.slots[0], 16, version)
             time.sleep(0.1)
             assert len(began) == version - 1 and not sending.done()
-            sampler.broadcast(16, version)
+            received = sampler.broadcast(sampler.slots[0], 16, version)
             sending.result(5)
-            assert sampler.memory[:16].tolist() == [version] * 16
+            assert received[:16].tolist() == [version] * 16
     assert actor.store.check(["here/the actor, bucket 2"]) and not actor.store.check(["here/the actor, bucket 1"])
 
 
@@ -610,12 +610,12 @@ def test_on_a_device_a_rank_that_has_gone_is_named_and_kernels_that_never_end_ar
 ) -> None:
     actor, _ = beside_a_device(ends=True, timeout_s=0.3)
     with pytest.raises(WeightSyncError, match=r"version 7: the actor lost a rank of the sampler.*rank 0, bucket 1"):
-        actor.broadcast(16, 7)
+        actor.broadcast(actor.slots[0], 16, 7)
     actor, sampler = beside_a_device(ends=False, timeout_s=0.5)
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(sampler.broadcast, 16, 1)
+        other = threads.submit(sampler.broadcast, sampler.slots[0], 16, 1)
         with pytest.raises(WeightSyncError, match=r"did not end in 0\.5 s"):
-            actor.broadcast(16, 1)
+            actor.broadcast(actor.slots[0], 16, 1)
         with pytest.raises(WeightSyncError):
             other.result(5)
 
