@@ -620,6 +620,45 @@ def test_on_a_device_a_rank_that_has_gone_is_named_and_kernels_that_never_end_ar
             other.result(5)
 
 
+def test_a_bucket_is_sent_while_the_next_is_gathered_and_loaded_while_the_next_comes(beside_a_device: Any) -> None:
+    """Each side's second bucket must begin before its first has ended, or the test does not."""
+    actor, sampler = beside_a_device(ends=True, timeout_s=5.0)
+    buckets = plan_buckets({name: Spec((4,), torch.float32) for name in "abc"}, 16)
+    values = iter((1, 2, 3))
+    second_begun = {"gather": threading.Event(), "receive": threading.Event()}
+
+    def slow(group: broadcast._Group, event: threading.Event) -> Callable[..., torch.Tensor]:
+        def wait_then_broadcast(memory: torch.Tensor, *args: Any) -> torch.Tensor:
+            assert event.wait(5), "nothing goes on beside it"
+            return type(group).broadcast(group, memory, *args)
+
+        return wait_then_broadcast
+
+    class Gathering:
+        def gather(self, bucket: Any, memory: torch.Tensor) -> None:
+            if memory is actor.slots[1]:
+                second_begun["gather"].set()
+            memory.view(torch.float32).fill_(next(values))
+
+    for group in (actor, sampler):
+        group.slots, group.stream = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)], None
+    actor.broadcast = slow(actor, second_begun["gather"])
+    sending = object.__new__(broadcast.Sending)
+    sending.group, sending.buckets = actor, buckets
+    receiving = object.__new__(broadcast.Receiving)
+    receiving.group, receiving.buckets = sampler, buckets
+    begin = sampler.begin
+    sampler.begin = lambda number, *args: (number == 1 and second_begun["receive"].set()) or begin(number, *args)
+    received = {}
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(sending.send, 1, Gathering())
+        for name, tensor in receiving.take(1, None):
+            assert second_begun["receive"].wait(5)
+            received[name] = tensor.tolist()
+        sent.result(5)
+    assert received == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [3.0] * 4}
+
+
 def test_of_two_sides_that_fail_the_cause_is_raised() -> None:
     def ended(error: Exception | None) -> Future:
         call: Future = Future()
