@@ -287,6 +287,33 @@ def test_frozen_weights_stay_though_vllm_fuses_them_with_trained_ones(engine):
     sync.close()
 
 
+def test_an_update_that_fails_leaves_nothing_to_the_next(engine, monkeypatch):
+    monkeypatch.setattr("sfumato.rollout.engines.served.weight_files.FILE_BYTES", 20_000)  # several files a layer
+
+    def written(version):
+        return engine.files.write(((name, each.detach()) for name, each in moved(version).named_parameters()), version)
+
+    folder = written(20)
+    with pytest.raises(WeightSyncError, match="version 21 of the weights was not loaded by the vLLM server"):
+        engine.take_version(folder, 21)
+    assert "has weights of version 20, not 21" in engine.calls._process.log.read_text()
+    (lost, *_), count = sorted(folder.iterdir())[5:], len(list(folder.iterdir()))
+    assert count > 8
+    lost.unlink()
+    lost.symlink_to("/proc/self/fd/999")  # as after the end of the process that had the memory
+    with pytest.raises(WeightSyncError, match="version 20 of the weights was not loaded"):
+        engine.take_version(folder, 20)  # the layer in the middle of which it ended has a part of it
+    engine.files.remove(folder)
+    with pytest.raises(WeightSyncError, match="version 20 of the weights was not loaded"):
+        engine.take_version(folder, 20)
+    assert f"{folder} has no weights" in engine.calls._process.log.read_text()
+    folder = written(23)
+    engine.take_version(folder, 23)
+    assert (engine.rescore(TOKENS) - log_probs(moved(23), TOKENS)).abs().max() < BOUND
+    assert drawn(engine, requests_of(2))[0].versions[0] == 23
+    engine.files.remove(folder)
+
+
 def test_wrong_weights_stop_the_run(engine):
     sync = sync_of(engine, Actor(damages=True))
     with pytest.raises(WeightSyncError, match=r"version 10: the log-probs of fixed tokens .* differ by up to"):
