@@ -45,7 +45,7 @@ class TensorFile:
         if tensor.dtype not in DTYPES:
             raise WeightSyncError(f"{name} has dtype {tensor.dtype}, in which no weights are sent")
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        self.file.write(data)
+        self.file.write(memoryview(data))
         self._header_bytes += self._entry_bytes(name, tensor)
         end = self.num_bytes + data.nbytes
         self._header[name] = {

@@ -117,7 +117,7 @@ class _Group:
         return self.thread.submit(self.broadcast, slot, bucket.num_bytes, version, is_free)
 
     def broadcast(
-        self, memory: torch.Tensor, num_bytes: int, version: int, is_free: torch.cuda.Event | None = None
+        self, memory: torch.Tensor, num_bytes: int, version: int, is_free: torch.Event | torch.cuda.Event | None = None
     ) -> torch.Tensor:
         """Sends, or on ranks above 0 receives, the first bytes of a memory, and returns it.
 
@@ -152,7 +152,7 @@ class _Group:
         # torch's stubs lack the methods of the backends.
         return cast("Any", self.group).broadcast([memory], options)
 
-    def _broadcast_beside(self, memory: torch.Tensor, is_free: torch.cuda.Event | None) -> None:
+    def _broadcast_beside(self, memory: torch.Tensor, is_free: torch.Event | torch.cuda.Event | None) -> None:
         """Broadcasts beside other work of the GPU.
 
         Raises:
