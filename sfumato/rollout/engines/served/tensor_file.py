@@ -44,8 +44,8 @@ class TensorFile:
         """Writes a tensor. Raises OSError when there is no room."""
         if tensor.dtype not in DTYPES:
             raise WeightSyncError(f"{name} has dtype {tensor.dtype}, in which no weights are sent")
-        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        self.file.write(memoryview(data))
+        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        self.file.write(data.numpy().data)
         self._header_bytes += self._entry_bytes(name, tensor)
         end = self.num_bytes + data.nbytes
         self._header[name] = {
