@@ -41,6 +41,7 @@ from sfumato.runtime.weight_sync.places import (
     ADDRESS_VARIABLE,
     Place,
     check_reachable,
+    first_of_each_machine,
     meet,
     open_store,
     own_address,
@@ -491,6 +492,11 @@ def test_the_transport_follows_from_where_the_processes_are():
     assert choose("auto", Ends(GPU[:1], GPU[1:2])) == "broadcast"
     assert match(Ends(GPU[:2], GPU[2:])) == (0, 1)
     assert match(Ends(CPU[:2], [*CPU[2:], CPU[0]])) == (0, 1, 0)
+    places = [CPU[2], ELSEWHERE, CPU[3], ELSEWHERE]
+    takers = first_of_each_machine(places)
+    assert takers == (0, 1, 0, 1) and Ends(CPU[:2], places, takers).taking == [CPU[2], ELSEWHERE]
+    assert match(Ends(CPU[:2], CPU[2:], (1, 1))) == (1,)
+    assert choose("local", Ends(CPU[:2], CPU[:2], (0, 0))) == "local", "the ranks that take nothing count, too"
     with pytest.raises(ConfigError, match=r"sampler's rank 1 \(two, process 1\) has none: set it to broadcast"):
         match(Ends(CPU[:2], [CPU[2], ELSEWHERE]))
     with pytest.raises(ConfigError, match="within a process only"):
