@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -72,7 +71,7 @@ class FilesWeightTransferEngine(WeightTransferEngine[VersionsInitInfo, FilesUpda
         initialize_layerwise_reload(self.model)
         self.has_begun = True
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         """As in the base class, which synchronises a GPU even where vLLM runs on CPUs."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":

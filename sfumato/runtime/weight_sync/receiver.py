@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -161,7 +161,7 @@ class ReceivingEnd:
         self.last: int | None = None
         """The newest version that was received."""
 
-    def receive(self, version: int, delivery: Any) -> None:
+    def receive(self, version: int, delivery: object) -> None:
         """Has the receiver load a version. The role's process group is not used."""
         if not self.transport.hands_over:
             self._load(version, self.transport.take(version, delivery))
@@ -272,7 +272,7 @@ def join_receiving(state: ReceivingState) -> None:
     _end(state).transport.join()
 
 
-def receive(state: ReceivingState, version: int, delivery: Any) -> None:
+def receive(state: ReceivingState, version: int, delivery: object) -> None:
     """Loads a version. Runs in every process of the sampler, in any thread.
 
     Raises:

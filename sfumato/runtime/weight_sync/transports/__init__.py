@@ -136,7 +136,7 @@ class Bystander(Receiving):
     def __init__(self) -> None:
         pass
 
-    def take(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def take(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing."""
         del version, delivery
         yield from ()
