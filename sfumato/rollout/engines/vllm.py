@@ -87,7 +87,8 @@ class VllmEngine(ServedEngine):
             self._has_adapter = True
             self.calls.set_version(version)
         else:
-            self.calls.update_weights({"folder": str(folder.absolute()), "base": self.model_path}, version)
+            places = {"folder": str(folder.absolute()), "base": self.model_path, "version": str(version)}
+            self.calls.update_weights(places, version)
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
         features = None

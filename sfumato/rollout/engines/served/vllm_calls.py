@@ -35,6 +35,9 @@ ADAPTER = "policy"
 HEALTH_TIMEOUT_S = 20.0
 """Within which a live server answers."""
 
+INIT_INFO = {"names_versions": True}
+"""What ``rollout/inside_vllm.py`` is told at the start."""
+
 FILES_ARGUMENTS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
 
 SERVER_ARGUMENTS = (
@@ -200,7 +203,7 @@ class ServerCalls:
             )
         try:
             self.http.ask("GET", "/is_paused", timeout_s=HEALTH_TIMEOUT_S)
-            self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
             probe = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
             self.http.ask("POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": probe})
         except EngineError as error:
@@ -305,7 +308,7 @@ class ServerCalls:
         if self._process is None:
             raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
         self._process.start(lambda: self.http.answers("/health"))
-        self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
+        self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
 
     def close(self) -> None:
         """See ``VllmCalls``."""
