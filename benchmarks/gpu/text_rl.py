@@ -5,9 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.sft import QWEN3_0_6B, TINY, write_yaml
 from benchmarks.gpu.watched import run_steps
+
+BOUNDS = (
+    Bound(
+        "drawn_tokens_per_s",
+        3000,
+        "the embedded engine is bound by launches: draw more answers at a time, or take vLLM",
+        least=True,
+        real=True,
+    ),
+)
 
 
 def cells(setting: Setting) -> dict[str, Cell]:
