@@ -1,4 +1,4 @@
-"""How far results are apart that should be one: a packed row and transformers' documents one by one, rollout and replay.
+"""How far results are apart that should be one: packed rows and transformers' documents one by one, rollout and replay.
 
 At real size, in bf16, eager and compiled. ``compiled`` is what a run does: the first length by itself, then any length.
 ``static`` compiles each length by itself, ``dynamic`` compiles for any length at once.
@@ -45,7 +45,7 @@ BOUNDS = (
     Bound(
         "share_of_allowed",
         0.5,
-        "the probe would stop healthy runs: compare the modes; when only compiled ones are off set train.compile false, "
+        "the probe would stop healthy runs: compare the modes; if only compiled ones are off set train.compile false; "
         "else model.attention sdpa, and raise HALF in models/language/probe.py to four times what sdpa gives",
     ),
     Bound("loss_difference", 0.01, "as share_of_allowed; a loss that is off alone points at the output layer"),

@@ -84,7 +84,9 @@ CONFIGURATIONS = {
     ),
 }
 
-SLOWER = "stage traces says where the time goes: train.compile true, rollout.micro_batch_size, enable_activation_offload"
+SLOWER = (
+    "stage traces says where the time goes: train.compile true, rollout.micro_batch_size, enable_activation_offload"
+)
 BOUNDS = (
     Bound(
         "gpu_peak_gib",
@@ -113,7 +115,7 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def family_config(setting: Setting, name: str) -> dict[str, Any]:
-    """The file of ``configs/rl`` with random weights, prompts of its own and few samples; with ``tiny`` small images."""
+    """The file of ``configs/rl`` with random weights, prompts of its own and few samples; small images where tiny."""
     chosen = CONFIGURATIONS[name]
     folder = setting.scratch / chosen.name
     folder.mkdir(parents=True, exist_ok=True)

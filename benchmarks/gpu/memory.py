@@ -26,16 +26,26 @@ QWEN3_8B = QWEN3_1_7B | {
 }
 
 OVER = "sfumato check says that it fits where it does not: the largest part of predicted is the one to look at first"
-UNDER = "sfumato check refuses what fits: the part of predicted that torch's memory snapshot (train.profile_steps) lacks"
+UNDER = (
+    "sfumato check refuses what fits: the part of predicted that torch's memory snapshot (train.profile_steps) lacks"
+)
 BOUNDS = (
     Bound("of_predicted", 1.03, OVER, real=True),
     Bound("of_predicted", 0.8, UNDER, least=True, real=True),
-    Bound("reserved_of_peak", 1.15, "the allocator loses memory between sizes: PYTORCH_ALLOC_CONF, pad_to_multiple_of", real=True),
+    Bound(
+        "reserved_of_peak",
+        1.15,
+        "the allocator loses memory between sizes: PYTORCH_ALLOC_CONF, pad_to_multiple_of",
+        real=True,
+    ),
 )
 
 CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "1.7 B, all weights": ("1.7b", {"compile": False}),
-    "1.7 B, recomputed, chunked": ("1.7b", {"compile": False, "activation_checkpointing": "full", "chunked_loss": True}),
+    "1.7 B, recomputed, chunked": (
+        "1.7b",
+        {"compile": False, "activation_checkpointing": "full", "chunked_loss": True},
+    ),
     "8 B, adapters": ("8b", {"compile": False, "activation_checkpointing": "full", "chunked_loss": True}),
     "Stable Diffusion 3.5 medium, Flow-GRPO": ("rl", {"compile": False}),
 }

@@ -1,8 +1,9 @@
 """What the GPU suite writes: one JSON object a line, each with where its figures come from.
 
 A line is a cell of a stage: ``stage``, ``cell``, ``status``, ``seconds``, the figures in ``values``, what their bounds
-say of them in ``judged``, why there are none in ``reason``; and of the run ``run``, ``commit``, ``date``, ``device``, ``torch``, ``tiny``, ``command``. A line is
-written at once when its cell has ended, so that a crash, or a machine that is taken away, costs no earlier one.
+say of them in ``judged``, why there are none in ``reason``; and of the run ``run``, ``commit``, ``date``, ``device``,
+``torch``, ``tiny``, ``command``. A line is written at once when its cell has ended, so that a crash, or a machine that
+is taken away, costs no earlier one.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ WHOLE_8B = 8.19e9 * 12
 """Bytes of float32 weights and AdamW's two averages."""
 
 BOUNDS = (
-    Bound("loss_difference", 1e-3, "what is resumed is not what was saved: compare the run folders, and train nothing long"),
+    Bound(
+        "loss_difference",
+        1e-3,
+        "what is resumed is not what was saved: compare the run folders, and train nothing long",
+    ),
     Bound(
         "same_bits",
         1,
@@ -34,7 +38,9 @@ BOUNDS = (
         least=True,
         cells="8 B",
     ),
-    Bound("save_gb_per_s", 0.5, "the disk: set train.save_async true, or a faster train.output_dir", least=True, real=True),
+    Bound(
+        "save_gb_per_s", 0.5, "the disk: set train.save_async true, or a faster train.output_dir", least=True, real=True
+    ),
     Bound("whole_8b_save_s", 200, "as save_gb_per_s", real=True),
     Bound("resume_s", 120, "checksums or the disk: watch both while it starts", real=True),
 )
@@ -97,4 +103,6 @@ def measure(setting: Setting, kind: str) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    return max((folder / "run" / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return max(
+        (folder / "run" / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2])
+    )

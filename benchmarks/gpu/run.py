@@ -1,6 +1,6 @@
 """Measures sfumato on a GPU within a budget: stages, each a process with a time limit of its own.
 
-    python -m benchmarks.gpu.run --budget 540                      # again until all is done; results in $OUT, or runs/gpu
+    python -m benchmarks.gpu.run --budget 540                      # again until all is done; results: $OUT, or runs/gpu
     python -m benchmarks.gpu.run --budget 540 --only sft rl        # these alone, with all of the time
     python -m benchmarks.gpu.run --tiny                            # on a CPU, in minutes: whether it works
 

@@ -1,8 +1,8 @@
 """vLLM on one GPU, started by the ranks of a process group of two as ``train.sh`` makes it.
 
-What it draws beside the training forward pass, in bf16; an update of all weights; its sleep mode; a restart; what is left
-when it has been closed. In this process's environment where vLLM is installed there, else as the server of the python
-that ``SFUMATO_VLLM_PYTHON`` names. Each rank starts an engine of its own, one after the other.
+What it draws beside the training forward pass, in bf16; an update of all weights; its sleep mode; a restart; what is
+left when it has been closed. In this process's environment where vLLM is installed there, else as the server of the
+python that ``SFUMATO_VLLM_PYTHON`` names. Each rank starts an engine of its own, one after the other.
 
     python -m benchmarks.gpu.served FOLDER DEVICE KIND [--tiny]     # one rank, with RANK and WORLD_SIZE
 """
@@ -44,9 +44,15 @@ MARK = "SFUMATO_GPU_SUITE_MARK"
 NUM_REQUESTS, PROMPT = 16, 8
 
 BOUNDS = (
-    Bound("mean_nats", 0.02, "the engine computes otherwise than training: rollout.engine.dtype, attention backend of vLLM"),
+    Bound(
+        "mean_nats",
+        0.02,
+        "the engine computes otherwise than training: rollout.engine.dtype, attention backend of vLLM",
+    ),
     Bound("quantile_99_nats", 0.15, "as mean_nats; rare tokens differ, which off_policy corrections bound"),
-    Bound("updated_mean_nats", 0.02, "an update does not arrive as it was sent: runtime.weight_sync files, and compare"),
+    Bound(
+        "updated_mean_nats", 0.02, "an update does not arrive as it was sent: runtime.weight_sync files, and compare"
+    ),
     Bound("of_stale", 0.2, "after an update it still draws by the weights before: do not train with it", real=False),
     Bound("start_s", 180, "--enforce-eager in rollout.engine.arguments spares its compiling", real=True),
     Bound("update_s", 5, "1.2 GB should take less: rollout.engine.weights_folder in /dev/shm", real=True),

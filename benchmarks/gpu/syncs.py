@@ -1,5 +1,5 @@
-"""How often a step waits for the device, by the line that waits, and whether all tensors are on one device: tiny runs of
-every task, eager and compiled, with recomputation and with what offloads.
+"""How often a step waits for the device, by the line that waits, and whether all tensors are on one device: tiny runs
+of every task, eager and compiled, with recomputation and with what offloads.
 
 On a GPU ``torch.cuda.set_sync_debug_mode`` warns at each operation that waits; ``torch.cuda.synchronize`` and waits for
 events are counted besides. On a CPU eager runs have the device that the tests pretend, which counts the same waits and

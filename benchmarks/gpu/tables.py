@@ -87,7 +87,9 @@ class Table:
 def origin(used: list[dict[str, Any] | None]) -> str:
     """Where the figures of a table come from."""
     names = ("device", "torch", "date", "commit", "command")
-    found = dict.fromkeys(tuple(line[name] for name in names) for line in used if line and line["status"] in WITH_FIGURES)
+    found = dict.fromkeys(
+        tuple(line[name] for name in names) for line in used if line and line["status"] in WITH_FIGURES
+    )
     if not found:
         return f"Origin: {NOT_MEASURED}."
     parts = [
@@ -272,12 +274,16 @@ def with_bounds(text: str, lines: Lines) -> str:
     for stage in STAGES:
         for bound in importlib.import_module(f"benchmarks.gpu.{stage.name}").BOUNDS:
             of = f" ({bound.cells.strip('^$').replace('|', ' or ')})" if bound.cells else ""
-            rows.append(f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {worst(stage.name, bound, lines)} "
-                        f"| {bound.remedy} |")
+            rows.append(
+                f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {worst(stage.name, bound, lines)} "
+                f"| {bound.remedy} |"
+            )
     made = "\n".join([*rows, "", origin(list(lines.values()))])
     text, count = region("bounds").subn(lambda match: f"{match[1]}{made}\n{match[2]}", text)
     if count != 1:
-        raise SystemExit(f"error: {BOUNDS_PAGE.name} must hold <!-- gpu bounds --> to <!-- end --> once, not {count} times")
+        raise SystemExit(
+            f"error: {BOUNDS_PAGE.name} must hold <!-- gpu bounds --> to <!-- end --> once, not {count} times"
+        )
     return text
 
 
