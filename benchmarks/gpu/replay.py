@@ -12,7 +12,7 @@ RECIPES = ("flow_grpo", "flow_grpo_fast", "grpo_guard", "flow_cps", "mix_grpo", 
 
 BOUNDS = (
     Bound(
-        "share_of_tolerance",
+        "share_of_bound",
         1.0,
         "this recipe's self-check would stop its run before the first update: widen algorithm.objective's clip range, "
         "or compute the policy in float32; algorithm.self_check false goes on with a ratio that is off by as much",
