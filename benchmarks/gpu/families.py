@@ -3,7 +3,7 @@
 The configuration as it stands, with as many samples as one pass of its rollout draws, and JPEG's size as the reward.
 Transformers and autoencoders have their published sizes and random weights. Text encoders have the published width, but
 one layer: prompts are embedded once, before anything is measured. Wan 2.2 of 5 B trains all weights on eight GPUs;
-here it has adapters.
+here it has adapters, and a decoder of less than its published width.
 """
 
 from __future__ import annotations
