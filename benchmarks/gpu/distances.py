@@ -107,9 +107,9 @@ def measure_probe(setting: Setting, mode: str) -> dict[str, Any]:
     config["train"] |= {"device": mesh_device(setting), "max_steps": 1}
     parsed = load_config(TrainTextConfig, overrides=config)
     started = time.perf_counter()
-    with graphs_of(mode, setting), mock.patch.object(probe, "LARGEST_COPY", 2**40):
-        with drawn_on(setting.device):
-            model = build_language_model(parsed.model, parsed.train)
+    whole_copy = mock.patch.object(probe, "LARGEST_COPY", 2**40)
+    with graphs_of(mode, setting), drawn_on(setting.device), whole_copy:
+        model = build_language_model(parsed.model, parsed.train)
         model.parallelize(build_mesh(parsed.train), parsed.train)
         documents = make_documents(model, parsed.train, parsed.data.max_seq_len)
         checks = probe.Checks(model, documents, parsed.train, copies=1)

@@ -62,7 +62,7 @@ class Stage:
 STAGES = (
     Stage("distances", 150, 40, "the probe and the self-check at real size: eager, compiled, fixed sizes, any size"),
     Stage("served", 90, 4, "vLLM, started by a process group of two: log-probs, updates, sleep, restart"),
-    Stage("doctor", 45, 30, "sfumato doctor, and one compiled block"),
+    Stage("doctor", 80, 30, "sfumato doctor, and one compiled block"),
     Stage("syncs", 90, 60, "waits and devices of every task, compiled, recomputed and offloaded"),
     Stage("sft", 70, 18, "fine-tuning of a language model of 1.7 B"),
     Stage("attention", 40, 14, "attention of 8,192 tokens: kernels by name, memory"),
@@ -71,7 +71,7 @@ STAGES = (
     Stage("ray", 60, 45, "actor and sampler on one GPU, under Ray"),
     Stage("memory", 90, 25, "peak memory beside what sfumato check predicts"),
     Stage("families", 120, 16, "FLUX, Qwen-Image and Wan as their configurations have them"),
-    Stage("resume", 90, 20, "saving and resuming: 8 B with adapters, 1.7 B whole"),
+    Stage("resume", 150, 20, "saving and resuming: 8 B with adapters, 1.7 B whole"),
     Stage("ceilings", 20, 8, "what the device can do: products, copies, the attention that torch takes"),
     Stage("kernels", 50, 14, "kernels against float64 on the CPU"),
     Stage("tasks", 60, 32, "tiny runs of every task: the CPU's losses, asynchronous saving, resuming"),
