@@ -107,9 +107,10 @@ def is_settled(line: dict[str, Any], commit: str) -> bool:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Cells with their status; below each its figures, those with bounds first, and what to do."""
+    """Cells with their status; below each its figures, those with bounds first, and what to do. What broke, or is beyond
+    a bound, stands last."""
     text = []
-    for (stage, cell), line in last_of_each(lines).items():
+    for (stage, cell), line in sorted(last_of_each(lines).items(), key=lambda entry: entry[1]["status"] in BROKEN):
         values = dict(line.get("values") or {})
         reason = (line.get("reason", "").splitlines() or [""])[0][:300]
         text.append(f"{line['status']:<11} {line.get('seconds', 0):6.1f} s  {stage}: {cell}  {reason}".rstrip())

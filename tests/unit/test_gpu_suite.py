@@ -102,9 +102,9 @@ def test_two_stages_run_and_a_crash_costs_one_cell(tmp_path):
     assert crashed["reason"].startswith("ended by SIGSEGV") and crashed["commit"] == "abc" and crashed["tiny"]
     cells = [line.split() for line in done.stdout.splitlines() if line.startswith(("crashed", "measured "))]
     assert [(words[0], *words[3:5]) for words in cells] == [
-        ("crashed", "ceilings:", "machine"),
         ("measured", "ceilings:", "copies"),
         ("measured", "kernels:", "dropout"),
+        ("crashed", "ceilings:", "machine"),
     ]
 
 
