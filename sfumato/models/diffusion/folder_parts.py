@@ -56,7 +56,7 @@ def describe_other_folder(folder: Path) -> str:
     )
 
 
-def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str]) -> None:
+def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str]) -> None:
     """Checks that a pipeline folder has the components that its family needs, with weights in files that are read.
 
     Args:

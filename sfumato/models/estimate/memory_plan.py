@@ -131,7 +131,7 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
         return count_saved(module, blocks, lambda: planned.run(module))
 
 
-def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
+def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, object]:
     """Settings that switch off parallelism and savings of memory, except those named in ``unchanged``."""
     off = {
         "data_parallel_mode": "ddp",

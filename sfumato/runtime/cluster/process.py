@@ -20,14 +20,13 @@ from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
-from sfumato.runtime.roles import OTHER
+from sfumato.runtime.roles import OTHER, Build
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.cluster.loop import DriverLoop
-    from sfumato.runtime.launch import Build
 
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
 """Groups of threads of a process. Each begins its calls in order; ``calls`` may have several threads."""
@@ -180,7 +179,7 @@ class RoleProcess:
         return on_node(self.identity.node_id, _tail, self.identity.stderr) or ""
 
 
-def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
+def on_node(node_id: str, function: Callable[..., Any], *args: object, wait: bool = True) -> Any:
     """Runs a small function on a machine of the cluster; None when that machine does not answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -198,7 +197,7 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool =
         return None
 
 
-def _without_gpus() -> dict[str, Any]:
+def _without_gpus() -> dict[str, object]:
     """Ray's options that hide the cluster's GPUs from a process without GPUs: Ray itself will stop doing that."""
     import ray
 
