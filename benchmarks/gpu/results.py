@@ -107,8 +107,8 @@ def is_settled(line: dict[str, Any], commit: str) -> bool:
 
 
 def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Cells with their status; below each its figures, those with bounds first, and what to do. What broke, or is beyond
-    a bound, stands last."""
+    """Cells with their status; below each its figures, those with bounds first, and what to do. What broke, or is
+    beyond a bound, stands last."""
     text = []
     for (stage, cell), line in sorted(last_of_each(lines).items(), key=lambda entry: entry[1]["status"] in BROKEN):
         values = dict(line.get("values") or {})

@@ -370,9 +370,7 @@ def test_what_does_not_fit_into_memory_is_measured_smaller():
     [
         (distances, "probe/eager"),
         (distances, "self-check/eager"),
-        (distances, "rows of a batch"),
         (attention, "sinks, window"),
-        (attention, "MLA"),
         (experts, "one in sixteen"),
     ],
 )
