@@ -66,9 +66,9 @@ def measure(setting: Setting, offloaded: bool) -> dict[str, Any]:
     values |= {"processes_left": len(left), "left": left}
     if not lines:
         return values
+    events = [line for line in read_jsonl(run / "timeline.jsonl") if line["kind"] == "sync" and line["step"] > 1]
     timings = [line for line in read_jsonl(run / "timings.jsonl") if line["step"] > 1]
-    seconds = {name: value for line in timings for name, value in line.items() if name.endswith("_s")}
-    syncs = [value for name, value in seconds.items() if "sync" in name]
-    values |= {name: value for name, value in lines[-1].items() if name.startswith("mismatch")}
-    values |= {"sync_s": max(syncs)} if syncs else {}
-    return values | {"seconds": seconds}
+    seconds = {name: value for line in timings for name, value in line.items() if name.startswith("time/")}
+    values["mismatch_kl"] = abs(lines[-1]["mismatch/kl_k3"])
+    values |= {"sync_s": max(event["end"] - event["start"] for event in events)} if events else {}
+    return values | {"largest_log_ratio": lines[-1]["mismatch/log_ratio_max"], "seconds": seconds}
