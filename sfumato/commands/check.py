@@ -154,6 +154,11 @@ def check_config(
         findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
+        if isinstance(config, TextRLConfig):
+            try:
+                config.refuse_described_model()
+            except UserError as error:
+                findings.notes.append(f"predicted by the model's description, which the run does not start from: {error}")
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
