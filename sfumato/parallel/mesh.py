@@ -23,7 +23,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
 from sfumato.parallel.plain_values import from_bytes, to_bytes
-from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store
+from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store, raise_descriptors
 
 if TYPE_CHECKING:
     Value = TypeVar("Value")
@@ -39,6 +39,11 @@ PATIENCE_S = 120.0
 
 LEAVE_S = 30.0
 """Seconds that a rank waits for the others in ``close_mesh``."""
+
+CONNECTED_AT_ONCE = 64
+"""Most ranks that gloo connects with each other at the start, each with all, so that every rank sees at once when
+another one dies. Of more ranks two are connected when they first send each other something: all connections would be
+O(ranks^2) messages through the store, and O(ranks) descriptors for each process group of a rank."""
 
 
 class Mesh:
@@ -198,7 +203,15 @@ class Mesh:
 
     def first(self, value: Any, among: str) -> Any:
         """The value of the first rank of an axis or view, on each of them. Values of the others are not used."""
-        return self.gather(value, among)[0]
+        if self.size_of(among) == 1:
+            return value
+        # a broadcast: gathering a value from each rank, for one to be used, costs O(ranks) on every rank
+        payload = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        length = torch.tensor([len(payload)])
+        dist.broadcast(length, group=self.group(among), group_src=0)
+        received = payload if len(payload) == int(length) else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(received, group=self.group(among), group_src=0)
+        return from_bytes(received.numpy().tobytes())
 
     def range_of_rank(self, count: int) -> range:
         """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""
@@ -277,7 +290,10 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
+    raise_descriptors(size)
     if size > 1 and not dist.is_initialized():
+        if size > CONNECTED_AT_ONCE:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
             store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
