@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from sfumato.config.sections import TrainConfig
 from sfumato.data.media.vision import Vision
 from sfumato.models.estimate.activation_memory import SavedBytes, count_saved, make_fake
+from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, pretended_mesh
@@ -66,6 +67,8 @@ class Planned:
     """Bytes that encoders save for the backward pass, which are not divided among the ranks that share a sample."""
     vision: Vision | None = None
     """The reader of images or audio of a model that takes them."""
+    on_gpu: bool = False
+    """Whether it will run on a GPU, whose autocast computes norms, softmax and losses in float32."""
     num_policies: int = 0
     """Copies of the trained weights that RL keeps as other policies; one more is needed while they are in use."""
 
@@ -128,7 +131,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
             module = parallelize(module, mesh, config, planned.plan)
         if planned.dtype is not None and not gathers_low:
             compute_in(module, planned.dtype)
-        return count_saved(module, blocks, lambda: planned.run(module))
+        with as_on_cuda(planned.on_gpu):
+            return count_saved(module, blocks, lambda: planned.run(module))
 
 
 def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, Any]:

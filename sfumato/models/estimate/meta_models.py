@@ -23,6 +23,7 @@ from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
+from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.estimate.memory_plan import Planned
 from sfumato.models.estimate.meta_vision import encoder_bytes, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
@@ -218,7 +219,8 @@ def _plan_tokens(
             return cross_entropy_sum(output, ids)
 
     vocabulary, width = cast("nn.Linear", module.get_output_embeddings()).weight.shape
-    loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
+    # the logits, which their scores hold, and in float32 gradients of log-probabilities, logits, entropies
+    loss_bytes = rows * length * vocabulary * ((dtype or torch.float32).itemsize + 4 * loss_copies)
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
@@ -227,7 +229,8 @@ def _plan_tokens(
     if media_format is not None:
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
-        encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
+        with as_on_cuda(on_gpu):
+            encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
         encoder_bytes=encoder,
@@ -239,6 +242,7 @@ def _plan_tokens(
         num_micro_batches=num_micro_batches,
         reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
         shares_samples=layout.cp,
+        on_gpu=on_gpu,
     )
 
 
@@ -321,6 +325,7 @@ def _plan_values(
         loss_bytes=2 * rows * length * 4,  # values and their gradients
         num_micro_batches=num_micro_batches,
         shares_samples=layout.cp,
+        on_gpu=on_gpu,
     )
 
 
