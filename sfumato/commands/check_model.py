@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.algorithms.decay import FROZEN
+from sfumato.commands.check_diffusion_rl import add_phases
 from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
@@ -132,13 +133,16 @@ def check_model(
 def _plan_ranks(
     config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
 ) -> list[RankMemory]:
-    """The memory of the first rank of each pipeline stage; in RL of text with critic, engine and previous weights."""
+    """The memory of the first rank of each pipeline stage; in RL with what an iteration takes besides the update."""
     ranks = plan_memory(planned, _effective_train(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
         add_previous(rank, config)
         add_critic(rank, config, made_model(config.model), layout, on_gpu)
         add_drawing(rank, config, planned, layout, limit)
+    if isinstance(config, DiffusionRLConfig):
+        (rank,) = ranks
+        add_phases(rank, config, planned, layout)
     return ranks
 
 
@@ -188,9 +192,10 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
             "guidance_scale": config.trained_guidance_scale,
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,
+            "drawn": (rollout.micro_batch_size, max(rollout.guidance_scale, config.eval.guidance_scale or 0.0)),
         }
     passes = math.ceil(per_rank / train.micro_batch_size)  # of a step: gradients are added up where it is above 1
-    return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)
+    return plan_diffusion_model(model, layout, num_micro_batches=passes, on_gpu=on_gpu, **settings)
 
 
 def made_model(model: LanguageModelConfig) -> LanguageModelConfig:

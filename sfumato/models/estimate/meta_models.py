@@ -370,6 +370,8 @@ def plan_diffusion_model(
     num_policies: int = 0,
     keep_encoders: bool = True,
     offload_idle: bool = False,
+    on_gpu: bool = False,
+    drawn: tuple[int, float] | None = None,
 ) -> Planned:
     """Describes a diffusion model in training, for the prediction of its memory.
 
@@ -384,28 +386,31 @@ def plan_diffusion_model(
         num_policies: copies of the trained weights that RL keeps as other policies.
         keep_encoders: ``model.keep_encoders``.
         offload_idle: ``model.offload_idle``.
+        on_gpu: see ``Planned``.
+        drawn: of RL, samples that are drawn together, and their guidance scale.
 
     Raises:
         ConfigError: when the size does not fit the model.
     """
     try:
-        shape = (rows, *model.latent_shape(*size, model.frames))
+        latent_shape = model.latent_shape(*size, model.frames)
     except ValueError as error:
         raise ConfigError(f"height and width: {error}") from error
     embeddings = model.embedding_shapes(*size)
-    is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
-    def run(module: nn.Module) -> Tensor:
+    def predict(module: nn.Module, rows: int, guidance_scale: float) -> Tensor:
         shadow = with_denoiser(model, module)
         shadow.device = torch.device("cpu")
         shadow.mesh = None
         tensors = {name: torch.empty(rows, *row_shape, dtype=dtype) for name, (row_shape, dtype) in embeddings.items()}
         negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
-        scale = guidance_scale if is_guided else 1.0
-        velocity = shadow.predict_velocity(
-            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
-        )
-        return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
+        scale = guidance_scale if layout.cfg == 1 else 1.0
+        latents, sigma = torch.empty(rows, *latent_shape), torch.empty(rows)
+        return shadow.predict_velocity(latents, sigma, Conditioning(tensors, negative, model.takes_image), scale)
+
+    def run(module: nn.Module) -> Tensor:
+        velocity = predict(module, rows, guidance_scale)
+        return flow_matching_loss(velocity, torch.empty_like(velocity), torch.empty_like(velocity)).sum()
 
     not_frozen = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
@@ -420,6 +425,9 @@ def plan_diffusion_model(
         frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
+        on_gpu=on_gpu,
+        diffusion=model,
+        draw=None if drawn is None else lambda module: predict(module, *drawn),
     )
 
 
