@@ -336,7 +336,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
         ConfigError: when the folder or description is missing or of an unknown family.
     """
     dtype = DTYPES[config.dtype]
-    family = family_of(config)
+    family = family_of(config, needs_weights=False)
     if config.config_path is not None:
         description = read_description(config.config_path)
         try:
