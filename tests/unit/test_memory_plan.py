@@ -17,16 +17,18 @@ from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.config.text_rl import TextRLTrainConfig
+from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.cuda_autocast import IN_FLOAT32, TO_FLOAT32, as_on_cuda
-from sfumato.models.estimate.memory_plan import RankMemory, count_activations, plan_memory
+from sfumato.models.estimate.frozen_passes import decoding_bytes, encoding_bytes
+from sfumato.models.estimate.memory_plan import RankMemory, count_activations, count_drawing, plan_memory
 from sfumato.models.estimate.meta_models import (
     diffusion_model_on_meta,
     plan_diffusion_model,
     plan_language_model,
     plan_text_policy,
 )
-from sfumato.models.estimate.peak_memory import PeakBytes
+from sfumato.models.estimate.peak_memory import PeakBytes, peak_bytes
 from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.lora import add_lora, language_targets
@@ -310,3 +312,29 @@ def test_logits_take_what_is_predicted(
     (memory,) = plan_memory(planned, train, 1)
     found = memory.parts["loss"] + memory.parts["activations outside blocks"]
     assert found / logits == pytest.approx(per_logit, abs=1)
+
+
+def test_drawing_decoding_and_embedding_take_what_is_predicted(tmp_path: Path) -> None:
+    """Peaks of the tiny model at work against those that are found without memory."""
+    folder = write_tiny_pipeline(tmp_path / "pipeline")
+    config = ModelConfig(model_path=str(folder), max_sequence_length=7)
+    described = diffusion_model_on_meta(config, "no")
+    planned = plan_diffusion_model(described, Layout(), 2, (16, 16), drawn=(3, 4.5))
+    model = build_diffusion_model(config)
+    latents = torch.zeros(3, *model.latent_shape(16, 16))
+    with torch.no_grad():
+        conditioning = model.encode_prompts(["write", "a", "b"])
+        drawing = peak_bytes(lambda: model.predict_velocity(latents, torch.ones(3), conditioning, 4.5))
+        decoding = peak_bytes(lambda: model.decode(latents))
+        embedding = peak_bytes(lambda: model.embed_prompts(["write"] * EMBED_BATCH))
+    assert count_drawing(planned, train_section(tmp_path), Layout()) == pytest.approx(drawing, rel=0.15)
+    assert decoding_bytes(described, (16, 16)) == pytest.approx(decoding, rel=0.15)
+    assert encoding_bytes(described, (16, 16)) == pytest.approx(embedding, rel=0.3)
+    larger = plan_diffusion_model(described, Layout(), 2, (32, 32), drawn=(3, 4.5))
+    assert count_drawing(larger, train_section(tmp_path), Layout()) > 3 * drawing
+    assert decoding_bytes(described, (32, 32)) > decoding
+
+
+def test_a_phase_counts_where_it_takes_more_than_an_update() -> None:
+    assert RankMemory({"weights": 3, "activations": 4}).total == 7
+    assert RankMemory({"weights": 3, "activations": 4}, phases={"drawing": 5, "decoding": 9}).total == 9

@@ -40,11 +40,17 @@ def encoding_bytes(model: DiffusionModel, size: tuple[int, int]) -> int:
     shapes = model.embedding_shapes(*size)
     longest = max((shape[0] for shape, _ in shapes.values() if len(shape) == 2), default=1)
     parts = [model.components[name] for name in model.encoder_names if name in model.components]
-    return max((peak_bytes(partial(_encode, part, longest)) for part in parts), default=0)
+    return max((peak_bytes(partial(_encode, part, longest, model.max_sequence_length)) for part in parts), default=0)
 
 
-def _encode(part: nn.Module, length: int) -> Any:
-    """Runs an encoder on prompts of the greatest length; a language model reads them one by one."""
+def _encode(part: nn.Module, length: int, prompt_length: int) -> Any:
+    """Runs an encoder on prompts of the greatest length; a language model reads them one by one.
+
+    Args:
+        part: the encoder, on meta.
+        length: tokens of an embedding, those of a prompt's image included.
+        prompt_length: ``model.max_sequence_length``.
+    """
     config: Any = part.config
     if hasattr(config, "image_size"):  # it reads the first frame of a video
         return part(pixel_values=torch.empty(1, 3, config.image_size, config.image_size, device="meta", dtype=part.dtype))
@@ -55,6 +61,6 @@ def _encode(part: nn.Module, length: int) -> Any:
         return getattr(decoder, "language_model", decoder)(
             inputs_embeds=embedded, output_hidden_states=True, use_cache=False
         )
-    positions = getattr(config, "max_position_embeddings", length)  # CLIP has fewer than T5 beside it
-    ids = torch.zeros(EMBED_BATCH, min(length, positions), dtype=torch.int64, device="meta")
-    return part(input_ids=ids, output_hidden_states=True)
+    positions = getattr(config, "max_position_embeddings", None)  # of CLIP, whose last layers are taken; T5 has none
+    ids = torch.zeros(EMBED_BATCH, positions or max(prompt_length, 1), dtype=torch.int64, device="meta")
+    return part(input_ids=ids, output_hidden_states=positions is not None)
