@@ -2,11 +2,11 @@
 
     unshare --map-root-user --net sh -c 'ip link set lo up && python -m benchmarks.many_ranks --ranks 64 256 1024'
 
-For each number of ranks: the process groups of one rank; the start, at which each rank connects to the store of rank 0,
-twice, and says that it has no problem; a second of heartbeats of all ranks; which samples each rank takes in a step, as
-one rank finds out; and the plan of a checkpoint of a language model of 8 billion weights with AdamW, cut over all ranks:
-that of one rank, and at rank 0 that of all. CPU seconds are those of this process, bytes those that pass its loopback
-device, which is why it has one of its own.
+For each number of ranks: the process groups of one rank; the start, at which each rank connects to the store of rank
+0, twice, and says that it has no problem; a second of heartbeats of all ranks; which samples each rank takes in a step,
+as one rank finds out; and the plan of a checkpoint of a language model of 8 billion weights with AdamW, cut over all
+ranks: that of one rank, and at rank 0 that of all. CPU seconds are those of this process, bytes those that pass its
+loopback device, which is why it has one of its own.
 """
 
 from __future__ import annotations

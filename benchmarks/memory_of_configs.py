@@ -3,8 +3,8 @@
     python -m benchmarks.memory_of_configs [CONFIG ...] [--write]
 
 Models are built without weights: language models from the descriptions beside their configurations, diffusion models
-from ``published_pipelines.yaml``. With ``--write`` the table goes into ``docs/device_memory.md``; of configurations that
-are not named the page keeps its lines.
+from ``published_pipelines.yaml``. With ``--write`` the table goes into ``docs/device_memory.md``; of configurations
+that are not named the page keeps its lines.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ GIB = 2**30
 ENOUGH_GIB = 100_000.0
 """Memory with which every configuration fits, so that no other settings are tried."""
 DEVICES = re.compile(r"(\d+|one) GPUs? of (\d+) GB")
+PUBLISHED = re.compile(r"(\d+) GPUs")
 UNREADABLE = {"Qwen-Image-Edit": "not predicted: its processor needs torchvision"}
 """Pipelines that cannot be built where this page is made."""
 TOKENIZERS = {"CLIPTokenizer": build_clip_tokenizer, "T5Tokenizer": build_t5_tokenizer}
@@ -88,9 +89,11 @@ def described_pipelines() -> dict[str, Any]:
 
 
 def line_of(path: Path, folder: Path) -> Line:
-    """Checks a configuration at its devices; without a statement, and for diffusion models, 8 GPUs of 80 GB."""
-    stated = DEVICES.search(path.read_text(encoding="utf-8"))
+    """Checks a configuration at its devices, and where it states none, at those of the publication, of 80 GB."""
+    text = path.read_text(encoding="utf-8")
+    stated, published = DEVICES.search(text), PUBLISHED.search(text)
     count, device_gib = (1 if stated[1] == "one" else int(stated[1]), int(stated[2])) if stated else (8, 80)
+    counts = [count] if stated else [*([int(published[1])] if published else []), 16, 8, 4, 2, 1]
     pipeline = pipeline_of(path)
     if pipeline in UNREADABLE:
         return Line(
@@ -100,7 +103,9 @@ def line_of(path: Path, folder: Path) -> Line:
         overrides = {"model": {"model_path": str(write_pipeline(pipeline, folder))}}
     else:
         overrides = {"model": {"model_path": None, "config_path": str(description_of(path)), "tokenizer_path": "bytes"}}
-    for ranks in [count] if stated else [count, 4, 2, 1]:  # as many as the sizes of the configuration allow
+    for ranks in counts:  # the most, up to that number, that the sizes of the configuration allow
+        if ranks > counts[0]:
+            continue
         try:
             found = check_config(path, overrides, num_ranks=ranks, device_gib=ENOUGH_GIB, with_data=False)
             break

@@ -163,7 +163,7 @@ def check_config(
             try:
                 config.refuse_described_model()
             except UserError as error:
-                findings.notes.append(f"predicted by the model's description, which the run does not start from: {error}")
+                findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -117,10 +118,8 @@ def _missing(folder: Path, names: Iterable[str]) -> set[str]:
     missing = set(names)
     deadline = time.monotonic() + SEE_S
     while True:
-        try:
+        with contextlib.suppress(OSError):  # no such folder, or none that may be read: it may still appear
             missing.difference_update(os.listdir(folder))
-        except OSError:  # no such folder, or none that may be read: it may still appear
-            pass
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(0.1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-IN_FLOAT32 = (
+IN_FLOAT32 = (  # noqa: SIM905 - a list of strings would be one line each
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
     "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
@@ -28,7 +28,7 @@ IN_FLOAT32 = (
 ).split()
 """Operations whose inputs autocast of CUDA makes float32: AT_FORALL_FP32 in ATen/autocast_mode.h."""
 
-TO_FLOAT32 = (
+TO_FLOAT32 = (  # noqa: SIM905
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
     "linalg_matrix_norm.str_ord sum sum.dim_IntList"
 ).split()

@@ -53,7 +53,8 @@ def _encode(part: nn.Module, length: int, prompt_length: int) -> Any:
     """
     config: Any = part.config
     if hasattr(config, "image_size"):  # it reads the first frame of a video
-        return part(pixel_values=torch.empty(1, 3, config.image_size, config.image_size, device="meta", dtype=part.dtype))
+        side = config.image_size
+        return part(pixel_values=torch.empty(1, 3, side, side, device="meta", dtype=part.dtype))
     if hasattr(config.get_text_config(), "num_key_value_heads"):
         width = config.get_text_config().hidden_size
         embedded = torch.empty(1, length + TEMPLATE_TOKENS, width, device="meta", dtype=part.dtype)

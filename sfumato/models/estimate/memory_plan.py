@@ -135,9 +135,12 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
 def count_drawing(planned: Planned, train: TrainConfig, layout: Layout) -> int:
     """Most bytes of the tensors that one pass of ``planned.draw`` makes, without gradients, with tensor parallelism."""
     assert planned.draw is not None
-    with _fake_module(planned, train, layout) as (module, blocks), torch.no_grad():
-        with run_some(blocks, lambda _index, _outputs: None, lambda _index, _outputs, _result: None):
-            return peak_bytes(partial(planned.draw, module.eval()))
+    with (
+        _fake_module(planned, train, layout) as (module, blocks),
+        torch.no_grad(),
+        run_some(blocks, lambda _index, _outputs: None, lambda _index, _outputs, _result: None),
+    ):
+        return peak_bytes(partial(planned.draw, module.eval()))
 
 
 @contextmanager
