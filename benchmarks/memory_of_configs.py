@@ -93,7 +93,7 @@ def line_of(path: Path, folder: Path) -> Line:
     text = path.read_text(encoding="utf-8")
     stated, published = DEVICES.search(text), PUBLISHED.search(text)
     count, device_gib = (1 if stated[1] == "one" else int(stated[1]), int(stated[2])) if stated else (8, 80)
-    counts = [count] if stated else [*([int(published[1])] if published else []), 16, 8, 4, 2, 1]
+    counts = [count] if stated else [*([int(published[1]), 16] if published else []), 8, 4, 2, 1]
     pipeline = pipeline_of(path)
     if pipeline in UNREADABLE:
         return Line(
