@@ -108,13 +108,10 @@ class Heartbeats:
         if self.rank == 0:
             heard_at = list(self._heard.items())  # the thread that reads heartbeats may remove some meanwhile
             return {rank: now - heard for rank, heard in heard_at if now - heard > LOST_S}
-        if self.notice.has_left:
-            return {}
+        named = {rank: seconds + now - self._noticed for rank, _, seconds in self.notice.silent if rank != self.rank}
         # Without the store, or while rank 0 writes nothing, no other rank can be heard.
         unheard_s = now - min(self.answered, self._noticed)
-        if unheard_s > LOST_S:
-            return {0: unheard_s}
-        return {rank: seconds + now - self._noticed for rank, _, seconds in self.notice.silent if rank != self.rank}
+        return named if self.notice.has_left or unheard_s <= LOST_S else {0: unheard_s, **named}
 
     def name(self, rank: int) -> str:
         """Rank and host."""
@@ -175,17 +172,23 @@ class Peers:
     def lost(self) -> str:
         """The ranks that were lost, as text; empty when unknown. Takes a little longer than ``LOST_S``."""
         heartbeats = self.heartbeats
-        # a rank's last heartbeat, rank 0's reading of it, its notice and the reading of that may each be a beat apart
-        time.sleep(LOST_S + (4 if heartbeats.rank else 2) * BEAT_S)
-        if time.monotonic() - heartbeats.answered > LOST_S:
-            is_here = heartbeats.rank == 0 or heartbeats.notice.has_left
-            return "" if is_here else f"{heartbeats.name(0)}, which kept the store of the run, and maybe others"
+        # A rank's last heartbeat, rank 0's reading of it, its notice and the reading of that may each be a beat apart.
+        deadline = time.monotonic() + LOST_S + (4 if heartbeats.rank else 2) * BEAT_S
+        while time.monotonic() < deadline and (heartbeats.rank == 0 or not heartbeats.notice.silent):
+            time.sleep(BEAT_S / 2)
+        # Rank 0 may end before the others have waited as long: they keep what it noticed, also of ranks of one machine.
+        time.sleep(BEAT_S if heartbeats.notice.silent else 0)
         silences = heartbeats.silences()
+        is_store_gone = time.monotonic() - heartbeats.answered > LOST_S
+        if is_store_gone and heartbeats.rank == 0:
+            return ""
+        if is_store_gone and set(silences) == {0}:
+            return f"{heartbeats.name(0)}, which kept the store of the run, and maybe others"
         lost_ranks = [
             f"{heartbeats.name(rank)} (not heard of for {seconds:.0f} s)"
             for rank, seconds in sorted(silences.items())[:MOST_NAMED]
         ]
-        if 0 not in silences and (num_others := heartbeats.notice.num_others):
+        if num_others := heartbeats.notice.num_others:
             lost_ranks.append(f"{num_others} other ranks")
         return ", ".join(lost_ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -66,6 +67,18 @@ def test_a_rank_that_is_cut_off_is_named_and_heard_again(ranks: tuple[list[Peers
     wait_until(lambda: len(said) > 1)
     assert said[1].startswith(f"rank 2 on {host} is heard again, after ")
     assert first.lost() == "" and len(said) == 2
+
+
+def test_a_lost_rank_is_named_though_the_one_with_the_store_ends_meanwhile(
+    ranks: tuple[list[Peers], list[Line], list[str]],
+) -> None:
+    (first, second, _), lines, _ = ranks
+    lines[2].is_up.clear()
+    wait_until(lambda: bool(second.heartbeats.notice.silent))
+    first.leave()
+    lines[1].is_up.clear()
+    time.sleep(0.5)  # until the store has not answered for as long as makes a rank a lost one
+    assert re.match(r"rank 2 on \S+ \(not heard of for", second.lost().split(", ")[-1])
 
 
 def test_a_rank_that_ends_by_itself_is_not_taken_for_lost(ranks: tuple[list[Peers], list[Line], list[str]]) -> None:
