@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
@@ -43,7 +42,7 @@ def encoding_bytes(model: DiffusionModel, size: tuple[int, int]) -> int:
     return max((peak_bytes(partial(_encode, part, longest, model.max_sequence_length)) for part in parts), default=0)
 
 
-def _encode(part: nn.Module, length: int, prompt_length: int) -> Any:
+def _encode(part: Any, length: int, prompt_length: int) -> Any:
     """Runs an encoder on prompts of the greatest length; a language model reads them one by one.
 
     Args:
@@ -51,14 +50,14 @@ def _encode(part: nn.Module, length: int, prompt_length: int) -> Any:
         length: tokens of an embedding, those of a prompt's image included.
         prompt_length: ``model.max_sequence_length``.
     """
-    config: Any = part.config
+    config = part.config
     if hasattr(config, "image_size"):  # it reads the first frame of a video
         side = config.image_size
         return part(pixel_values=torch.empty(1, 3, side, side, device="meta", dtype=part.dtype))
     if hasattr(config.get_text_config(), "num_key_value_heads"):
         width = config.get_text_config().hidden_size
         embedded = torch.empty(1, length + TEMPLATE_TOKENS, width, device="meta", dtype=part.dtype)
-        decoder: Any = part.get_decoder() if hasattr(part, "lm_head") else part
+        decoder = part.get_decoder() if hasattr(part, "lm_head") else part
         return getattr(decoder, "language_model", decoder)(
             inputs_embeds=embedded, output_hidden_states=True, use_cache=False
         )
