@@ -192,11 +192,10 @@ RULES = [
     ),
     Rule(r"python (benchmarks/pipeline_model\.py|-m benchmarks\.weight_sync)", has_those_flags, SLOW),
     Rule(
-        r"python -m benchmarks\.memory_of_configs",
+        r"python -m benchmarks\.(memory_of_configs|many_ranks)",
         has_those_flags,
-        "takes half an hour; a line of it: tests/unit/test_check.py",
+        "take minutes; a line of the first: tests/unit/test_check.py, heartbeats of many: tests/unit/test_peers.py",
     ),
-    Rule(r"unshare .* python -m benchmarks\.many_ranks", None, "a minute; few ranks: tests/unit/test_peers.py"),
     Rule(
         r"python benchmarks/rollout_update\.py --measure .*--device cuda", has_those_flags, "needs a GPU and real sizes"
     ),
