@@ -92,7 +92,7 @@ class _Unpickler(_PythonUnpickler):
     claims to have, which a few bytes can do.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         is_path = module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath")
         if is_dtype or is_path or name in PICKLED.get(module, ()):
@@ -164,7 +164,7 @@ def _check_hashed(*keys: object) -> None:
             raise pickle.UnpicklingError("a key of it is nested, which is no part of a checkpoint")
 
 
-def read_state_values(path: Path) -> dict[str, Any]:
+def read_state_values(path: Path) -> dict[str, object]:
     """Reads ``state.json``. Raises CheckpointError when it is broken or lacks something."""
     if problem := file_problem(path, MOST_BYTES):
         raise CheckpointError(f"{path} {problem}")

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -55,7 +55,7 @@ from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sfumato.commands.find_task import TaskConfig
 
@@ -104,7 +104,7 @@ class Findings:
 
 def check_config(
     path: str | Path,
-    overrides: dict[str, Any] | None = None,
+    overrides: dict[str, object] | None = None,
     task: str | None = None,
     num_ranks: int | None = None,
     device_gib: float | None = None,
@@ -184,7 +184,7 @@ def _describe_missing_weights(model: ModelConfig) -> list[str]:
     return [f"model.model_path {folder}: the run needs weights of {', '.join(without)}, too"] if without else []
 
 
-def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
+def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:
     """The number of the actor's processes where roles live on Ray; None elsewhere.
 
     Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.
@@ -248,7 +248,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
     if jitter := describe_jitter(described):
         (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
-    cls: Any = auto_class._model_mapping.get(type(described), None)  # stubs of the lazy mapping give no class
+    cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
@@ -259,7 +259,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
 
 def _tokenizer_of(
     findings: Findings, config: TrainTextConfig | TextRLConfig
-) -> tuple[PreTrainedTokenizerFast, ImageReader | None]:
+) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
     """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
     model = made_model(config.model)
     data_type = config.data.data_type

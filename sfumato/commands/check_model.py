@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -224,7 +224,7 @@ def _try_changes(
 
     Yields each change by itself, then all that can be combined at once, then two, four and eight times the processes.
     """
-    combined: dict[str, Any] = {}
+    combined: dict[str, object] = {}
     changes = list(_list_changes(config, layout))
     progress = Progress(len(changes), 0, "check: what would need less memory", enabled=show)
     for number, (name, settings, is_combined) in enumerate(changes, start=1):
@@ -248,7 +248,7 @@ def _try_changes(
             return
 
 
-def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dict[str, object], bool]]:
     """Settings that may take less memory: a description, the changed fields, and whether they can be combined."""
     train = config.train
     is_text = isinstance(config, (TrainTextConfig, TextRLConfig))
@@ -283,7 +283,7 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 
 
-def _needed_with(config: TaskConfig, changes: dict[str, Any], layout: Layout, on_gpu: bool, limit: int) -> int:
+def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layout, on_gpu: bool, limit: int) -> int:
     """Bytes that the largest rank needs with changed fields of ``train`` or ``model``."""
     changes = dict(changes)
     model = config.model

@@ -174,7 +174,7 @@ class BlockForward:
         )
         self.uncompiled = run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.backend is not None and any(kwargs.get(name) is not None for name in CACHES):
             return self.uncompiled(*args, **kwargs)
         if self.offload is None or not torch.is_grad_enabled():
@@ -198,23 +198,23 @@ def _compile_settings() -> dict[str, int]:
     return {}
 
 
-def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _plain(block: nn.Module, *args: object, **kwargs: object) -> Any:
     return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _full(block: nn.Module, *args: object, **kwargs: object) -> object:
     return _recompute(block, args, kwargs)
 
 
-def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _selective(block: nn.Module, *args: object, **kwargs: object) -> object:
     return _recompute(block, args, kwargs, context_fn=_selective_contexts)
 
 
-FORWARDS: dict[str, Callable[..., Any]] = {"none": _plain, "full": _full, "selective": _selective}
+FORWARDS: dict[str, Callable[..., object]] = {"none": _plain, "full": _full, "selective": _selective}
 """The forward of a block for each ``activation_checkpointing``."""
 
 
-def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], **settings: Any) -> object:
     """Runs a block under non-reentrant checkpointing; ``settings`` are arguments of torch's ``checkpoint``."""
     if not torch.is_grad_enabled():
         return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -227,7 +227,7 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     names = tuple(kwargs)
     count = len(args)
 
-    def forward(*values: Any) -> Any:
+    def forward(*values: object) -> Any:
         named = dict(zip(names, values[count:], strict=True))
         return block.class_forward(block, *values[:count], **named)  # pyright: ignore[reportCallIssue]
 

@@ -205,7 +205,7 @@ class Mesh:
         """Named values of all ranks of an axis or view; where several ranks have a name, the last rank's value."""
         return {name: value for rank_values in self.gather(values, over) for name, value in rank_values.items()}
 
-    def first(self, value: Any, among: str) -> Any:
+    def first(self, value: object, among: str) -> Any:
         """The value of the first rank of an axis or view, on each of them. Values of the others are not used."""
         if self.size_of(among) == 1:
             return value

@@ -59,7 +59,7 @@ class Converted:
         """The layer's own replacement of ``forward`` before this one, if there was any."""
         self._of_class = type(layer).forward  # stored, since the compiler cannot look it up in every class
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
             return (self.replaced or partial(self._of_class, self.layer))(*args, **kwargs)
         forward = (self._of_class, self.layer) if self.replaced is None else (self.replaced,)
@@ -67,7 +67,7 @@ class Converted:
             return with_weights_in(self.table, self.dtype, *forward, *args, **kwargs)
         return converted(self.layer, self.dtype, *forward, *args, **kwargs)
 
-    def of_block(self, _block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def of_block(self, _block: nn.Module, *args: object, **kwargs: object) -> object:
         """The same with the signature of a class's ``forward``, for ``BlockForward``."""
         return self(*args, **kwargs)
 
@@ -87,7 +87,7 @@ def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any],
 
 
 def with_weights_in(
-    layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    layer: nn.Module, dtype: torch.dtype, forward: Callable[..., object], *args: object, **kwargs: object
 ) -> Any:
     """As ``converted``, without the exception for embeddings."""
     # Attributes in the instance's dictionary are found before parameters of the same name, which stay registered.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -58,7 +57,7 @@ class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo
         """Called before the first file: prepares all layers to be loaded again."""
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         """As in the base class, which synchronises a GPU even where vLLM runs on CPUs."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":

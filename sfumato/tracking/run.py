@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -336,7 +336,7 @@ class Run:
 
         return watched
 
-    def add_environment(self, values: Mapping[str, Any], message: str = "") -> None:
+    def add_environment(self, values: Mapping[str, object], message: str = "") -> None:
         """Adds measurements of this machine to ``environment.json``, and reports what follows from them."""
         if message:
             self.say(message)

@@ -37,7 +37,7 @@ from sfumato.tracking.folder import run_date
 from sfumato.tracking.identity import Identity
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 
 class TextLoader:
@@ -276,7 +276,7 @@ class TextData(NamedTuple):
 
 def open_text_data(
     config: Any,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     say: Callable[[str], None],
     watch: Watch | None = None,
@@ -312,7 +312,7 @@ def open_text_data(
     return TextData(loader, _add_stops(validation, data, transform, tokenizer), identity)
 
 
-def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
+def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:
     """Makes a format's chat template the tokenizer's own, as exports carry it. Returns how answers end."""
     template = getattr(transform, "template", None)
     if isinstance(template, ChatTemplate):
@@ -321,7 +321,7 @@ def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerFas
 
 
 def _add_stops(
-    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: PreTrainedTokenizerFast
+    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: PreTrainedTokenizerBase
 ) -> Validation | None:
     """Adds the tokens that end an answer to a validation set, and cuts the expected answers after the first of them.
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
         @classmethod
-        def from_config(cls, config: Any) -> DiffusersModule: ...
+        def from_config(cls, config: object) -> DiffusersModule: ...
         def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default") -> None: ...
         def disable_adapters(self) -> None: ...
         def enable_adapters(self) -> None: ...
@@ -117,7 +117,7 @@ class DiffusionModel(FrozenParts):
 
     @classmethod
     @abstractmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Makes a pipeline of this family with random weights from a description (``model.config_path``).
 
         Args:

@@ -56,7 +56,7 @@ def describe_other_folder(folder: Path) -> str:
     )
 
 
-def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str], needs_weights: bool = True) -> None:
+def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str], needs_weights: bool = True) -> None:
     """Checks that a pipeline folder has the components that its family needs, with weights in files that are read.
 
     Args:
@@ -89,7 +89,7 @@ def check_parts(folder: Path, index: dict[str, Any], needed: Iterable[str], need
             _check_part(folder, name, component_class(*value), str(index.get("_class_name")), needs_weights)
 
 
-def parts_without_weights(folder: Path, index: dict[str, Any]) -> list[str]:
+def parts_without_weights(folder: Path, index: dict[str, object]) -> list[str]:
     """Names of the networks of a pipeline folder that have a configuration and no weights."""
     names = [name for name, value in index.items() if isinstance(value, list) and has_part(index, name)]
     networks = [name for name in names if (folder / name / "config.json").is_file()]

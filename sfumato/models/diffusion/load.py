@@ -289,7 +289,7 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     return family, pipeline
 
 
-def _describe_mismatch(folder: Path, index: dict[str, Any]) -> str:
+def _describe_mismatch(folder: Path, index: dict[str, object]) -> str:
     """Names a weight of a transformers component whose shape is not that of its configuration; empty for none."""
     import transformers
 

@@ -165,7 +165,7 @@ def _fake_module(
             yield module, blocks
 
 
-def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, Any]:
+def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, object]:
     """Settings that switch off parallelism and savings of memory, except those named in ``unchanged``."""
     off = {
         "data_parallel_mode": "ddp",

@@ -69,10 +69,9 @@ def language_model_on_meta(
         auto_class = AutoModelForSequenceClassification
     described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
+    cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
     settings = {
-        "attn_implementation": attention_by_part(
-            described, attention, auto_class._model_mapping.get(type(described), None)
-        ),
+        "attn_implementation": attention_by_part(described, attention, cls),
         "dtype": dtype,
         "trust_remote_code": config.trust_remote_code,
     }

@@ -172,7 +172,7 @@ def _pattern(
     use_vmap: bool = False,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Pattern | None:
     """Registered as transformers' function that makes a mask. Returns None for plainly causal attention, else a
     pattern, which transformers hands to the attention in the place of the mask.

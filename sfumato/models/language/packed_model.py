@@ -417,7 +417,7 @@ class PackedModel(ABC, Generic[Output]):
         return values if self.mesh.layout.cp == 1 else SequenceSum.apply(values, self.mesh.group("cp"))
 
     def _run_module(
-        self, input_ids: Tensor, position_ids: Tensor | None, inputs: MultimodalInputs | None, **arguments: Any
+        self, input_ids: Tensor, position_ids: Tensor | None, inputs: MultimodalInputs | None, **arguments: object
     ) -> Any:
         """transformers' output for tokens ``[B, T]``: the only place where the module is called.
 

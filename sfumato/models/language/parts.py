@@ -97,7 +97,7 @@ def build_module(
     config: LanguageModelConfig,
     train: TrainConfig,
     described: PreTrainedConfig,
-    auto_class: Any,
+    auto_class: object,
     train_base: bool,
     finish: Callable[[PreTrainedModel], None] = lambda module: None,
     other_keys: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
@@ -263,7 +263,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
         raise ConfigError(f"{where}: transformers refuses it: {error}") from error
 
 
-def check_keys(cls: Any, fields: dict[str, Any], where: str) -> None:
+def check_keys(cls: Any, fields: dict[str, object], where: str) -> None:
     """Checks the keys of a description, and of the configurations inside it, against transformers' classes.
 
     Args:

@@ -39,6 +39,7 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
 
 if TYPE_CHECKING:
+    from sfumato.config.omni import OmniModelConfig
     from sfumato.config.text_rl import TextRLTrainConfig
 
 LARGEST_COPY = 4 * 2**30
@@ -115,7 +116,7 @@ without experts."""
 
 def probe(
     model: PackedModel,
-    config: LanguageModelConfig,
+    config: LanguageModelConfig | OmniModelConfig,
     train: TextTrainConfig | TextRLTrainConfig,
     max_seq_len: int,
     say: Callable[..., None],
@@ -266,7 +267,7 @@ class Checks:
         model, mesh = self.model, self.model.mesh
         num_labels = self.batches[0].num_labels * self.copies * mesh.data_size
 
-        def loss_fn(output: Any, batch: TokenBatch) -> Tensor:
+        def loss_fn(output: object, batch: TokenBatch) -> Tensor:
             return -model.probe_values(output, batch).sum() / num_labels
 
         try:
@@ -444,7 +445,9 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
     return Measured(torch.cat(log_probs).cpu(), loss, grad_norm, noise=float(noise))
 
 
-def _list_ways(model: PackedModel, config: LanguageModelConfig, max_seq_len: int, every: bool = False) -> list[Way]:
+def _list_ways(
+    model: PackedModel, config: LanguageModelConfig | OmniModelConfig, max_seq_len: int, every: bool = False
+) -> list[Way]:
     """Lists the ways that the configuration allows, the cheapest first; with ``every`` all that there are.
 
     Raises:
@@ -494,7 +497,7 @@ def _report_problems(
     problems: dict[Way, str],
     checks: Checks,
     expected: Measured | None,
-    config: LanguageModelConfig,
+    config: LanguageModelConfig | OmniModelConfig,
     max_seq_len: int,
     say: Callable[..., None],
 ) -> None:

@@ -101,7 +101,7 @@ class RowProbe:
     @property
     def environment(self) -> dict[str, Any]:
         """The entry of ``environment.json``."""
-        entry: dict[str, Any] = {"rows_independent_of_batch": self.is_exact}
+        entry: dict[str, object] = {"rows_independent_of_batch": self.is_exact}
         if self.differences:
             entry["differences"] = {f"{rows} rows": value for rows, value in self.differences.items()}
         entry |= {name: text for name in ("layer", "reason") if (text := getattr(self, name))}

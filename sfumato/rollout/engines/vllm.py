@@ -211,7 +211,7 @@ class VllmSettings(ServedSettings):
             calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep, reader)
 
-    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
+    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, object]:
         """vLLM's settings, by the names that its Python arguments and its command line share.
 
         Args:
@@ -219,7 +219,7 @@ class VllmSettings(ServedSettings):
             rank: of the adapters; 0 without.
             max_length: tokens of the longest sequence, where ``max_model_len`` is not set.
         """
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "model": model_path,
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,

@@ -21,6 +21,7 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
+from sfumato.data.text.token_ids import padding_token
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.critic import Critic
@@ -48,7 +49,7 @@ from sfumato.tracking.folder import run_date
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     class _EngineWithWeights(Engine, Protocol):
         """An engine that weights are sent to (``runtime/weight_sync``), one of this library or of a user."""
@@ -74,7 +75,7 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
         ConfigError: when it is missing, or has fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    check_length(model.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    check_length(model.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     return model, FlopCount(model.module, model.vision)
 
 
@@ -376,7 +377,7 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
     section = config.model.model_copy(update=teacher_fields)
     data_type = config.data.data_type
     teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
-    check_length(teacher.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    check_length(teacher.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
             f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
@@ -446,7 +447,7 @@ def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor
     tokens = torch.randint(len(template.tokenizer), (4, 16), generator=generator)
     media = torch.tensor(sorted(template.media_tokens), dtype=torch.int64)
     # a token that stands for an image cannot be scored without one
-    return tokens.masked_fill(torch.isin(tokens, media), template.tokenizer.pad_token_id)
+    return tokens.masked_fill(torch.isin(tokens, media), padding_token(template.tokenizer))
 
 
 def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
@@ -459,7 +460,7 @@ def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
 
 
 def build_text_template(
-    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
 ) -> PromptTemplate:
     """The template of a run, with the texts and ids that end answers; raises as ``build_prompt_template``."""
     without_text: frozenset[int] = frozenset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -146,7 +146,7 @@ class ReceivingEnd:
         """The newest version that was received."""
 
     @torch.no_grad()
-    def receive(self, version: int, delivery: Any) -> None:
+    def receive(self, version: int, delivery: object) -> None:
         """Has the receiver load a version. The role's process group is not used."""
         if self.staged is not None:
             raise WeightSyncError(
@@ -168,7 +168,7 @@ class ReceivingEnd:
             self.transport.give_up()
             raise
 
-    def _tensors(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors from the transport, cut into shards if the receiver wants these."""
         shards = None if self.transport.gives_shards else self.receiver.shards
         for name, tensor in self.transport.take(version, delivery):
@@ -228,7 +228,7 @@ def join_receiving(state: ReceivingState) -> None:
     _end(state).transport.join()
 
 
-def receive(state: ReceivingState, version: int, delivery: Any) -> None:
+def receive(state: ReceivingState, version: int, delivery: object) -> None:
     """Loads a version. Runs in every process of the sampler, in any thread.
 
     Raises:

@@ -77,7 +77,7 @@ class Sent:
     log_probs: torch.Tensor | None = None
     """float32 ``[N, T - 1]``: of the fixed tokens, where the receiver rescores them."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Eight bytes for each checksum: the length of a pickled integer depends on its value, and the bytes that pass
         # through the driver are counted.
         sums = b"".join(value.to_bytes(8, "little") for value in self.checksums.values())

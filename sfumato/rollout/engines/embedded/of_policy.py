@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -56,7 +57,9 @@ class PolicyEngine:
         gathered = whole_weights(model.trained, model.mesh, share=True)
         gathered = model.mesh.first(gathered, among="world")
         if self._engine is None or self._copy is None:
-            self._copy = model.plain_with(gathered).to(model.mesh.device).requires_grad_(False)
+            # transformers' annotation of ``to`` has lost its first parameter
+            copied = cast("nn.Module", model.plain_with(gathered))
+            self._copy = copied.to(model.mesh.device).requires_grad_(False)
             self._engine = self._build(self._copy)
             return
         for name, tensor in self._copy.state_dict().items():

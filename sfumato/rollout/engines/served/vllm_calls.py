@@ -59,7 +59,7 @@ class VllmCalls(Protocol):
     """Tokens of the longest prompt with its completion."""
 
     async def generate(
-        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+        self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """Draws a completion.
 
@@ -71,7 +71,7 @@ class VllmCalls(Protocol):
         """
         ...
 
-    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+    def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """Log-probs of all tokens but the first."""
         ...
 
@@ -87,7 +87,7 @@ class VllmCalls(Protocol):
         """Drops keys and values, those of open requests too."""
         ...
 
-    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
         """Loads weights in the phases of the weight transfer interface."""
         ...
 
@@ -218,7 +218,7 @@ class ServerCalls:
         return await self.http.ask_async("POST", "/v1/chat/completions/render", render_request(images))
 
     async def generate(
-        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+        self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
@@ -240,7 +240,7 @@ class ServerCalls:
             raise EngineError(f"{self.name} gave log-probs of other tokens than it drew")
         return drawn
 
-    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+    def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
         answer = self.http.ask("POST", "/inference/v1/generate", body)
@@ -268,7 +268,7 @@ class ServerCalls:
         if not self.http.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
-    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
         """See ``VllmCalls``."""
         self.http.ask("POST", "/start_weight_update")
         self.http.ask("POST", "/update_weights", {"update_info": dict(update_info)})
