@@ -27,6 +27,7 @@ from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
+from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
@@ -34,6 +35,8 @@ from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import UserError
+from sfumato.models.diffusion.folder_parts import parts_without_weights
+from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
 from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
@@ -165,6 +168,13 @@ def check_config(
         findings.host = check_host(config, layout, *sizes, host_gib, is_here)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
+        if isinstance(config.model, ModelConfig):
+            findings.notes.extend(_describe_missing_weights(config.model))
+        if isinstance(config, TextRLConfig):
+            try:
+                config.refuse_described_model()
+            except UserError as error:
+                findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
@@ -176,6 +186,13 @@ def check_config(
     except UserError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _describe_missing_weights(model: ModelConfig) -> list[str]:
+    """A note where a pipeline was predicted from its configuration files alone."""
+    folder = Path(str(model.model_path))
+    without = parts_without_weights(folder, read_index(folder)) if model.model_path is not None else []
+    return [f"model.model_path {folder}: the run needs weights of {', '.join(without)}, too"] if without else []
 
 
 def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:

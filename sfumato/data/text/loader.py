@@ -14,7 +14,7 @@ from sfumato.data.epoch_order import refuse_repetition
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.files.mixing import Order
 from sfumato.data.files.row_blocks import RowFile
-from sfumato.data.files.sources import Sources, open_sources, open_validation
+from sfumato.data.files.sources import Sources, open_sources_once, open_validation
 from sfumato.data.files.stored import digest_of
 from sfumato.data.media.cache import MediaCache, build_media_cache
 from sfumato.data.media.threads import open_ahead
@@ -309,11 +309,11 @@ def open_text_data(
     ends = adopt_answer_end(transform, tokenizer).describe()
     for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
         say(line)
-    sources, held_out = open_sources(data), open_validation(data)
+    sources, held_out = open_sources_once(data, mesh), open_validation(data)
     if mesh.is_first:  # it alone writes the log, and all rows may be read for these lines
         for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
             say(line)
-    identity = identify_text(config, sources, held_out, transform)
+    identity = identify_text(config, sources, held_out, transform, mesh)
     loader = build_text_loader(data, train, pad_token_id, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision
     validation = build_validation(held_out, data, train, config.eval, transform, pad_token_id, mesh, say, vision)
