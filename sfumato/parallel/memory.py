@@ -93,6 +93,9 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 MIN_OFFLOAD_BYTES = 256 * 2**10
 """Smaller tensors stay: a copy of them takes longer to start than to run."""
 
+INDICES = (torch.int32, torch.int64)
+"""Types of tensors that stay: the host remembers the values of position ids by the tensor on the device."""
+
 RECOMPILE_LIMIT = 32
 """Number of variants of blocks that are compiled; more of them run uncompiled, with torch's warning."""
 
@@ -265,7 +268,7 @@ class ActivationOffload:
     Copies run on a stream of their own beside the computation; while one block's backward pass runs, the activations
     of the block before it come back. Neither direction runs ahead of the computation by more than two blocks, which
     bounds the memory of copies under way. A tensor that several operations save is copied once. Weights, also those
-    that autocast has converted, and tensors below ``min_bytes`` stay where they are.
+    that autocast has converted, indices such as position ids, and tensors below ``min_bytes`` stay where they are.
     """
 
     def __init__(self, min_bytes: int = MIN_OFFLOAD_BYTES, stay: tuple[str, ...] = ("cpu", "meta")) -> None:
@@ -300,6 +303,7 @@ class ActivationOffload:
             tensor.layout == torch.strided
             and tensor.device.type not in self.stay
             and tensor.nbytes >= self.min_bytes
+            and tensor.dtype not in INDICES
             and tensor.untyped_storage()._cdata not in weights
             and not is_converted_weight(tensor)
         )
@@ -307,7 +311,9 @@ class ActivationOffload:
     def _pack(self, call: _Call, tensor: Tensor) -> _Packed:
         shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
         if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
-            return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
+            # An operation's result that a hook returned as it is would hold itself. What has no gradient comes back as
+            # the same object, by which attention remembers where documents begin.
+            return tensor.detach() if tensor.requires_grad else tensor
         if shard.device not in self._streams:
             self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
         host_copy = call.copy_of(shard.detach(), self._streams[shard.device])

@@ -270,6 +270,10 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.cuda.set_device(device)
         # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
         torch.backends.cuda.enable_cudnn_sdp(False)
+    if size == 1 and config.enable_fsdp_offload and config.data_parallel_mode == "fsdp1":
+        raise ConfigError(
+            "train.enable_fsdp_offload in one process needs train.data_parallel_mode fsdp2: fsdp1 shards nothing there"
+        )
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
@@ -277,11 +281,13 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
-    if size > 1 and not dist.is_initialized():
+    is_local = size == 1 or is_on_one_machine()
+    # One process has a group, too, where fsdp is to keep its weights in CPU memory.
+    if (size > 1 or config.shards(1)) and not dist.is_initialized():
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
-            with bound_to_loopback() if is_on_one_machine() else nullcontext():
+            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout)) if size > 1 else dist.HashStore()
+            with bound_to_loopback() if is_local else nullcontext():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
                     store=store,
@@ -296,7 +302,7 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    with bound_to_loopback() if is_on_one_machine() else nullcontext():
+    with bound_to_loopback() if is_local else nullcontext():
         return Mesh(layout, device, rank)
 
 
