@@ -226,7 +226,7 @@ def pretend_device() -> Iterator[PretendedDevice]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(mesh.Mesh, "__init__", init_on_device))
         stack.enter_context(mock.patch.object(Run, "log", log_and_count))
-        stack.enter_context(mock.patch.object(fsdp2, "_get_device_from_mesh", lambda _: DEVICE))
+        stack.enter_context(mock.patch.object(fsdp2, "_get_device_from_mesh", return_value=DEVICE))
         stack.enter_context(_Operations(device))
         stack.enter_context(_Functions(device))
         yield device

@@ -51,7 +51,7 @@ class ParallelConfig(Section):
     """fsdp2: reduce gradients after each micro-batch, so that no rank keeps whole ones until the last; HSDP sums over
     its copies with the last all the same."""
     enable_fsdp_offload: bool = False
-    """fsdp1, fsdp2: keep sharded weights, gradients and optimiser state in CPU memory; with fsdp2 in one process, too."""
+    """fsdp1, fsdp2: keep weights, gradients and optimiser state in CPU memory; with fsdp2 in one process, too."""
     enable_forward_prefetch: bool = False
     """fsdp1, fsdp2: gather the next block's weights while this one computes, ordered by hand."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

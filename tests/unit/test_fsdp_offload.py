@@ -87,5 +87,5 @@ def test_a_language_model_with_biases_of_routers_waits_in_cpu_memory(tmp_path: P
 
 def test_fsdp1_cannot_do_that_in_one_process(device: PretendedDevice) -> None:
     train = TrainConfig(output_dir="unused", device="cpu", data_parallel_mode="fsdp1", enable_fsdp_offload=True)
-    with pytest.raises(ConfigError, match="needs train.data_parallel_mode fsdp2"):
+    with pytest.raises(ConfigError, match=r"needs train\.data_parallel_mode fsdp2"):
         build_mesh(train)
