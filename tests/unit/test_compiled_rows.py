@@ -56,6 +56,21 @@ def test_rows_of_many_lengths_take_few_graphs(multiple, graphs, compiler, tmp_pa
     assert numbers_of(model) and compiler["unique_graphs"] == found  # nothing is compiled again
 
 
+@pytest.mark.parametrize(("precision", "recompute"), [("bf16", "full"), ("no", "selective")])
+def test_recomputed_blocks_are_compiled_and_share_their_graphs(precision, recompute, compiler, tmp_path):
+    """Attention is not compiled, and keeps nothing around it from being so. Blocks of one kind share graphs, also where
+    their layers convert weights."""
+    plain = build(describe(tmp_path), mixed_precision=precision)
+    expected = plain.forward_backward([batch(samples())], sum_of_losses)[0]
+    train = {"mixed_precision": precision, "activation_checkpointing": recompute, "compile": True}
+    model = build(describe(tmp_path), **train, pad_to_multiple_of=128)
+    assert model.forward_backward([batch(samples())], sum_of_losses)[0] == pytest.approx(expected, rel=1e-6)
+    assert compiler["unique_graphs"] == PARTS
+    expected_gradients = gradients(plain)
+    for name, gradient in gradients(model).items():
+        assert relative(gradient, expected_gradients[name]) < 1e-5, name
+
+
 def test_filled_rows_say_the_same(tmp_path):
     plain, filled = build(describe(tmp_path)), build(describe(tmp_path), pad_to_multiple_of=64)
     assert numbers_of(filled) == pytest.approx(numbers_of(plain), rel=1e-6)

@@ -184,7 +184,7 @@ class PackedModel(ABC, Generic[Output]):
             raise ConfigError(
                 "train.pipeline_parallel_size and dropout exclude each other: set model.lora.dropout to 0"
             )
-        plan = language_plan(self.module)
+        plan = replace(language_plan(self.module), graph_breaks=self.attention == ATTENTION or mesh.layout.cp > 1)
         dtype = self.autocast_dtype
         if mesh.layout.pp > 1:
             self._pipeline = build_pipeline(self.module, mesh, config, plan, dtype)
