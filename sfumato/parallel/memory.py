@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -29,15 +30,20 @@ from torch.utils.checkpoint import (
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
+from sfumato.parallel.compiling import compiler_problem, first_paragraph
 from sfumato.parallel.kernels import in_packed_attention
 from sfumato.parallel.precision import converts, forward_converted
 from sfumato.parallel.shards import local
+
+LOGGER = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from sfumato.parallel.mesh import Mesh
 
     _DTensorLayout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
     _Packed = Tensor | tuple["_HostCopy", _DTensorLayout | None]
@@ -112,6 +118,7 @@ def apply_memory_savings(
     *,
     device: str = "cpu",
     graph_breaks: bool = False,
+    mesh: Mesh | None = None,
 ) -> None:
     """Makes blocks recompute, offload and compile as configured; changes them in place.
 
@@ -131,6 +138,7 @@ def apply_memory_savings(
         device: type of device on which the blocks will run; the configuration may compile for some types only.
         graph_breaks: whether something inside of the blocks is not compiled. Recomputation then stands around the
             compiled parts, and ``selective`` keeps attention only.
+        mesh: the ranks, all of which must call this; where the compiler does not work on one of them, none compiles.
 
     Raises:
         ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
@@ -156,8 +164,18 @@ def apply_memory_savings(
                 "train.activation_checkpointing none, train.enable_activation_offload false and train.compile false"
             )
     offload = ActivationOffload() if config.enable_activation_offload else None
+    compiles = config.compiles(device) and _compiler_works(device, backend, mesh)
     for block in blocks.values():
-        block.forward = BlockForward(block, mode, backend if config.compiles(device) else None, offload, graph_breaks)
+        block.forward = BlockForward(block, mode, backend if compiles else None, offload, graph_breaks)
+
+
+def _compiler_works(device: str, backend: str, mesh: Mesh | None) -> bool:
+    """Whether the compiler works on all ranks; if not, rank 0 says why. Blocks are then the same on all of them."""
+    problem = compiler_problem(device, backend)
+    problem = problem if mesh is None else mesh.first_problem(problem)
+    if problem is not None and (mesh is None or mesh.is_first):
+        LOGGER.warning(problem)
+    return problem is None
 
 
 class BlockForward:
@@ -206,7 +224,19 @@ class BlockForward:
 
 
 def _compile(run: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    return torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+    """A compiled function, which raises ConfigError where the compiler cannot compile it."""
+    compiled = torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds; ``torch.compile`` has just loaded it
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            block = type(cast("MethodType", run).__self__).__name__
+            reason = first_paragraph(error)
+            raise ConfigError(f"torch.compile cannot compile {block} ({reason}): set train.compile to false") from error
+
+    return call
 
 
 def _compile_settings() -> dict[str, int]:

@@ -79,7 +79,8 @@ def parallelize(
         compute_in(module, param_dtype)
     kind = mesh.device.type
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compiles(kind):
-        apply_memory_savings(module, config, blocks, device=kind, graph_breaks=plan.graph_breaks or layout.ep > 1)
+        breaks = plan.graph_breaks or layout.ep > 1
+        apply_memory_savings(module, config, blocks, device=kind, graph_breaks=breaks, mesh=mesh)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
 
 
