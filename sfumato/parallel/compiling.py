@@ -37,8 +37,8 @@ def compiler_problem(device: str, backend: str = "inductor") -> str | None:
         raise
     except Exception as error:  # compilers, their libraries and torch raise what they like
         return (
-            f"torch.compile does not work here ({type(error).__name__}: {first_paragraph(error)}): blocks run uncompiled. It needs "
-            f"{NEEDS.get(device, 'a compiler')}; train.compile false runs without trying"
+            f"torch.compile does not work here ({type(error).__name__}: {first_paragraph(error)}): blocks run "
+            f"uncompiled. It needs {NEEDS.get(device, 'a compiler')}; train.compile false runs without trying"
         )
     finally:
         # the trial counts for no graph of the run
