@@ -249,8 +249,12 @@ def range_of_rank(count: int, rank: int, num_ranks: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-def build_mesh(config: TrainConfig) -> Mesh:
+def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
+
+    Args:
+        config: of the run.
+        replays: whether what is computed without gradients is computed again with them, and compared (RL).
 
     Raises:
         ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, the
@@ -268,8 +272,9 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
-        # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        if replays:
+            # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
+            torch.backends.cuda.enable_cudnn_sdp(False)
     if size == 1 and config.enable_fsdp_offload and config.data_parallel_mode == "fsdp1":
         raise ConfigError(
             "train.enable_fsdp_offload in one process needs train.data_parallel_mode fsdp2: fsdp1 shards nothing there"

@@ -25,7 +25,7 @@ from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
-from sfumato.tracking.meters import Meter, StepProfiler, peak_flops
+from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.progress import Progress, quiet_libraries
 from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
@@ -432,7 +432,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
-    for line in describe_code():
+    for line in (*describe_code(), *describe_float32(mesh.device)):
         run.say(line)
     Run.newest = run
     listen(run)
