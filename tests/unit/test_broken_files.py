@@ -16,7 +16,7 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sfumato.checkpoint.parts import StoredCheckpoint, read_state_values
-from sfumato.config.sections import ModelConfig
+from sfumato.config.sections import ModelConfig, ParamGroupConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.files.row_store import RowStore, RowWriter
 from sfumato.data.media import video_files
@@ -27,10 +27,11 @@ from sfumato.data.text.template_limits import TemplateLimitError, check_constant
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_byte_tokenizer, build_tokenizer, read_model_config
+from sfumato.rewards.answers import Format
 from sfumato.rollout.agents.tool_calls import inline_call
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.vllm_calls import ServerCalls
-from sfumato.tracking.charts import curve_svg
+from sfumato.tracking.curves import curve_svg
 from tests.tiny import tiny_language_description, write_tiny_pipeline
 from tests.tiny_vision import clip
 
@@ -120,8 +121,8 @@ def test_a_long_word_before_a_parenthesis_takes_no_time() -> None:
 
 
 def test_a_number_beyond_all_axes_is_left_out_of_its_curve() -> None:
-    assert "<svg" in curve_svg("loss", {1: 1e308, 2: 0.5, 3: -1e308}, "a")
-    assert "<svg" in curve_svg("loss", {1: 1e308}, "a")
+    assert "<svg" in curve_svg("loss", {1: 1e308, 2: 0.5, 3: -1e308})
+    assert "<svg" in curve_svg("loss", {1: 1e308})
 
 
 def test_a_lower_limit_of_the_machine_stays() -> None:
@@ -260,3 +261,14 @@ def test_a_video_whose_first_pass_takes_too_long_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(video_files, "LONGEST_S", 0.2)
     with pytest.raises(DataError, match="reading it takes more than 0 s"):
         check_video(clip(16, 16, 4), "row 1")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(" * 5000 + ")" * 5000, "x{99999999999}", "(", "[z-a]"], ids=["deep", "often", "open", "range"]
+)
+def test_what_is_no_regular_expression_is_named(pattern: str) -> None:
+    """Parentheses 5,000 deep end the reader of Python's regular expressions in an error that is none of its own."""
+    with pytest.raises(ConfigError, match="no regular expression"):
+        Format(pattern=pattern)
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        ParamGroupConfig.model_validate({"match": pattern})
