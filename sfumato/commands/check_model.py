@@ -279,7 +279,8 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
         yield "train.data_parallel_mode fsdp2", {"data_parallel_mode": "fsdp2"}, True
     if train.optimizer == "adamw":
         yield "train.optimizer adamw8bit", {"optimizer": "adamw8bit"}, False
-    if layout.size > 1 and not train.enable_fsdp_offload and train.data_parallel_mode != "ddp":
+    can_offload = train.data_parallel_mode == "fsdp2" or (train.data_parallel_mode == "fsdp1" and layout.size > 1)
+    if can_offload and not train.enable_fsdp_offload:
         yield "train.enable_fsdp_offload true", {"enable_fsdp_offload": True}, False
     model = cast("LanguageModelConfig | ModelConfig", config.model)
     if isinstance(model, ModelConfig) and not model.offload_idle and not isinstance(config, TrainAutoencoderConfig):

@@ -285,8 +285,12 @@ def range_of_rank(count: int, rank: int, num_ranks: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-def build_mesh(config: TrainConfig) -> Mesh:
+def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
+
+    Args:
+        config: of the run.
+        replays: whether what is computed without gradients is computed again with them, and compared (RL).
 
     Raises:
         ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, the
@@ -304,8 +308,13 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
-        # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        if replays:
+            # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+    if size == 1 and config.enable_fsdp_offload and config.data_parallel_mode == "fsdp1":
+        raise ConfigError(
+            "train.enable_fsdp_offload in one process needs train.data_parallel_mode fsdp2: fsdp1 shards nothing there"
+        )
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
@@ -314,13 +323,15 @@ def build_mesh(config: TrainConfig) -> Mesh:
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
     raise_descriptors(size)
-    if size > 1 and not dist.is_initialized():
+    is_local = size == 1 or is_on_one_machine()
+    # One process has a group, too, where fsdp is to keep its weights in CPU memory.
+    if (size > 1 or config.shards(1)) and not dist.is_initialized():
         if size > CONNECTED_AT_ONCE:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
-            with bound_to_loopback() if is_on_one_machine() else nullcontext():
+            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout)) if size > 1 else dist.HashStore()
+            with bound_to_loopback() if is_local else nullcontext():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
                     store=store,
@@ -335,7 +346,7 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    with bound_to_loopback() if is_on_one_machine() else nullcontext():
+    with bound_to_loopback() if is_local else nullcontext():
         return Mesh(layout, device, rank)
 
 

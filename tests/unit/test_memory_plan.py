@@ -223,9 +223,10 @@ def test_stages_hold_their_layers_and_the_micro_batches_under_way(tmp_path: Path
     assert stages[1].parts["activations of blocks"] == 6 * per_block[1]
 
 
-def test_offload_moves_to_the_host(tmp_path: Path) -> None:
-    planned, train = predicted(tmp_path, "qwen3", 2, enable_fsdp_offload=True, enable_activation_offload=True)
-    (memory,) = plan_memory(planned, train, 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offload_moves_to_the_host(tmp_path: Path, ranks: int) -> None:
+    planned, train = predicted(tmp_path, "qwen3", ranks, enable_fsdp_offload=True, enable_activation_offload=True)
+    (memory,) = plan_memory(planned, train, ranks)
     assert set(memory.host) == {"weights", "gradients", "optimiser state", "activations"}
     assert not {"weights", "gradients", "optimiser state"} & set(memory.parts)
 

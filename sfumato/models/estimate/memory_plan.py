@@ -152,7 +152,7 @@ def _fake_module(
     tensor_settings = ("sequence_parallel", "tensor_parallel_size")
     settings = _switch_off_parallelism(train, tensor_settings)
     config = type(train).model_construct(**dict(train)).model_copy(update=settings)
-    gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
+    gathers_low = train.shards(layout.size)
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
         decoder = f"{planned.plan.decoder}." if layout.pp > 1 and planned.plan.decoder else ""
@@ -182,7 +182,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     """Adds the bytes of weights, gathered weights, gradients, optimiser state, averages, and a frozen copy."""
     module = planned.build()
     blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
-    uses_fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
+    uses_fsdp = train.shards(mesh.size)
     plain = _switch_off_parallelism(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
     if train.data_parallel_mode == "fsdp1":
         plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below
