@@ -14,7 +14,7 @@ from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, LocalRole, Rec
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
-    from sfumato.runtime.weight_sync.sync import Rescoring
+    from sfumato.runtime.weight_sync.rescoring import Rescoring
 
 Build = Callable[[Any, Mesh, Any], Any]
 """Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run

@@ -8,7 +8,8 @@ import torch
 from sfumato.config.runtime import PoolConfig
 from sfumato.errors import WeightSyncError
 from sfumato.runtime.cluster.cluster import Cluster
-from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
+from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.sync import WeightSync
 from tests import fused_engine
 from tests.ray.test_ray_roles import TRAIN
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.launch import Build
     from sfumato.runtime.roles import Role
-    from sfumato.runtime.weight_sync.sync import Rescoring
+    from sfumato.runtime.weight_sync.rescoring import Rescoring
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
