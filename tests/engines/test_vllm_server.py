@@ -129,7 +129,7 @@ def sync_of(engine, actor=None, tolerance=1e-3):
 
 
 def server_processes(engine):
-    owner = psutil.Process(engine.calls._process._process.pid)
+    owner = psutil.Process(engine.calls._process.pid)
     return owner.children(recursive=True)
 
 

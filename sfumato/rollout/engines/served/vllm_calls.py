@@ -129,7 +129,9 @@ class ServerCalls:
         url: str,
         api_key: str,
         command: Sequence[str],
+        inherited: Mapping[str, str],
         environment: Mapping[str, str],
+        leftovers: Sequence[Path],
         model_path: str,
         log: Path,
         timeout_s: float,
@@ -143,7 +145,9 @@ class ServerCalls:
             url: of a server that runs already; empty with a command.
             api_key: of a server that runs already; a started server gets a key of its own.
             command: starts a server on this machine; empty with a url.
-            environment: further environment variables of the command.
+            inherited: environment variables of the command.
+            environment: further ones, which win over those that the server needs.
+            leftovers: folders that are removed with the server if this process dies.
             model_path: folder of the model.
             log: file of the command's output.
             timeout_s: longest that an answer may take.
@@ -167,9 +171,11 @@ class ServerCalls:
             # By the environment: other users of the machine can read a command's arguments.
             api_key = secrets.token_hex(32)
             key = {"VLLM_API_KEY": api_key}
-            variables = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
+            modules = {"PYTHONPATH": self._modules.name}
+            variables = {**inherited, **SERVER_ENVIRONMENT, **modules, **environment, **key}
             arguments = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
-            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s)
+            leftovers = [*leftovers, Path(self._modules.name)]
+            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers)
         self.http = HttpServer(
             self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
         )
