@@ -6,6 +6,7 @@ caches exist in development mode alone (``VLLM_SERVER_DEV_MODE=1``).
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import tempfile
@@ -19,7 +20,10 @@ from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.versions import known_release
 from sfumato.rollout.engines.served.vllm_images import render_request
+
+LOGGER = logging.getLogger(__name__)
 
 BACKEND = "sfumato_files"
 """Name of the backend that ``rollout/inside_vllm.py`` adds to vLLM's weight transfer interface."""
@@ -196,6 +200,9 @@ class ServerCalls:
         Raises:
             ConfigError: when it has another model, or was started without options that are needed.
         """
+        version = str(self.http.ask("GET", "/version", timeout_s=HEALTH_TIMEOUT_S)["version"])
+        if known_release("vLLM", version) is None:
+            LOGGER.warning("%s is vLLM %s, which is not known to this version of sfumato", self.name, version)
         models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
         # Adapters are listed as models, too, with the model that they belong to as parent.
         base = next((model for model in models if model.get("parent") is None), models[0])
