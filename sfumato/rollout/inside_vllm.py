@@ -83,7 +83,7 @@ class FilesWeightTransferEngine(WeightTransferEngine[NoInitInfo, FilesUpdateInfo
             self._pack_output_layer()
 
     def _pack_output_layer(self) -> None:
-        """Packs the output layer anew, of which kernels of CPUs in half precision have a copy of their own: vLLM does not
+        """Packs the output layer anew, of which CPUs have a packed copy in half precision: vLLM does not
         where the layer shares its weights with the embedding, since only that one is loaded."""
         for layer in self.model.modules():
             method = getattr(layer, "quant_method", None)

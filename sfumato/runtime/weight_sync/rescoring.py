@@ -7,6 +7,7 @@ last place of the precision (``rounded``), which is what rounding does to this m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ FLOOR = 1e-5
 MOVED = 0.01
 """Part of the distance that rounding causes, by which the actor's mean log-prob must have moved before an engine that
 gives all tokens exactly the log-probs of before is said to have missed a version."""
+
+MISSING = 0.25
+"""Part of a change of log-probs that an engine may lack or have too much of, beside four standard errors of measuring
+it. A single matrix of many that keeps its old weights, too little for the distance, shows here."""
 
 QUANTILE = 0.95
 """Quantile of the distances of single tokens that is bounded beside their mean: a fault of some tokens alone, as of one
@@ -76,12 +81,13 @@ class Scores:
     engines: Sequence[torch.Tensor]
     """float32 ``[N, T - 1]`` of the engine of each rank of the sampler."""
 
-    def problem(self, tolerance: float | None, before: Scores | None) -> str:
+    def problem(self, tolerance: float | None, before: Scores | None, first: Scores | None) -> str:
         """What shows that an engine lacks the weights that were sent; empty if nothing does.
 
         Args:
             tolerance: see ``Rescoring``.
             before: of the version that was applied before, if one was.
+            first: of the first version that was applied, if one was before.
         """
         expected = self.sent.log_probs
         assert expected is not None, "the actor has rescored the tokens, too"
@@ -96,6 +102,8 @@ class Scores:
                     f"are exactly those of version {before.sent.version}, though the actor's have moved by "
                     f"{Distance.between(expected, _log_probs(before.sent)).mean:.3g} in the mean{where}"
                 )
+            if first is not None and (problem := self._change_problem(log_probs, first.engines[rank], first.sent)):
+                return problem + where
         return ""
 
     def _distance_problem(self, log_probs: torch.Tensor, expected: torch.Tensor, tolerance: float | None) -> str:
@@ -129,6 +137,26 @@ class Scores:
         moved = Distance.between(_log_probs(self.sent), _log_probs(sent_before)).mean
         return moved > MOVED * max(self._rounding_mean(), FLOOR)
 
+    def _change_problem(self, log_probs: torch.Tensor, first_log_probs: torch.Tensor, first: Sent) -> str:
+        """Whether the engine has moved as the actor has since the first version, once that is more than rounding."""
+        if self.sent.rounded is None:
+            return ""
+        expected, first_expected = _log_probs(self.sent).double(), _log_probs(first).double()
+        change = expected - first_expected
+        if change.abs().mean() <= max(self._rounding_mean(), FLOOR):
+            return ""
+        # least squares of (change of the engine) = share x (change of the actor) + rounding of two versions
+        share = float(((log_probs.double() - first_log_probs) * change).sum() / change.square().sum())
+        rounding = (self.sent.rounded - expected).square().mean().sqrt()
+        standard_error = float(math.sqrt(2) * rounding / change.square().sum().sqrt())
+        if abs(share - 1) <= MISSING + 4 * standard_error:
+            return ""
+        return (
+            f"have moved by {share:.0%} (give or take {standard_error:.0%}) of what the actor's have since version "
+            f"{first.version}, so that some weights are of another version, or rounding to the engine's dtype loses "
+            "updates (rollout.engine.dtype)"
+        )
+
     def _rounding_mean(self) -> float:
         return 0.0 if self.sent.rounded is None else Distance.between(self.sent.rounded, _log_probs(self.sent)).mean
 
@@ -136,18 +164,27 @@ class Scores:
 class Rescored:
     """The future of a version that is being applied; its ``result`` compares the log-probs of both sides."""
 
-    def __init__(self, applying: Future, sent: Sent, tolerance: float | None, before: Scores | None) -> None:
+    def __init__(
+        self,
+        applying: Future,
+        sent: Sent,
+        tolerance: float | None,
+        before: Scores | None = None,
+        first: Scores | None = None,
+    ) -> None:
         """
         Args:
             applying: gives the log-probs ``[N, T - 1]`` of each rank of the sampler.
             sent: the version.
             tolerance: see ``Rescoring``.
             before: of the version that was applied before, if one was.
+            first: of the first version that was applied, if one was before.
         """
         self.applying = applying
         self.sent = sent
         self.tolerance = tolerance
         self.before = before
+        self.first = first
         self.scores: Scores | None = None
         """Set when they have been compared, and agree."""
 
@@ -158,7 +195,7 @@ class Rescored:
     def result(self) -> None:
         """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
         scores = Scores(self.sent, self.applying.result())
-        if problem := scores.problem(self.tolerance, self.before):
+        if problem := scores.problem(self.tolerance, self.before, self.first):
             raise WeightSyncError(
                 f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor: "
                 f"they {problem}: the engine does not have the weights that were sent. Look at how it fuses, casts or "

@@ -176,7 +176,8 @@ class WeightSync:
         if self._tokens is not None:
             assert self.rescoring is not None
             before = None if self._rescored is None else self._rescored.scores
-            self._rescored = Rescored(self._applying, self._sent, self.rescoring.tolerance, before)
+            first = before if self._rescored is None or self._rescored.first is None else self._rescored.first
+            self._rescored = Rescored(self._applying, self._sent, self.rescoring.tolerance, before, first)
             self._applying = self._rescored
         return self._applying
 
