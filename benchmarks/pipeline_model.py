@@ -39,18 +39,27 @@ from pipeline_simulation import (
 
 from sfumato.errors import DataError, UserError
 from sfumato.tracking.charts import (
+    LINE,
     MUTED,
     Stretch,
     choose_stretch,
     draw_legend,
     draw_rows,
     inline_svg,
-    plain_axes,
     stand_in,
     theme_css,
 )
 from sfumato.tracking.timeline import RUN, Event, read_events
 from sfumato.tracking.trackers import finite, read_jsonl, series_of
+
+
+def plain_axes(axes: Any) -> None:
+    """Quiet axes: a grid, muted labels, no frame but two lines."""
+    axes.grid(True, color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=10, labelcolor=MUTED)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side in ("left", "bottom"), edgecolor=LINE)
 
 
 def whole_svg(figure: Any, label: str) -> str:

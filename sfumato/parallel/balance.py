@@ -138,7 +138,8 @@ def _find_router(module: nn.Module, experts: str, num_experts: int) -> tuple[str
     parent = dict(module.named_modules())[block]  # get_submodule does not know the stages of a pipeline
     for name, submodule in parent.named_modules(prefix=block):
         for bias in BIASES:
-            if bias in submodule._buffers and submodule._buffers[bias].shape == (num_experts,):  # pyright: ignore[reportOptionalMemberAccess]
+            values = submodule._buffers.get(bias)
+            if values is not None and values.shape == (num_experts,):
                 return name, submodule, bias
     for name in ("gate", "router"):
         if isinstance(getattr(parent, name, None), nn.Module):

@@ -209,7 +209,7 @@ def _find_parts_around(module: nn.Module, decoder: nn.Module) -> list[Part]:
     """Encoders, projectors and single weights of a multimodal model, besides its language model and the head."""
     model = cast("PreTrainedModel", module)
     children: list[Part] = []
-    for owner in {module, model.base_model}:
+    for owner in dict.fromkeys((module, model.base_model)):  # in the same order on every rank
         excluded = {id(decoder), id(model.base_model), id(model.get_output_embeddings())}
         children += [child for child in owner.children() if id(child) not in excluded]
         children += owner.parameters(recurse=False)

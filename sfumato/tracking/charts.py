@@ -1,4 +1,4 @@
-"""Curves and timelines for pages: SVG of matplotlib figures, in the light or dark theme of the reader's browser."""
+"""Timelines for pages: SVG of matplotlib figures, in the light or dark theme of the reader's browser."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from sfumato.config.characters import in_one_line
 from sfumato.tracking.samples import choose_evenly
@@ -36,23 +34,13 @@ DARK: Mapping[str, str] = {
 }
 """The same on a dark page."""
 
-CURVE_SIZE = (4.6, 2.5)
-"""Inches of a curve's picture."""
-CURVE_AREA = (0.2, 0.2, 0.98, 0.92)
-"""Left, bottom, right and top of a curve's axes in its picture. A layout fitted to each curve doubles the time."""
-DIGIT_WIDTH, LABEL_WIDTH = 0.09, 0.3
-"""Inches of a digit beside the y axis, and of the axis' own label."""
-LARGEST_DRAWN = 1e100
-"""Larger values are left out of a curve: the limits of its axes would overflow a float."""
-SMOOTH_FROM = 30  # a curve with more points than this gets a smoothed line over the raw one
-
 
 def stand_in(name: str) -> str:
     """A colour for matplotlib that ``inline_svg`` replaces by the page's colour of this name."""
     return f"#01{list(LIGHT).index(name):02x}03"
 
 
-MUTED, LINE, ACCENT, FAINT = (stand_in(name) for name in ("muted", "line", "accent", "faint"))
+MUTED, LINE = (stand_in(name) for name in ("muted", "line"))
 
 
 def theme_css(selector: str = ":root") -> str:
@@ -78,75 +66,6 @@ def inline_svg(figure: Figure, prefix: str, label: str) -> str:
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
     svg = re.sub(r"<!--.*?-->|\n\s*(?=<)", "", svg, flags=re.DOTALL)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
-
-
-def plain_axes(axes: Axes) -> None:
-    """Quiet axes: a grid, muted labels, no frame but two lines."""
-    axes.grid(True, color=LINE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0, labelsize=10, labelcolor=MUTED)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), edgecolor=LINE)
-
-
-def curve_svg(name: str, values: dict[int, float], prefix: str, beside: dict[int, float] | None = None) -> str:
-    """Draws one curve.
-
-    Args:
-        name: of the metric.
-        values: by step.
-        prefix: keeps the ids of several drawings on one page apart.
-        beside: another curve, dashed, with an axis of its own that is not labelled.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    steps = np.array(list(values), dtype=float)
-    ys = np.array(list(values.values()), dtype=float)
-    ys[np.abs(ys) > LARGEST_DRAWN] = np.nan
-    left_edge, bottom, right, top = CURVE_AREA
-    figure = Figure(figsize=CURVE_SIZE)
-    axes = figure.add_axes((left_edge, bottom, right - left_edge, top - bottom))
-    if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
-        axes.plot(steps, ys, color=FAINT, linewidth=1.0, clip_on=False)
-        axes.plot(steps, smooth(ys), color=ACCENT, linewidth=1.9, clip_on=False)
-    else:
-        marker = "o" if len(ys) <= SMOOTH_FROM else None
-        axes.plot(steps, ys, color=ACCENT, linewidth=1.7, marker=marker, markersize=3.2, clip_on=False)
-    if beside:
-        twin_axes = axes.twinx()
-        twin_axes.plot(list(beside), list(beside.values()), color=MUTED, linewidth=1.0, linestyle="--")
-        twin_axes.set_axis_off()
-    axes.set_xlabel("step", color=MUTED, fontsize=10)
-    axes.set_ylabel(in_one_line(unit_of(name)), color=MUTED, fontsize=10, parse_math=False)
-    plain_axes(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useOffset=False)
-    ticks = axes.yaxis.get_majorticklocs()
-    shown = axes.yaxis.get_major_formatter().format_ticks(ticks)  # pyright: ignore[reportArgumentType]  # takes arrays
-    left_edge = max(left_edge, (DIGIT_WIDTH * max(map(len, shown)) + LABEL_WIDTH) / CURVE_SIZE[0])
-    axes.set_position((left_edge, bottom, right - left_edge, top - bottom))
-    axes.yaxis.get_offset_text().set(color=MUTED, fontsize=10)
-    return inline_svg(figure, prefix, f"{name} over steps")
-
-
-def unit_of(name: str) -> str:
-    """The unit of a metric, for the axis of its curve, from the metric's name."""
-    last = name.rsplit("/", 1)[-1]
-    if last.endswith(("_mib", "_gib")):
-        return last[-3].upper() + "iB"
-    if "_per_s" in last:
-        counted, _, divisor = last.partition("_per_s")
-        return f"{counted.rpartition('_')[2].replace('flops', 'FLOP')}/s{divisor.replace('_', ' ')}"
-    return "seconds" if last.endswith("_s") else last[:28]
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving mean ``[n]`` over about a fifteenth of the points; near the ends, over fewer points."""
-    half = max(2, len(values) // 30)
-    window = np.ones(2 * half + 1)
-    return np.convolve(values, window)[half:-half] / np.convolve(np.ones_like(values), window)[half:-half]
 
 
 MAX_STEPS, MAX_BARS, MAX_RANKS = 4, 600, 8

@@ -8,7 +8,7 @@ import resource
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -94,10 +94,9 @@ class Meter:
         for name, amount in amounts.items():
             if name not in COUNTED:
                 raise TypeError(f"{name!r} cannot be counted; known: {', '.join(COUNTED)}")
-            parts = amount if isinstance(amount, Mapping) else {}
-            for phase, part in parts.items():
+            for phase, part in amount.items() if isinstance(amount, Mapping) else ():
                 self._amounts[f"{name}/{phase}"] += float(part)
-            self._amounts[name] += float(sum(parts.values()) if parts else cast("float", amount))
+            self._amounts[name] += float(sum(amount.values()) if isinstance(amount, Mapping) else amount)
 
     def rates(self, seconds: float, timings: Mapping[str, float] | None = None) -> dict[str, float]:
         """Rates over all ranks since the last call, by metric name; a collective where something was counted.

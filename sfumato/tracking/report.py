@@ -16,7 +16,8 @@ from sfumato.config.file_checks import outside_problem
 from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
-from sfumato.tracking.charts import choose_stretch, curve_svg, theme_css, timeline_svg
+from sfumato.tracking.charts import choose_stretch, theme_css, timeline_svg
+from sfumato.tracking.curves import curve_svg
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import ANSWERS_CSS, answers, folded, in_html
@@ -219,7 +220,6 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
 def _curves(series: Series) -> str:
     """Curves of all metrics that no other section shows, by section."""
     html = []
-    number = 0
     for group in SECTIONS:
         figures = []
         for name, points in series.items():
@@ -227,10 +227,9 @@ def _curves(series: Series) -> str:
             own_section = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
             if own_section != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
                 continue
-            number += 1
             missing = len(points) - len(values)
             note = f'<span class="warn">{missing} not finite</span>' if missing else ""
-            figures.append(_figure(name, values, f"c{number}-", note))
+            figures.append(_figure(name, values, note))
         if figures:
             html.append(f'<h3>{group}</h3><div class="curves">{"".join(figures)}</div>')
     return section("Curves", "", "".join(html)) if html else ""
@@ -248,16 +247,15 @@ def _signs(metrics: Series) -> str:
     if not any(name.startswith("diversity/") for name in shown):
         return ""
     figures = [
-        _figure(name, finite(metrics[name]), f"w{number}-", f"<small>beside {OPTIMISED}</small>", beside)
-        for beside in [finite(metrics.get(OPTIMISED, {}))]
-        for number, name in enumerate(evaluation_only(metrics))
+        _figure(name, finite(metrics[name]), f"<small>beside {OPTIMISED}</small>", finite(metrics.get(OPTIMISED, {})))
+        for name in evaluation_only(metrics)
     ]
-    for number, (name, values) in enumerate(shown.items()):
+    for name, values in shown.items():
         note = ""
         if name == VELOCITY:
             values = finite(relative_to_first(values))
             note = "<small>relative to the first</small>"
-        figures.append(_figure(name, values, f"s{number}-", note) if values else "")
+        figures.append(_figure(name, values, note) if values else "")
     signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
     return section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
@@ -267,9 +265,7 @@ def _roles(output_dir: Path, series: Series) -> str:
     """The timeline of each process in the last steps, and curves of the roles' utilisation and samples' staleness."""
     stretch = choose_stretch(read_events(output_dir))
     shown = {name: finite(points) for name, points in series.items() if re.search(_ROLES, name)}
-    figures = [
-        _figure(name, values, f"u{number}-", "") for number, (name, values) in enumerate(shown.items()) if values
-    ]
+    figures = [_figure(name, values, "") for name, values in shown.items() if values]
     picture = ""
     note = ""
     if stretch is not None:
@@ -280,12 +276,12 @@ def _roles(output_dir: Path, series: Series) -> str:
     return section("What each role did", note, picture + curves) if picture or curves else ""
 
 
-def _figure(name: str, values: dict[int, float], prefix: str, note: str, beside: dict[int, float] | None = None) -> str:
+def _figure(name: str, values: dict[int, float], note: str, beside: dict[int, float] | None = None) -> str:
     """A curve with its caption; arguments as of ``curve_svg``, and HTML that follows the name."""
     latest = f"{list(values.values())[-1]:.6g}" if values else ""
     return (
         f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
-        f"<span>{latest}</span></figcaption>{curve_svg(name, values, prefix, beside)}</figure>"
+        f"<span>{latest}</span></figcaption>{curve_svg(name, values, beside)}</figure>"
     )
 
 

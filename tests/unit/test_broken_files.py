@@ -31,7 +31,7 @@ from sfumato.rewards.answers import Format
 from sfumato.rollout.agents.tool_calls import inline_call
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.vllm_calls import ServerCalls
-from sfumato.tracking.charts import curve_svg
+from sfumato.tracking.curves import curve_svg
 from tests.tiny import tiny_language_description, write_tiny_pipeline
 from tests.tiny_vision import clip
 
@@ -121,8 +121,8 @@ def test_a_long_word_before_a_parenthesis_takes_no_time() -> None:
 
 
 def test_a_number_beyond_all_axes_is_left_out_of_its_curve() -> None:
-    assert "<svg" in curve_svg("loss", {1: 1e308, 2: 0.5, 3: -1e308}, "a")
-    assert "<svg" in curve_svg("loss", {1: 1e308}, "a")
+    assert "<svg" in curve_svg("loss", {1: 1e308, 2: 0.5, 3: -1e308})
+    assert "<svg" in curve_svg("loss", {1: 1e308})
 
 
 def test_a_lower_limit_of_the_machine_stays() -> None:

@@ -113,11 +113,18 @@ def test_there_are_files_for_every_task():
     assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS, *IMAGE_TOKENIZERS, *FLOW_HEADS}
 
 
+TRIED = set()
+"""Typos that were tried: files of one task share most of their keys."""
+
+
 @pytest.mark.parametrize("path", TASKS, ids=relative)
 def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
     schema = schema_of(task_of(path))
     for content, place, typo in mutations(path):
         wrong = (*place[:-1], typo)
+        if (schema, wrong) in TRIED:
+            continue
+        TRIED.add((schema, wrong))
         with pytest.raises(ConfigError) as caught:
             load_config(schema, overrides=renamed(content, place, typo))
         message = str(caught.value)

@@ -1,6 +1,7 @@
 """The report is one safe file that holds what the run folder holds."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from sfumato.errors import DataError
-from sfumato.tracking.charts import LIGHT, curve_svg, smooth, stand_in, unit_of
+from sfumato.tracking.charts import LIGHT, stand_in
+from sfumato.tracking.curves import curve_svg, find_ticks, format_ticks, smooth, unit_of
 from sfumato.tracking.report import write_report
 from sfumato.tracking.report_tables import failed_rewards, time_per_phase
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
@@ -90,7 +92,7 @@ def test_the_file_refers_to_nothing_outside_itself(tmp_path):
     make_run(tmp_path)
     page, html = read_page(tmp_path)
     references = page.values("src") + page.values("href") + page.values("xlink:href")
-    assert len(references) > 20
+    assert len(references) > 15
     assert all(r.startswith(("data:image/", "#")) for r in references)
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in page.tags}
     assert "@import" not in html and "url(http" not in html
@@ -330,9 +332,41 @@ def test_what_cannot_be_shown_is_said_and_no_reward_is_no_failure(tmp_path):
 
 @pytest.mark.parametrize("values", [(1.00000012, 1.00000019), (-812345.6789, -812345.6781), (0.1, 0.9), (1e-9, 3e-9)])
 def test_no_label_of_a_curve_is_cut(values):
-    svg = curve_svg("loss", dict(enumerate(values)), "c-")
-    ticks = re.findall(r'id="c-ytick_.*?translate\(([-\d.]+) ', svg, re.S)
-    assert len(ticks) >= 2 and min(map(float, ticks)) > 14, "the axis' own label stands left of them"
+    svg = curve_svg("loss", dict(enumerate(values)))
+    ticks = re.findall(r'class="y" x="([-\d.]+)".*?>([^<]*)</text>', svg)
+    assert len(ticks) >= 2 and len({text for _, text in ticks}) == len(ticks)
+    for right, text in ticks:
+        assert float(right) - 6 * len(text) > 14, "the axis' own label stands left of them"
+
+
+@pytest.mark.parametrize(
+    ("limits", "labels"),
+    [
+        ((0, 1), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ((0.12, 0.29), ["0.15", "0.20", "0.25"]),
+        ((0, 120), ["0", "25", "50", "75", "100"]),
+        ((-3e-5, 3e-5), ["-2e-5", "0", "2e-5"]),
+        ((1.2e6, 2.1e6), ["1.2e6", "1.4e6", "1.6e6", "1.8e6", "2.0e6"]),
+        ((1000000.0, 1000000.5), ["1000000.0", "1000000.1", "1000000.2", "1000000.3", "1000000.4", "1000000.5"]),
+    ],
+)
+def test_ticks_are_round_and_told_apart(limits, labels):
+    assert format_ticks(find_ticks(*limits, 5)) == labels
+
+
+def test_a_curve_has_a_gap_where_a_value_is_missing_and_few_points_where_it_is_long():
+    svg = curve_svg("loss", dict(enumerate([1.0, 2.0, math.nan, 3.0, 4.0])))
+    assert re.search(r'<path d="([^"]*)"', svg)[1].count("M") == 2 and svg.count("<circle") == 4
+    noise = np.random.default_rng(0).standard_normal(20_000)
+    noise[7_777] = 50.0
+    long = curve_svg("loss", dict(enumerate(noise)))
+    assert len(long) < 60_000
+    assert f" {12:.1f}L" not in long and min(float(y) for y in re.findall(r" ([\d.]+)L", long)) < 20, (
+        "the peak is drawn"
+    )
+    flat = curve_svg("lr", {1: 5.0})
+    assert "nan" not in flat and flat.count("<circle") == 1
+    assert "stroke-dasharray" in curve_svg("a", {0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0})
 
 
 @pytest.mark.parametrize(

@@ -126,4 +126,4 @@ class Receiving(transports.Receiving):
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise WeightSyncError(f"version {version}: {folder} is damaged: {error}") from error
         if lacking := [name for name in self.names if name not in received_names]:
-            raise WeightSyncError(f"version {version}: {folder} lacks {lacking[0]} and {len(lacking) - 1} more")
+            raise WeightSyncError(f"version {version}: {folder} lacks {len(lacking)} weights: {', '.join(lacking[:3])}")
