@@ -198,10 +198,11 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
         "import os, pathlib, psutil, sys\n"
         "from sfumato.rollout.engines.served.server_process import ServerProcess\n"
         f"log = pathlib.Path({str(tmp_path)!r}, 'log')\n"
-        f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], {{}}, log, 60)\n"
+        f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], dict(os.environ), log, 60)\n"
         "server.start(lambda: log.exists() and 'children' in log.read_text())\n"
         "children = psutil.Process(server.pid).children(recursive=True)\n"
         "print(*(each.pid for each in children), flush=True)\n"
+        "[child.kill() for child in psutil.Process().children()]\n"  # as Ray does with what it ends
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
