@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sfumato.config.rl import RLConfig
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, LocalRole, Record, Roles, ThreadRole
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Build, Driver, LocalRole, Record, Roles, ThreadRole
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
     from sfumato.runtime.weight_sync.rescoring import Rescoring
-
-Build = Callable[[Any, Mesh, Any], Any]
-"""Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
-has ``say``, ``timed`` and ``stop_requested``."""
 
 
 def main_mesh(config: RLConfig) -> Mesh:

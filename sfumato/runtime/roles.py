@@ -19,9 +19,14 @@ from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 from sfumato.errors import PreemptedError, RewardError, RoleLostError, WeightSyncError
+from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.timeline import Event
 
 ACTOR, SAMPLER, SCORER = "actor", "sampler", "scorer"
+
+Build = Callable[[Any, Mesh, Any], Any]
+"""Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
+has ``say``, ``timed`` and ``stop_requested``."""
 
 OTHER = "other"
 """Kind of work in the timeline (``sfumato.tracking.timeline.KINDS``) of calls that name none."""

@@ -78,9 +78,9 @@ class RankPool:
                     ok, value = outbox.get(timeout=0.02)
                 except queue.Empty:
                     if time.monotonic() > deadline or not process.is_alive():
+                        state = "did not finish" if process.is_alive() else "died"
                         self.close()  # the others may wait for this one for ever
                         self._raise(errors)
-                        state = "did not finish" if process.is_alive() else "died"
                         raise RankError(f"rank {rank} {state}; finished: {sorted(results)}") from None
                     continue
                 if ok:

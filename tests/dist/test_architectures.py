@@ -233,12 +233,12 @@ def test_equals_one_process_or_is_refused(kind, mesh, ranks):
 
 def train_with_an_opinion(kind: str, **settings: Any) -> Outcome | str:
     """As ``train``, but the second rank finds something wrong with the first way that it sees."""
-    own, opinions = Checks._difference, ["the second rank does not like it"] * dist.get_rank()
+    own, opinions = Checks._find_difference, ["the second rank does not like it"] * dist.get_rank()
 
     def difference_of(checks: Checks, *args: Any) -> str | None:
         return own(checks, *args) or (opinions.pop() if opinions else None)
 
-    with mock.patch.object(Checks, "_difference", difference_of):
+    with mock.patch.object(Checks, "_find_difference", difference_of):
         return train(kind, **settings)
 
 

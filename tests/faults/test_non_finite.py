@@ -156,7 +156,7 @@ def test_a_checkpoint_of_bad_weights_neither_replaces_good_ones_nor_is_resumed(
         keeper.save(state)
     assert list(list_checkpoints(tmp_path / "checkpoints")) == [1]
     with monkeypatch.context() as patched:  # as an earlier version wrote it
-        patched.setattr(Checkpointer, "_not_finite", lambda self, state: [])
+        patched.setattr(Checkpointer, "_find_not_finite", lambda self, state: [])
         keeper.save(state)
     resumed = config.model_copy(update={"load_checkpoint_path": "auto"})
     with pytest.raises(CheckpointError, match=r"global_step_2 .*weight.*Name an earlier checkpoint"):

@@ -26,13 +26,12 @@ from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan
 from sfumato.runtime.cluster.token import require_token
-from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Driver, Future, Handle, Roles
+from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Build, Driver, Future, Handle, Roles
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
-    from sfumato.runtime.launch import Build
     from sfumato.runtime.roles import Role
     from sfumato.runtime.weight_sync.rescoring import Rescoring
 

@@ -20,14 +20,13 @@ from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
-from sfumato.runtime.roles import OTHER
+from sfumato.runtime.roles import OTHER, Build
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.cluster.loop import DriverLoop
-    from sfumato.runtime.launch import Build
 
 ConcurrencyGroup = Literal["calls", "concurrent", "health"]
 """Groups of threads of a process. Each begins its calls in order; ``calls`` may have several threads."""

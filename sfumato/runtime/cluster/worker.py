@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sfumato.config.sections import TrainConfig
     from sfumato.parallel.mesh import Mesh
-    from sfumato.runtime.launch import Build
+    from sfumato.runtime.roles import Build
 
 
 @dataclass(frozen=True)
