@@ -21,7 +21,15 @@ from sfumato.commands.check_data import (
     check_text_prompt_data,
 )
 from sfumato.commands.check_host import HostFindings, check_host
-from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
+from sfumato.commands.check_model import (
+    ModelFindings,
+    check_model,
+    made_model,
+    needed,
+    planned_of,
+    smallest_number_of_ranks,
+)
+from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
@@ -175,6 +183,10 @@ def check_config(
                 config.refuse_described_model()
             except UserError as error:
                 findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
+        if isinstance(config, TextRLConfig) and config.rollout.engine.is_server and findings.on_gpu:
+            planned = planned_of(config, layout, findings.on_gpu)
+            told, fits = describe_engine(config, planned, layout, findings.device_bytes)
+            (findings.notes if fits else findings.problems).append(told)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates

@@ -51,9 +51,9 @@ class TextRolloutConfig(RolloutConfig):
     """Draw, score and dump, and learn nothing: the weights stay as they are."""
     load_dump: FilePath | None = None
     """Run folder whose rollouts are learned from, step by step, with their rewards, in the place of drawing."""
-    tolerance: float = Field(0.15, gt=0)
+    tolerance: float | None = Field(None, gt=0)
     """Largest difference of the log-probability of a token in an engine with weights of its own from the actor's, in
-    nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""
+    nats, beyond which the run stops after weights were sent; null measures what rounding does to the model."""
     max_extra_groups: int = Field(0, ge=0)
     """Dynamic sampling (DAPO): most groups of an iteration that are drawn in the place of those without spread."""
     over_sampling_batch_size: int | None = Field(None, ge=2)
