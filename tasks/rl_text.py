@@ -74,6 +74,7 @@ SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollo
 
 
 def main(config: TextRLConfig) -> None:
+    config.refuse_described_model()
     if config.model.made_by is not None:
         importlib.import_module("train_text").make_model(config.model)  # beside this file
     mesh = main_mesh(config)

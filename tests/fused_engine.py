@@ -61,7 +61,7 @@ class Actor:
 class Engine:
     """Keeps q, k and v as one matrix in half precision, and takes a version aside while it draws by another."""
 
-    rescores, shards = True, None
+    rescores, shards, takes_for_machine = True, None, False
 
     def __init__(self, fault: str = "") -> None:
         base = Policy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -102,6 +103,7 @@ def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Fin
     yield from _check_packages()
     yield from _devices()
     yield from _check_process_groups()
+    yield from _check_infiniband()
     yield from _check_kernels()
     yield from _extras()
     yield from _check_engines()
@@ -384,6 +386,32 @@ def _check_reach() -> Iterator[Finding]:
         yield Finding("reach", "ports", "ok", "no run or server of yours listens on this machine")
     if problem := token_problem():
         yield Finding("reach", "token of Ray", "broken", problem, "chmod 600, RAY_AUTH_MODE=token, or a new token")
+
+
+def _check_infiniband(devices: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
+    """Whether NCCL can use the InfiniBand or RoCE cards of this machine; else it takes sockets, and is slow."""
+    cards = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if not cards:
+        return
+    missing = [name for name in ("libibverbs.so.1", "librdmacm.so.1") if not _is_loadable(name)]
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    problems = [f"no {name}" for name in missing]
+    problems += [] if Path("/dev/infiniband").is_dir() else ["no /dev/infiniband"]
+    problems += [] if soft == resource.RLIM_INFINITY else [f"only {soft // 2**10} KiB of memory may be locked"]
+    remedy = (
+        "libibverbs1, ibverbs-providers, librdmacm1; --device /dev/infiniband --ulimit memlock=-1" if problems else ""
+    )
+    state = "missing" if problems else "ok"
+    detail = f"{', '.join(cards)}{': ' if problems else ''}{', '.join(problems)}"
+    yield Finding("network", "InfiniBand", state, detail, remedy)
+
+
+def _is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _open_files() -> Finding:

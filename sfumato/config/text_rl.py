@@ -16,6 +16,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.errors import ConfigError
 
 SUM_OF_LENGTHS = "the sum of data.max_prompt_tokens and rollout.max_new_tokens (or eval.max_new_tokens)"
 """What a model must have positions for, in messages."""
@@ -267,6 +268,17 @@ class TextRLConfig(RecipeRLConfig):
         sent."""
         return self.rollout.engine.is_server and not self.train.ema_decay
 
+    def refuse_described_model(self) -> None:
+        """Raises ConfigError where an engine would load a model of which there is a description alone.
+
+        No validator, so that ``sfumato check`` predicts such a run before its model is downloaded.
+        """
+        if self.rollout.engine.type != "embedded" and self.model.model_path is None:
+            raise ConfigError(
+                f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path in "
+                "the place of model.config_path"
+            )
+
     @property
     def num_updates(self) -> int:
         """Optimiser steps of the run, those that have nothing to learn from included."""
@@ -316,10 +328,6 @@ class TextRLConfig(RecipeRLConfig):
         if self.rollout.engine.type != "embedded" and self.rollout.hybrid_engine:
             raise ValueError(
                 f"rollout.engine {self.rollout.engine.type} has weights of its own: set rollout.hybrid_engine to false"
-            )
-        if self.rollout.engine.type != "embedded" and self.model.model_path is None:
-            raise ValueError(
-                f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path"
             )
         if self.rollout.load_dump is not None and self.runtime.backend == "ray":
             raise ValueError(

@@ -24,7 +24,7 @@ def main_mesh(config: RLConfig) -> Mesh:
     """
     if config.runtime.backend == "ray":
         return Mesh(Layout(), torch.device("cpu"))
-    return build_mesh(config.train)
+    return build_mesh(config.train, replays=True)
 
 
 def launch_roles(

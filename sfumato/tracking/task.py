@@ -65,7 +65,7 @@ def report_ending(ending: Ending) -> None:
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 
 
-def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
+def run_again_when_lost(main: Callable[[object], None], config: Any) -> None:
     """Runs a task; if its actor or all of Ray is lost, runs it again from the newest checkpoint, as a resume does.
 
     Args:

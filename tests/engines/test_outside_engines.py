@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +25,7 @@ from sfumato.errors import ConfigError, MissingDependencyError, WeightSyncError
 from sfumato.parallel.shards import all_parameters
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
-from sfumato.rollout.engines.served import weight_files
+from sfumato.rollout.engines.served import host_memory, weight_files
 from sfumato.rollout.engines.served.engine import seed_of
 from sfumato.rollout.engines.served.environment import engine_environment, inside, visible_devices
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
@@ -33,6 +35,7 @@ from sfumato.rollout.engines.served.weight_files import WeightFiles, own_folder
 from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.rollout.engines.vllm import VllmSettings
 from tests.engines.served_model import adapted_model, adapted_template, parts, template
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import ROOT, tiny_language_description
 
 # weights
@@ -52,12 +55,26 @@ def tensors_in(folder):
     return found
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
-def test_weights_are_written_as_the_model_s_own_files(kind, tied, tmp_path, monkeypatch):
-    module = module_of(kind, tied)
+def hrm_text():
+    """A model whose own files have in one tensor what transformers has in several."""
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(tiny_config("hrm_text"))
+
+
+@pytest.mark.parametrize(
+    ("build", "in_memory"),
+    [
+        (partial(module_of, "qwen3"), True),
+        (partial(module_of, "qwen3", tied=True), False),
+        (partial(module_of, "qwen3_moe"), True),
+        (hrm_text, False),
+    ],
+)
+def test_weights_are_written_as_the_model_s_own_files(build, in_memory, tmp_path, monkeypatch):
+    module = build()
     module.save_pretrained(tmp_path / "own")
     monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
-    files = WeightFiles(build_on_meta(lambda: module_of(kind, tied)), torch.float32, tmp_path / "sent")
+    files = WeightFiles(build_on_meta(build), torch.float32, tmp_path / "sent", in_memory=in_memory)
     assert {name: spec.shape for name, spec in files.specs.items()} == {
         name: tuple(each.shape) for name, each in all_parameters(module).items()
     }
@@ -73,8 +90,65 @@ def test_weights_are_written_as_the_model_s_own_files(kind, tied, tmp_path, monk
     found, expected = tensors_in(folder), tensors_in(tmp_path / "own")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    if kind == "qwen3_moe":
+    if "moe" in type(module).__name__.lower():
         assert any("experts.3.down_proj" in name for name in found), "experts one by one"
+    files.close()
+
+
+def version_of_ones(number):
+    return iter([("model.norm.weight", torch.full((64,), float(number)))])
+
+
+def test_versions_in_memory_share_pages_and_do_not_overwrite_one_in_use(tmp_path):
+    files = WeightFiles(template(), torch.float32, tmp_path / "sent", in_memory=True)
+    first, second = (files.write(version_of_ones(number), number) for number in (1, 2))
+    mapped = tensors_in(second)["model.norm.weight"]  # as an engine has it while it loads
+    files.remove(first)
+    third = files.write(version_of_ones(3), 3)
+    assert mapped.eq(2).all() and tensors_in(second)["model.norm.weight"].eq(2).all()
+    assert tensors_in(third)["model.norm.weight"].eq(3).all()
+    assert len(files._slots) == 2, "the memory of the first serves the third"
+    assert not first.exists() and all(path.is_symlink() for path in third.iterdir())
+    files.close()
+    assert not files.folder.exists() and not os.path.exists(third)
+
+
+def test_memory_of_weights_ends_with_the_process_that_filled_it(tmp_path):
+    reader, writer = os.pipe()
+    if not (child := os.fork()):  # which ends by a signal alone
+        files = WeightFiles(template(), torch.float32, tmp_path, in_memory=True)
+        os.write(writer, str(files.write(version_of_ones(1), 1)).encode())
+        time.sleep(600)
+    link = Path(os.read(reader, 1000).decode()) / "model-00001.safetensors"
+    assert tensors_in(link.parent)["model.norm.weight"].eq(1).all(), "seen by another process"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert link.is_symlink() and not link.exists(), "a name is left, and no memory"
+
+
+def test_weights_go_to_the_folder_where_memory_has_no_room_or_a_person_says_so(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    given = (template(), tmp_path, "/models/tiny")
+    in_memory = VllmSettings(program="/bin/vllm").weight_files(*given)
+    elsewhere = VllmSettings(url="http://a:1").weight_files(*given)
+    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*given)
+    assert [files.in_memory for files in (in_memory, elsewhere, forced)] == [True, False, False]
+    monkeypatch.setattr(weight_files, "free_host_bytes", lambda: 10_000)
+    folder = in_memory.write(version_of_ones(1), 1)
+    assert not (folder / "model-00001.safetensors").is_symlink()
+    assert "two versions in memory need" in caplog.text and "1e-05 GB that are free" in caplog.text
+    for files in (in_memory, elsewhere, forced):
+        files.close()
+
+
+def test_a_limit_of_the_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    machine = host_memory.free_host_bytes()
+    for name, text in (("max", "max"), ("current", "1000"), ("stat", "inactive_file 200\nanon 5\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert host_memory.free_host_bytes() > machine / 2
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert host_memory.free_host_bytes() == 4200
 
 
 def test_adapters_are_written_as_peft_reads_them(tmp_path):

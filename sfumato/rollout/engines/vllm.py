@@ -88,7 +88,8 @@ class VllmEngine(ServedEngine):
             self._has_adapter = True
             self.calls.set_version(version)
         else:
-            self.calls.update_weights({"folder": str(folder.absolute()), "base": self.model_path}, version)
+            places = {"folder": str(folder.absolute()), "base": self.model_path, "version": str(version)}
+            self.calls.update_weights(places, version)
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
         features = None
@@ -215,7 +216,7 @@ class VllmSettings(ServedSettings):
             calls = InProcessCalls(arguments, inherited, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep, reader)
 
-    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, Any]:
+    def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, object]:
         """vLLM's settings, by the names that its Python arguments and its command line share.
 
         Args:
@@ -223,7 +224,7 @@ class VllmSettings(ServedSettings):
             rank: of the adapters; 0 without.
             max_length: tokens of the longest sequence, where ``max_model_len`` is not set.
         """
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "model": model_path,
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,

@@ -49,7 +49,7 @@ from sfumato.tracking.folder import run_date
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     class _EngineWithWeights(Engine, Protocol):
         """An engine that weights are sent to (``runtime/weight_sync``), one of this library or of a user."""
@@ -75,7 +75,7 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
         ConfigError: when it is missing, or has fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    check_length(model.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    check_length(model.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     return model, FlopCount(model.module, model.vision)
 
 
@@ -406,7 +406,7 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
     section = config.model.model_copy(update=teacher_fields)
     data_type = config.data.data_type
     teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
-    check_length(teacher.module.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    check_length(teacher.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ConfigError(
             f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
@@ -488,7 +488,7 @@ def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
 
 
 def build_text_template(
-    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
 ) -> PromptTemplate:
     """The template of a run, with the texts and ids that end answers; raises as ``build_prompt_template``."""
     without_text: frozenset[int] = frozenset()

@@ -113,7 +113,7 @@ class Cluster(Driver):
         self,
         name: str,
         build: Build,
-        config: Any,
+        config: object,
         train: TrainConfig,
         pool: PoolConfig,
         *,
@@ -140,14 +140,14 @@ class Cluster(Driver):
         return RayGroup(RolePlan(name, build, config, train, pool, places, sees_folder=sees_folder), self.loop)
 
     def pool(
-        self, name: str, build: Build, config: Any, train: TrainConfig, pool: PoolConfig, threads: int = 1
+        self, name: str, build: Build, config: object, train: TrainConfig, pool: PoolConfig, threads: int = 1
     ) -> RayPool:
         """Starts independent processes, each with a mesh of one process. Otherwise as ``group``.
 
         Each process runs up to ``threads`` calls at the same time, which share its state.
         """
         # The defaults of all parallel settings, which are those of a single process.
-        alone: dict[str, Any] = {
+        alone: dict[str, object] = {
             key: field.get_default(call_default_factory=True) for key, field in ParallelConfig.model_fields.items()
         }
         if not pool.gpus:

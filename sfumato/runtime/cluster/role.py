@@ -81,21 +81,26 @@ class RayRole:
         for ranks in teams:
             self._start(ranks)
 
-    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def call_concurrently(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """As ``call``, in a second thread of each process, beside other calls."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, parts[i], *args)`` in all processes of data-parallel rank i. The result is that of the
         role's first process."""
         return self._issue(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[object],
+        *args: object,
+        num_values: int = 1,
+        kind: str = OTHER,
     ) -> list[tuple[RayHandle, ...]]:
         """As ``map``, but results stay with the first process of each data-parallel rank. See ``Role.map_remote``."""
         by_rank = self._shared(parts, args)
@@ -268,7 +273,7 @@ class RayRole:
         if future.error is not None and future in self._starts.get(first, ()):
             self.fail(future.error)
 
-    def _shared(self, parts: Sequence[Any], args: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+    def _shared(self, parts: Sequence[object], args: tuple[object, ...]) -> dict[int, tuple[object, ...]]:
         """Arguments by rank: each process gets the part of its data-parallel rank; none where that is None."""
         if len(parts) != self.num_data_ranks:
             raise ValueError(
@@ -416,7 +421,7 @@ class RayPool(RayRole):
         ranks = range(plan.pool.processes)
         super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
 
-    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in the process with the fewest open calls."""
         return self._issue(function, {0: args}, moves=True, kind=kind)
 
@@ -450,11 +455,11 @@ class RayPool(RayRole):
         super()._send_part(future, part)
 
 
-def _arguments(args: tuple[Any, ...]) -> Arguments:
+def _arguments(args: tuple[object, ...]) -> Arguments:
     """Packs arguments, with numbers in place of the handles among them."""
     handles: list[RayHandle] = []
 
-    def number(item: Any) -> int | None:
+    def number(item: object) -> int | None:
         if not isinstance(item, RayHandle):
             return None
         handles.append(item)

@@ -59,6 +59,8 @@ class Description:
     """Where its ranks are."""
     rescores: bool = False
     """Whether it is verified by rescoring fixed tokens, instead of by checksums of all its tensors."""
+    takers: tuple[int, ...] | None = None
+    """For each of its ranks the one that takes the weights for it; None: each takes its own."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Handshake:
     buckets: tuple[Bucket, ...]
     access: Any
     """What the transport's receiving side needs to find the sending one."""
+    takers: tuple[int, ...] | None = None
+    """See ``Description``."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Sent:
     rounded: torch.Tensor | None = None
     """The same as rounding moves them, where the tolerance is measured."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Eight bytes for each checksum: the length of a pickled integer depends on its value, and the bytes that pass
         # through the driver are counted.
         sums = b"".join(value.to_bytes(8, "little") for value in self.checksums.values())
@@ -127,12 +131,12 @@ def open_sending(state: SendingState, version: int, wanted: Description, setting
     )
     if not trained:
         raise ConfigError("the actor has no trainable parameter, so there are no weights to send to the sampler")
-    ends = Ends(places_of(mesh), wanted.places)
+    ends = Ends(places_of(mesh), wanted.places, wanted.takers)
     kind = choose(settings.transport, ends)
     buckets = plan_buckets({name: wanted.specs[name] for name in trained}, settings.bucket_bytes)
     transport = sending_side(kind)(settings, mesh, buckets, ends)
     state.sync = Sender(transport, wanted.specs, trained)
-    return Handshake(kind, settings, buckets, transport.access())
+    return Handshake(kind, settings, buckets, transport.access(), wanted.takers)
 
 
 def join_sending(state: SendingState) -> None:

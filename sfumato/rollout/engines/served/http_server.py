@@ -137,7 +137,7 @@ class HttpServer:
             self._threads, self._send, self._num_ends, method, path, body
         )
 
-    def _send(self, num_ends: int, method: str, path: str, body: object) -> Any:
+    def _send(self, num_ends: int, method: str, path: str, body: object) -> object:
         """Runs in a thread. ``num_ends``: calls of ``end_all`` when the request was made; a later one drops it."""
         with self._lock:
             if self._num_ends != num_ends:

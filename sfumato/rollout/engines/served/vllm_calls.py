@@ -39,6 +39,9 @@ ADAPTER = "policy"
 HEALTH_TIMEOUT_S = 20.0
 """Within which a live server answers."""
 
+INIT_INFO = {"names_versions": True}
+"""What ``rollout/inside_vllm.py`` is told at the start."""
+
 FILES_ARGUMENTS = ("--weight-transfer-config", f'{{"backend": "{BACKEND}"}}')
 
 SERVER_ARGUMENTS = (
@@ -63,7 +66,7 @@ class VllmCalls(Protocol):
     """Tokens of the longest prompt with its completion."""
 
     async def generate(
-        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+        self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """Draws a completion.
 
@@ -75,7 +78,7 @@ class VllmCalls(Protocol):
         """
         ...
 
-    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+    def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """Log-probs of all tokens but the first."""
         ...
 
@@ -91,7 +94,7 @@ class VllmCalls(Protocol):
         """Drops keys and values, those of open requests too."""
         ...
 
-    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
         """Loads weights in the phases of the weight transfer interface."""
         ...
 
@@ -213,7 +216,7 @@ class ServerCalls:
             )
         try:
             self.http.ask("GET", "/is_paused", timeout_s=HEALTH_TIMEOUT_S)
-            self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
             probe = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
             self.http.ask("POST", "/inference/v1/generate", {"token_ids": [0], "sampling_params": probe})
         except EngineError as error:
@@ -231,7 +234,7 @@ class ServerCalls:
         return await self.http.ask_async("POST", "/v1/chat/completions/render", render_request(images))
 
     async def generate(
-        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+        self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
@@ -253,7 +256,7 @@ class ServerCalls:
             raise EngineError(f"{self.name} gave log-probs of other tokens than it drew")
         return drawn
 
-    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+    def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
         body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
         answer = self.http.ask("POST", "/inference/v1/generate", body)
@@ -281,7 +284,7 @@ class ServerCalls:
         if not self.http.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
-    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
         """See ``VllmCalls``."""
         self.http.ask("POST", "/start_weight_update")
         self.http.ask("POST", "/update_weights", {"update_info": dict(update_info)})
@@ -318,7 +321,7 @@ class ServerCalls:
         if self._process is None:
             raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
         self._process.start(lambda: self.http.answers("/health"))
-        self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
+        self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
 
     def close(self) -> None:
         """See ``VllmCalls``."""

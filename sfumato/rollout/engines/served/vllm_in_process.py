@@ -71,7 +71,8 @@ class InProcessCalls:
             raise
 
     def _start(self) -> None:
-        from vllm import AsyncEngineArgs
+        # where vllm is not installed, the checker takes engines/vllm.py for it
+        from vllm import AsyncEngineArgs  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
@@ -84,14 +85,14 @@ class InProcessCalls:
             self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
-    async def _create_llm(self, arguments: Any) -> Any:
+    async def _create_llm(self, arguments: object) -> Any:
         """Builds ``AsyncLLM`` inside the event loop that will run its requests."""
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return AsyncLLM.from_engine_args(arguments)
 
     async def generate(
-        self, tokens: list[int], params: Mapping[str, Any], adapter: str | None, features: Any = None
+        self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         assert features is None, "prompts with images are for a server"
@@ -106,14 +107,14 @@ class InProcessCalls:
         versions = [(span.version, span.end - span.start) for span in completion.weight_versions or []]
         return DrawnTokens(list(completion.token_ids), log_probs, versions, str(completion.finish_reason))
 
-    def score(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> list[float]:
+    def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
         prompt_log_probs = self._run(self._final_output(tokens, params, adapter)).prompt_logprobs[1:]
         return [candidates[token].logprob for candidates, token in zip(prompt_log_probs, tokens[1:], strict=True)]
 
-    async def _final_output(self, tokens: list[int], params: Mapping[str, Any], adapter: str | None) -> Any:
+    async def _final_output(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> Any:
         """vLLM's ``RequestOutput`` of a finished request."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams, TokensPrompt  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
@@ -151,7 +152,7 @@ class InProcessCalls:
         if not self._run(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
-    def update_weights(self, update_info: Mapping[str, Any], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
         """See ``VllmCalls``."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -199,7 +200,7 @@ class InProcessCalls:
         if llm is not None:
             llm.shutdown()
 
-    async def _until_late(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _until_late(self, work: Coroutine[object, object, object]) -> Any:
         """Awaits a completion. Raises EngineError at its deadline."""
         with self._progress.begin() as deadline:
             task = asyncio.ensure_future(work)
@@ -212,15 +213,15 @@ class InProcessCalls:
             finally:
                 task.cancel()
 
-    def _begin(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Future[Any]:
+    def _begin(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Future[Any]:
         """Starts a coroutine in the event loop of vLLM's thread."""
         return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
-    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
+    def _run(self, work: Coroutine[object, object, object], timeout_s: float | None = None) -> Any:
         """Runs a coroutine in the event loop of vLLM's thread and waits for its result."""
         return self._begin(work, timeout_s or self.timeout_s).result()
 
-    async def _await_llm(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
+    async def _await_llm(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Any:
         """Awaits a call of vLLM; whatever it raises, or a timeout, becomes an EngineError."""
         try:
             return await asyncio.wait_for(work, timeout_s)
