@@ -70,6 +70,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache pyproject.toml
+	$(BIN)/basedpyright
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -29,6 +29,7 @@ from sfumato.config.omni import OmniModelConfig, TrainImageTokenizerConfig, Trai
 from sfumato.data.text.loader import Validation, open_text_data
 from sfumato.data.text.prompt_dropout import drop_prompts, is_image
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import padding_token
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.probe import probe
@@ -56,7 +57,7 @@ def main(config: TrainOmniConfig) -> None:
     run = start_run(config, mesh, "train_omni")
 
     model = build_omni_model(config)
-    check_length(model.module.config.get_text_config(), config.data.max_seq_len)
+    check_length(model.plain.config.get_text_config(), config.data.max_seq_len)
     flops = FlopCount(model.module, model.vision)
     flops_of_image = model.flops_of_image()
     loader, validation, identity = open_text_data(
@@ -83,7 +84,7 @@ def main(config: TrainOmniConfig) -> None:
             config.draw.prompt_dropout,
             config.train.seed,
             step,
-            model.tokenizer.pad_token_id,
+            padding_token(model.tokenizer),
             model.kept_token,
         )
         batches = [drop_prompts(batch, model.codes, *dropout_settings) for batch in batches]

@@ -22,6 +22,7 @@ from sfumato.config.load import load_maker
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.data.text.loader import Validation, open_text_data
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import decode_text
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model
@@ -46,7 +47,7 @@ def main(config: TrainTextConfig) -> None:
     run = start_run(config, mesh, "train_text")
 
     model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
-    check_length(model.module.config, config.data.max_seq_len)
+    check_length(model.plain.config, config.data.max_seq_len)
     flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
@@ -169,9 +170,9 @@ def answer_prompts(
     answers = answer_greedily(model, inputs, config.eval.max_new_tokens, stop, images, config.eval.stop)
     return [
         SampleRecord(
-            content=tokenizer.decode(answer),
+            content=decode_text(tokenizer, answer),
             kind="eval",
-            prompt=tokenizer.decode(prompt.input_ids),
+            prompt=decode_text(tokenizer, prompt.input_ids),
             seed=config.train.seed,
             sample_id=index,
             rewards={"exact_match": float(answer == prompt.answer)},

@@ -43,7 +43,7 @@ def main(config: TrainTextDpoConfig) -> None:
 
     data_type = config.data.data_type
     model = build_language_model(config.model, config.train, data_type=data_type)
-    check_length(model.module.config, config.data.max_seq_len)
+    check_length(model.plain.config, config.data.max_seq_len)
     has_copy = config.dpo.has_reference and not config.model.lora
     reference = build_language_model(config.model, config.train, True, data_type) if has_copy else None
     flops = FlopCount(model.module, model.vision)

@@ -25,6 +25,7 @@ from sfumato.config.text import KtoConfig, TrainTextKtoConfig
 from sfumato.data.files.mismatched import mismatched
 from sfumato.data.text.loader import open_text_data
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import padding_token
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model
@@ -44,7 +45,7 @@ def main(config: TrainTextKtoConfig) -> None:
     run = start_run(config, mesh, "train_text_kto")
 
     model = build_language_model(config.model, config.train)
-    check_length(model.module.config, config.data.max_seq_len)
+    check_length(model.plain.config, config.data.max_seq_len)
     reference = None if config.model.lora else build_language_model(config.model, config.train, frozen=True)
     flops = FlopCount(model.module)
     loader, validation, identity = open_text_data(
@@ -70,7 +71,7 @@ def main(config: TrainTextKtoConfig) -> None:
         num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         with run.timed("reference"):
             batches = add_reference_log_probs(model, reference, batches)
-            mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+            mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer))
             kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
         answers = Answers()
         loss_fn = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, answers=answers)
@@ -205,7 +206,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, KL and implicit rewards on the validation answers."""
     num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
-    mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, model.tokenizer.pad_token_id)
+    mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer))
     kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
     answers = Answers()
     for scores, batch in model.score(add_reference_log_probs(model, reference, batches)):

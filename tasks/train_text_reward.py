@@ -40,7 +40,7 @@ def main(config: TrainTextRewardConfig) -> None:
     run = start_run(config, mesh, "train_text_reward")
 
     model = build_scalar_model(config.model, config.train, config.model.head)
-    check_length(model.module.config, config.data.max_seq_len)
+    check_length(model.plain.config, config.data.max_seq_len)
     flops = FlopCount(model.module)
     loader, validation, identity = open_text_data(
         config, model.tokenizer, mesh, run.say, run.watch("tokenise"), cost=lambda length: flops.training([length])

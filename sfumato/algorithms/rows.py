@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def by_row(default: Any = dataclasses.MISSING) -> Any:
+def by_row(default: object = dataclasses.MISSING) -> Any:
     """A field with one row per sample: a tensor ``[B, ...]``, a mapping of such, a list, ``TensorRows`` or None."""
     return dataclasses.field(default=default, metadata={"axis": "row"})
 
 
-def by_group(default: Any = dataclasses.MISSING) -> Any:
+def by_group(default: object = dataclasses.MISSING) -> Any:
     """A field with one row per group of samples. ``rows`` leaves it as it is, ``cat`` joins those of all containers."""
     return dataclasses.field(default=default, metadata={"axis": "group"})
 

@@ -18,7 +18,7 @@ class Solver(Protocol):
     """One step from sigma_i to sigma_(i+1), without state of its own."""
 
     def step(
-        self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: Any = None
+        self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: object = None
     ) -> tuple[Tensor, Any]:
         """The next latents, and the ``memory`` that the next step must be called with.
 

@@ -52,7 +52,7 @@ class Resumable(Protocol):
         """The position, the same on every rank, as values that JSON can hold."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, object]) -> None:
         """Goes on from a position. Raises DataError when it is a position in other data."""
         ...
 
@@ -120,7 +120,7 @@ class SavedTensors:
         return {f"{self.name}/{name}": (self.shape(name), tensor.dtype) for name, tensor in self.tensors.items()}
 
 
-def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str, Any]]:
+def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str, object]]:
     """Collects what a checkpoint holds. Every rank must call it.
 
     Returns:
@@ -136,7 +136,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     # The generators of rank 0 stand for those of all ranks: noise does not come from them, but from step and seed.
     for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
         parts |= section.parts()
-    critic_numbers: dict[str, Any] = {}
+    critic_numbers: dict[str, object] = {}
     if state.critic is not None:
         critic_shards = Shards(state.critic.module, mesh)
         critic_parts, critic_numbers = optimizer_state(state.critic.optimizer, critic_shards, "critic_optimizer")
@@ -338,7 +338,7 @@ def _is_whole(shards: Shards, name: str) -> bool:
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Shards, section: str = "optimizer"
-) -> tuple[TensorParts, dict[str, Any]]:
+) -> tuple[TensorParts, dict[str, object]]:
     """An optimiser's state as a checkpoint holds it.
 
     Learning rates and betas are not part of it: the configuration has them.
@@ -351,7 +351,7 @@ def optimizer_state(
         ConfigError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks.
     """
     parts: TensorParts = {}
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, object] = {}
     chunks = cache(lambda name: chunks_of(shards, name))
     for name, parameter in shards.parameters.items():
         for field_name, value in optimizer.state.get(parameter, {}).items():

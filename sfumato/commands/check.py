@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -21,12 +21,21 @@ from sfumato.commands.check_data import (
     check_text_prompt_data,
 )
 from sfumato.commands.check_host import HostFindings, check_host
-from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
+from sfumato.commands.check_model import (
+    ModelFindings,
+    check_model,
+    made_model,
+    needed,
+    planned_of,
+    smallest_number_of_ranks,
+)
+from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
+from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
@@ -34,6 +43,8 @@ from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import UserError
+from sfumato.models.diffusion.folder_parts import parts_without_weights
+from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
 from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
@@ -53,7 +64,7 @@ from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sfumato.commands.find_task import TaskConfig
 
@@ -107,7 +118,7 @@ class Findings:
 
 def check_config(
     path: str | Path,
-    overrides: dict[str, Any] | None = None,
+    overrides: dict[str, object] | None = None,
     task: str | None = None,
     num_ranks: int | None = None,
     device_gib: float | None = None,
@@ -165,6 +176,17 @@ def check_config(
         findings.host = check_host(config, layout, *sizes, host_gib, is_here)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
+        if isinstance(config.model, ModelConfig):
+            findings.notes.extend(_describe_missing_weights(config.model))
+        if isinstance(config, TextRLConfig):
+            try:
+                config.refuse_described_model()
+            except UserError as error:
+                findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
+        if isinstance(config, TextRLConfig) and config.rollout.engine.is_server and findings.on_gpu:
+            planned = planned_of(config, layout, findings.on_gpu)
+            told, fits = describe_engine(config, planned, layout, findings.device_bytes)
+            (findings.notes if fits else findings.problems).append(told)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
@@ -178,7 +200,14 @@ def check_config(
     return findings
 
 
-def _actor_pool(path: str | Path, overrides: dict[str, Any]) -> int | None:
+def _describe_missing_weights(model: ModelConfig) -> list[str]:
+    """A note where a pipeline was predicted from its configuration files alone."""
+    folder = Path(str(model.model_path))
+    without = parts_without_weights(folder, read_index(folder)) if model.model_path is not None else []
+    return [f"model.model_path {folder}: the run needs weights of {', '.join(without)}, too"] if without else []
+
+
+def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:
     """The number of the actor's processes where roles live on Ray; None elsewhere.
 
     Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.
@@ -242,7 +271,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
     if jitter := describe_jitter(described):
         (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
-    cls: Any = auto_class._model_mapping.get(type(described), None)  # stubs of the lazy mapping give no class
+    cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
@@ -253,7 +282,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
 
 def _tokenizer_of(
     findings: Findings, config: TrainTextConfig | TextRLConfig
-) -> tuple[PreTrainedTokenizerFast, ImageReader | None]:
+) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
     """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
     model = made_model(config.model)
     data_type = config.data.data_type

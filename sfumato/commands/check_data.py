@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     from sfumato.config.image_data import PairDataConfig
     from sfumato.config.omni import TrainImageTokenizerConfig
@@ -104,7 +104,7 @@ class DataFindings:
 
 
 def check_text_data(
-    config: TrainTextConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None, layout: Layout
+    config: TrainTextConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, layout: Layout
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
@@ -189,7 +189,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
 
 
 def check_text_prompt_data(
-    config: TextRLConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
 ) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
     data = config.data
@@ -220,7 +220,7 @@ def check_text_prompt_data(
     return findings
 
 
-def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def _describe_answer_end(end: AnswerEnd, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Lines about the tokens that end an answer, and what an export will say of them."""
     lines = [*end.describe(), describe_export(tokenizer)]
     if facts_of(tokenizer).is_pad_added:
@@ -255,7 +255,7 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     return findings
 
 
-def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, Any]:
+def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, object]:
     """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
     return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
 

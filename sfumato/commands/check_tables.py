@@ -107,7 +107,9 @@ def _show_memory(findings: Findings, console: Console) -> None:
     for part in dict.fromkeys(part for rank in ranks for part, size in rank.parts.items() if size):
         table.add_row(part, *cells(rank.parts.get(part, 0) for rank in ranks))
     table.add_section()
-    table.add_row("all of it at once", *cells(rank.total for rank in ranks))
+    table.add_row("all of it at once", *cells(sum(rank.parts.values()) for rank in ranks))
+    for phase in dict.fromkeys(phase for rank in ranks for phase in rank.phases):
+        table.add_row(phase, *cells(rank.phases.get(phase, 0) for rank in ranks))
     if findings.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
         table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -80,7 +80,7 @@ def _build(run: Path) -> Exportable:
         task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
-    plain: dict[str, Any] = {"train": {"init_device": "cpu"}}
+    plain: dict[str, object] = {"train": {"init_device": "cpu"}}
     if task == "train_text_reward":
         from sfumato.config.text_reward import TrainTextRewardConfig
         from sfumato.models.language.scalar_head import build_scalar_model

@@ -176,6 +176,7 @@ class Variant:
         unknown += [
             {"type": "finite_number", "loc": loc, "msg": NOT_FINITE, "input": not_finite[loc]} for loc in not_finite
         ]
+        built = None
         # in JSON mode, which is strict about types and still takes a list for a tuple
         try:
             built = TypeAdapter(cls).validate_json(

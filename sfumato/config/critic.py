@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ class CriticConfig(Section):
 
     def of_policy(self, policy: LanguageModelConfig) -> LanguageModelConfig:
         """The critic's model section: the policy's with what the critic has of its own."""
-        changes: dict[str, Any] = {"lora": self.lora}
+        changes: dict[str, object] = {"lora": self.lora}
         if self.model_path is not None:
             tokenizer = policy.tokenizer_path or policy.model_path
             changes |= {"model_path": self.model_path, "config_path": None, "tokenizer_path": tokenizer}

@@ -135,14 +135,14 @@ def _metadata(field: FieldInfo) -> list[Any]:
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]
 
 
-def inner_section(annotation: Any) -> type[BaseModel] | None:
+def inner_section(annotation: object) -> type[BaseModel] | None:
     """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((section for arg in typing.get_args(annotation) if (section := inner_section(arg))), None)
 
 
-def _type_name(annotation: Any, variant: Variant | None) -> str:
+def _type_name(annotation: object, variant: Variant | None) -> str:
     if variant is not None:
         types = "|".join(find_variants(variant.source))
         return f"list of {{type: {types}}}" if typing.get_origin(annotation) is list else f"{{type: {types}}}"
@@ -151,7 +151,7 @@ def _type_name(annotation: Any, variant: Variant | None) -> str:
     return _plain_name(annotation)
 
 
-def _plain_name(annotation: Any) -> str:
+def _plain_name(annotation: object) -> str:
     """A type without the conditions that are noted with it."""
     origin = typing.get_origin(annotation)
     parts = typing.get_args(annotation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.paths import HUB_NAME
 from sfumato.config.trust import trusts_code
@@ -18,7 +17,7 @@ VARIANT = re.compile(r"\.(fp16|bf16|fp32|non_ema)[.-]")
 TEMPLATES = "additional_chat_templates/"
 
 
-def download_model(fields: Any) -> Any:
+def download_model(fields: object) -> object:
     """The fields of a model section after the model has been fetched, if ``download`` asks for it.
 
     Where ``model_path`` is a name on the hub it becomes the path of the snapshot. Files in the local hub cache are not

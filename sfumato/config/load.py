@@ -67,7 +67,7 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         """A mapping without keys that stand twice; keys are texts, as they are written."""
         seen: set[Hashable] = set()
         node.value = [(_as_text(key_node), value_node) for key_node, value_node in node.value]
@@ -92,7 +92,7 @@ def _as_text(node: yaml.Node) -> yaml.Node:
 class _TextLoader(_Loader):
     """Every scalar is the text that stands for it."""
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
         return super().construct_object(_as_text(node), deep)
 
 
@@ -226,7 +226,7 @@ def _is_plain_line(value: str) -> bool:
     return "\n" not in value.strip() and value.strip()[:1] not in {"'", '"', "|", ">", "&", "!"}
 
 
-def merge(base: Any, override: Any, path: str = "") -> Any:
+def merge(base: object, override: object, path: str = "") -> Any:
     """Lays ``override`` over ``base``: mappings key by key, lists by index when the override names indices.
 
     A mapping with another ``type`` replaces the base, since the fields of one variant mean nothing to another.
@@ -260,7 +260,7 @@ MAKERS = {"model_path": "made_by", "image_tokenizer": "image_tokenizer_made_by"}
 """Fields that name a folder, and those beside them that name the configuration which makes it."""
 
 
-def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _without_makers(data: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     """The file's values without the ``MAKERS`` of folders that an override replaces.
 
     What such a configuration makes would not be used, and it would be run for nothing.
@@ -280,7 +280,7 @@ def _without_makers(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[
 
 
 def load_config(
-    schema: type[SectionT], path: str | Path | None = None, overrides: dict[str, Any] | None = None
+    schema: type[SectionT], path: str | Path | None = None, overrides: dict[str, object] | None = None
 ) -> SectionT:
     """Validates a YAML file with overrides against a schema.
 
@@ -383,7 +383,7 @@ def dump_config(config: Section, path: str | Path) -> None:
     write_atomically(Path(path), config_text(config).encode())
 
 
-def flatten(value: Any, name: str = "") -> dict[str, Any]:
+def flatten(value: object, name: str = "") -> dict[str, Any]:
     """The leaves of nested mappings by dotted name."""
     if not isinstance(value, Mapping) or not value:
         return {name: value}
@@ -391,7 +391,7 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _describe(
-    error: Mapping[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, Any]
+    error: Mapping[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, object]
 ) -> str:
     """One mistake as lines of text: where it stands, what is wrong, what would be correct."""
     location = tuple(error["loc"])
@@ -407,7 +407,7 @@ def _describe(
 
 
 def _describe_one(
-    error: Mapping[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, Any]
+    error: Mapping[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, object]
 ) -> str:
     where = _locate(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
@@ -436,10 +436,10 @@ def suggest(name: str, names: list[str]) -> str:
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
 
 
-def _locate(location: tuple[Hashable, ...], path: str | Path | None, overrides: dict[str, Any]) -> str:
+def _locate(location: tuple[Hashable, ...], path: str | Path | None, overrides: Mapping[str, object]) -> str:
     """The place of a value for a message: ``file: a.b.c`` if it is from the file, ``--a.b.c`` if from an override."""
     dotted = ".".join(str(part) for part in location)
-    node: Any = overrides
+    node: object = overrides
     for part in location:
         if not isinstance(node, dict):
             break  # a plain value, or a list, that an override gave as a whole

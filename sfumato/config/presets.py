@@ -21,7 +21,7 @@ class RecipeAlgorithmConfig(AlgorithmConfig):
         raise NotImplementedError
 
     @classmethod
-    def recipe_in(cls, data: Any) -> Any:
+    def recipe_in(cls, data: object) -> Any:
         """The recipe that a mapping names, or the default one."""
         return data.get("recipe", cls.model_fields["recipe"].default) if isinstance(data, dict) else None
 
@@ -50,7 +50,7 @@ class RecipeRLConfig(RLConfig):
         return {"algorithm": cls.parts().recipes()[recipe]} if is_known else {}
 
     @classmethod
-    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
+    def reasons(cls, data: dict[str, object], overrides: dict[str, object]) -> dict[str, str]:
         """Parts that the file sets for its own recipe do not fit the parts of another one."""
         section = data.get("algorithm")
         override = overrides.get("algorithm")

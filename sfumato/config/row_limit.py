@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 
-def read_row_limit(value: Any) -> int | float:
+def read_row_limit(value: object) -> int | float:
     """A number of rows, or a share of them as a float between 0 and 1; ``1%`` is 0.01.
 
     Raises:

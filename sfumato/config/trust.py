@@ -132,7 +132,7 @@ def _broken_files_as_value_errors() -> Iterator[None]:
         raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
 
 
-def _trust_argument(cls: Any, trust_remote_code: bool) -> dict[str, bool]:
+def _trust_argument(cls: object, trust_remote_code: bool) -> dict[str, bool]:
     """The argument ``trust_remote_code`` for classes that have it; diffusers' models would store it as a field."""
     bases = getattr(cls, "__mro__", ())
     is_diffusers = any(base.__name__ == "ModelMixin" and base.__module__.startswith("diffusers.") for base in bases)

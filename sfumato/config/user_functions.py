@@ -29,7 +29,7 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _import_function(path: str) -> Callable[..., Any]:
+def _import_function(path: str) -> Callable[..., object]:
     where, colon, name = path.rpartition(":")
     if not (colon and where and name):
         raise ConfigError(f"{path!r} is no function: write my_module:my_function or folder/file.py:my_function")

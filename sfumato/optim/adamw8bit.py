@@ -29,13 +29,18 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+        self,
+        groups: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
     ) -> None:
         """Takes groups of parameters, plain or DTensors, and AdamW's settings."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Takes one step on this rank's shards and returns what ``closure`` returns, None without one.
 
         On a GPU the update is compiled, once for each shape.
@@ -89,6 +94,6 @@ def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tenso
     return state.copy_(values)
 
 
-def _compiled(*arguments: Any) -> None:
+def _compiled(*arguments: object) -> None:
     with torch._dynamo.utils.disable_cache_limit():  # one program for each shape, of which models may have many
         torch.compile(single_param_adam, fullgraph=True, dynamic=False)(*arguments)

@@ -85,7 +85,9 @@ class Muon(torch.optim.AdamW):
     placement.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, compute_dtype: torch.dtype | None = None, **adamw: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, object]], *, compute_dtype: torch.dtype | None = None, **adamw: Any
+    ) -> None:
         """Takes groups of parameters and AdamW's settings.
 
         Args:
@@ -109,10 +111,10 @@ class Muon(torch.optim.AdamW):
                 self._step_orthogonal(group)
         return loss
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's looks for a step in every state
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Hides the groups of matrices from AdamW, whose ``step`` collects the parameters that it updates here."""
         return False if group["orthogonal"] else super()._init_group(group, *lists)
 

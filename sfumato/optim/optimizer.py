@@ -168,7 +168,7 @@ def _check_choices(
         )
 
 
-def _make_optimizer(groups: list[dict[str, Any]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+def _make_optimizer(groups: list[dict[str, object]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "muon":
         return Muon(groups, fused=fused, **settings)

@@ -327,7 +327,7 @@ class _Rows(torch.autograd.Function):
         return rows[index // repeats if repeats > 1 else index]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse,) = ctx.saved_tensors
         gradient = gradient[inverse]
         if ctx.repeats > 1:
@@ -348,5 +348,5 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Exchange.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

@@ -192,7 +192,7 @@ class SequenceSum(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.group is not None:
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=ctx.group)

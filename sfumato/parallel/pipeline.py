@@ -88,7 +88,7 @@ class Stages(nn.Module):
         super().__init__()
         self.stages = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
 
-    def named_modules(
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Modules of all stages."""
@@ -284,8 +284,8 @@ class _Stage(PipelineStage):
         super().__init__(*args, **kwargs)
         self._pipeline = pipeline
 
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **more: Any
+    def forward_one_chunk(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, object] | None = None, **more: Any
     ) -> Tensor:
         # torch would split keyword arguments over micro-batches along dimension 0, which in media counts images.
         pipeline = self._pipeline
@@ -366,7 +366,7 @@ def build_pipeline(
 
 def _call_as_model(
     module: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor], first: bool
-) -> tuple[tuple[()], dict[str, Any]]:
+) -> tuple[tuple[()], dict[str, object]]:
     """Hook before a stage: turns its positional input into the keyword arguments of a transformers model."""
     return (), {"input_ids" if first else "inputs_embeds": args[0], "use_cache": False, **kwargs}
 

@@ -92,7 +92,7 @@ def make_tensor(
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Resolves the name of a record's class, or of an array's constructor, in a loaded module; no other name."""
         if (module, name) in NAMES:
             return NAMES[module, name]

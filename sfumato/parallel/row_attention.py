@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ class RowAttention:
     """An attention of packed rows from transformers' registries."""
 
     attend: Callable[..., tuple[Tensor, None]]
-    window_of: Callable[..., Any]
+    window_of: Callable[..., object]
     """The mask function that belongs to it; its result for a window takes the place of a mask."""
 
     @classmethod
@@ -77,7 +77,7 @@ class RowAttention:
 
         return attention_of_rows(attend, *inputs, schedule).transpose(1, 2)
 
-    def _window(self, size: int, position_ids: Tensor) -> Any:
+    def _window(self, size: int, position_ids: Tensor) -> object:
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key > query - size)  # called for tokens of one document only
 

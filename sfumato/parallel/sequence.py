@@ -311,9 +311,9 @@ class _DiffusionSequence(_Sequence):
         cuts: Mapping[str, Split],
         signature: inspect.Signature,
         _: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         bound = signature.bind(*args, **kwargs)
         for key, cut in cuts.items():
             if bound.arguments.get(key) is not None:
@@ -483,7 +483,7 @@ class _Join(torch.autograd.Function):
         return torch.cat([padded[:length].movedim(0, dim) for padded, length in parts], dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
@@ -501,7 +501,7 @@ class _Redirect(TorchFunctionMode):
         self.attention = attention
         self.num_calls = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
             self.num_calls += 1
             return self.attention(self.num_calls, *args, **(kwargs or {}))
@@ -511,12 +511,12 @@ class _Redirect(TorchFunctionMode):
 class RedirectedProcessor:
     """Runs an attention module's own processor with another function in place of torch's attention."""
 
-    def __init__(self, processor: Callable[..., Any], attention: Callable[..., Tensor], name: str) -> None:
+    def __init__(self, processor: Callable[..., object], attention: Callable[..., Tensor], name: str) -> None:
         self.processor = processor
         self.attention = attention
         self.name = name
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             return type(self).__call__(self, *args, **kwargs)
 
         # diffusers looks at the signature of ``processor.__call__`` and passes only the arguments that are in it.
@@ -528,7 +528,7 @@ class RedirectedProcessor:
             raise AttributeError(name)
         return getattr(self.processor, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         redirect = _Redirect(self.attention)
         with redirect:
             output = self.processor(*args, **kwargs)

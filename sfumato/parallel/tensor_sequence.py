@@ -20,14 +20,14 @@ class SharedSequence:
         """Tokens of all ranks together."""
 
     def enter(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Hook before the first block: keeps this rank's part of the hidden states ``[B, S, H]``."""
         hidden, args, kwargs = _take_input(args, kwargs)
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: object, output: Any) -> Any:
+    def leave(self, block: nn.Module, args: object, output: object) -> Any:
         """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 
@@ -39,7 +39,7 @@ class SequenceGroup(nn.Module):
     tp_sums: bool
     """Whether the group is partial: sums over ranks are done at its ends."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         sequence = self.tp_sequence
         ranks = self.tp_sequence.ranks
         # Read in each block: when it is recomputed, other sequences may have passed since.

@@ -75,7 +75,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
         return _all_reduce(gradient, ctx.ranks), None
 
 
@@ -85,7 +85,7 @@ class _Reduce(torch.autograd.Function):
         return _all_reduce(tensor, ranks)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradient, None
 
 
@@ -99,7 +99,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(tensor, dim, total, ranks)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
         take = _reduce_scatter if ctx.parts else _shard
         return take(gradient, ctx.dim, ctx.ranks).narrow(ctx.dim, 0, ctx.width), None, None, None, None
 
@@ -113,7 +113,7 @@ class _Share(torch.autograd.Function):
         return (_reduce_scatter if sums else _shard)(tensor, dim, ranks)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
         return _all_gather(gradient, ctx.dim, ctx.total, ctx.ranks), None, None, None
 
 
@@ -314,7 +314,7 @@ class NormAcrossHeads(nn.RMSNorm):
 
     tp_ranks: TensorRanks
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         values = input.float()
         # Every rank's output depends on the sum, so its gradient is summed over ranks, too.
         squares = copy(reduce(values.square().sum(-1, keepdim=True), self.tp_ranks), self.tp_ranks)
@@ -328,7 +328,7 @@ class Local(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)
@@ -351,7 +351,7 @@ class Experts(Local):
     Gradients of the tokens and of their routing weights are summed, too; the router stays whole.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         args = tuple(self._enter(value) for value in args)
         kwargs = {name: self._enter(value) for name, value in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
@@ -366,7 +366,7 @@ class AllReduced(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
 
@@ -375,7 +375,7 @@ class IdentityExpert(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, input: Tensor, *args: Any) -> Any:
+    def forward(self, input: Tensor, *args: object) -> Any:
         return super().forward(input / self.tp_ranks.size, *args)
 
 
@@ -396,7 +396,7 @@ class LatentKeyValue(nn.Module):
 class SeparateOutputs(nn.Module):
     """A role for a block that returns several views of one tensor, which compiled code with DTensors cannot do."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         output = super().forward(*args, **kwargs)
         return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 

@@ -112,7 +112,7 @@ def load_weights(
         make_real(module, device or mesh.device)
         targets = _loadable(module)
         # With ``from_rank0`` all ranks loop over rank 0's names, since each of its tensors is a collective.
-        for name in mesh.gather(list(sources), over="world")[0] if shared else sources:
+        for name in mesh.first(list(sources), among="world") if shared else sources:
             source = _from_first(sources.get(name), mesh) if shared else sources[name]
             if name in targets:
                 _copy(read_shard(source, targets[name]), targets[name])
@@ -155,7 +155,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     if min(counts) != max(counts):
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
     _raise_everywhere(problems, mesh)
-    for name in mesh.gather(list(tensors) if mesh.is_first else [], over="world")[0] if shared else tensors:
+    for name in mesh.first(list(tensors) if mesh.is_first else [], among="world") if shared else tensors:
         held = Held(tensors[name]) if mesh.is_first or not shared else None
         whole_tensor = (_from_first(held, mesh) if shared else cast("Held", held)).tensor
         if name in parameters:

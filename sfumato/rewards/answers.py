@@ -96,7 +96,7 @@ def text_of(sample: Sample, label: str) -> str:
     return sample.text
 
 
-def column_of(metadata: Mapping[str, Any], key: str, label: str, prompt: str) -> Any:
+def column_of(metadata: Mapping[str, object], key: str, label: str, prompt: str) -> object:
     """The value of a column of a row.
 
     Args:
@@ -142,7 +142,7 @@ class AnswerReward(Reward):
         if not self.marker.strip():
             raise ConfigError(f"marker of reward {self.label!r} is empty: write what stands before the answer")
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target, or one that cannot be compared."""
         self._read_target(prompt, metadata)
 
@@ -155,7 +155,7 @@ class AnswerReward(Reward):
             values.append(float(answer is not None and self._is_correct(answer, target)))
         return values
 
-    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: Mapping[str, object]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
             raise DataError(
@@ -198,7 +198,7 @@ class MultipleChoice(AnswerReward):
         if self.extract == "last_number":
             raise ConfigError(f"extract of reward {self.label!r} cannot be last_number: a choice is a letter")
 
-    def _read_target(self, prompt: str, metadata: dict[str, Any]) -> str:
+    def _read_target(self, prompt: str, metadata: Mapping[str, object]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 26:
             return chr(ord("A") + value)

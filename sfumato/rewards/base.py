@@ -36,7 +36,7 @@ def load_once(
     lock = lock or threading.RLock()
 
     @functools.wraps(function)
-    def load(*args: Any, **settings: Any) -> Result:
+    def load(*args: object, **settings: object) -> Result:
         with lock:  # functools.cache alone would load twice when two threads ask at once
             return cached(*args, **settings)
 
@@ -188,7 +188,7 @@ class Reward(ABC):
         Raises MissingDependencyError that holds the command that installs what is missing.
         """
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:  # noqa: B027  (most rewards take any prompt)
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:  # noqa: B027  (most rewards take any prompt)
         """Whether a row of the data has what ``score`` needs; called on every row before anything is sampled.
 
         Raises DataError that says what is missing.

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sfumato.rewards.answers import column_of, text_of
 from sfumato.rewards.base import Failure, Reward, Sample
@@ -57,7 +57,7 @@ class CodeReward(Reward):
         """Runs a program that looks at its own containment. Raises SandboxError where programs cannot be contained."""
         self._build_sandbox().check()
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no tests, or some that cannot be read."""
         self._read_tests(prompt, metadata)
 
@@ -74,7 +74,7 @@ class CodeReward(Reward):
     def _build_sandbox(self) -> Sandbox:
         return Sandbox(ProgramLimits(wall_s=self.run_timeout_s, memory_mib=self.run_memory_mib))
 
-    def _read_tests(self, prompt: str, metadata: dict[str, Any]) -> CodeTests:
+    def _read_tests(self, prompt: str, metadata: dict[str, object]) -> CodeTests:
         value = column_of(metadata, self.target_key, self.label, prompt)
         return read_tests(metadata, value, f"reward {self.label!r}, column {self.target_key!r} of prompt {prompt!r}")
 

@@ -99,8 +99,9 @@ class FunctionReward(Reward):
 
         async def score_one(sample: Sample) -> Any:
             async with free:
+                limit = asyncio.timeout(self.timeout_s)
                 try:
-                    async with asyncio.timeout(self.timeout_s) as limit:
+                    async with limit:
                         return await function(sample)
                 except UserError:  # a mistake that a person has to mend stops the run
                     raise

@@ -151,7 +151,7 @@ class Judge(HttpReward):
                 ) from error
             self.check_reply(reply)
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the template needs something that the row does not have."""
         # nothing has been drawn yet: empty texts in the place of samples show whether the row can fill the template
         placeholders = dict.fromkeys((*self.shows, "source"), "")
@@ -223,7 +223,7 @@ class Judge(HttpReward):
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
 
-    def _read_extra_body(self) -> dict[str, Any]:
+    def _read_extra_body(self) -> dict[str, object]:
         try:
             more = json.loads(self.extra_body or "{}")
         except json.JSONDecodeError as error:

@@ -84,7 +84,7 @@ class QwenVLOcrReward(Judge):
     max_tokens: int = 256
     """Length of a transcription; one that is cut off does not count."""
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target."""
         ocr_target(prompt, metadata)
         super().check_row(prompt, metadata)

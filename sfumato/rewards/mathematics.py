@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import AnswerReward, extract_answer, text_of
@@ -66,7 +66,7 @@ class MathAnswer(AnswerReward):
             ) from error
         logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target, or one that math-verify cannot read.
 
         What is no plain number is compared with itself, in the reward's process.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -41,7 +41,7 @@ _TESSERACT_BORDER = 16  # Tesseract misses characters that touch the edge
 _detect_lock = threading.Lock()
 
 
-def ocr_target(prompt: str, metadata: Mapping[str, Any]) -> str:
+def ocr_target(prompt: str, metadata: Mapping[str, object]) -> str:
     """The text that an image of this prompt should show.
 
     Args:
@@ -161,7 +161,7 @@ class OcrReward(Reward):
             if self.detect:
                 _detect_and_read([_BLANK], engine)  # the detector loads at its first use
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target."""
         ocr_target(prompt, metadata)
 

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -82,7 +82,7 @@ class _WordReward(Reward):
             choices = ", ".join(self.choices)
             raise ConfigError(f"{self.field} of reward {self.label!r} must be one of {choices}, or empty, not {word!r}")
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the field is empty and the prompt has none of the words."""
         self._pick_word(prompt)
 

@@ -180,7 +180,7 @@ class HpsV3(PretrainedReward):
     batch_size: int = 4
     """Samples in one forward pass."""
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
         special = _SPECIAL.search(prompt)
         if special:

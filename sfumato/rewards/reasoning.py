@@ -52,7 +52,7 @@ class ReasoningGym(Reward):
         Sandbox(readable=_folders()).check()
         verifier.ask([], _START_S)
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row does not say which problem it is."""
         self._read_problem(prompt, metadata)
 
@@ -79,7 +79,7 @@ class ReasoningGym(Reward):
             values[row] = Failure(verdict) if isinstance(verdict, str) else float(verdict)
         return values
 
-    def _read_problem(self, prompt: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    def _read_problem(self, prompt: str, metadata: dict[str, object]) -> dict[str, object]:
         value = column_of(metadata, self.target_key, self.label, prompt)
         if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _FIELDS.items()):
             raise DataError(
@@ -92,7 +92,7 @@ class ReasoningGym(Reward):
     def _limit_s(self, count: int) -> float:
         return _START_S + count * self.run_timeout_s
 
-    def _verify(self, requests: list[dict[str, Any]]) -> list[float | str]:
+    def _verify(self, requests: list[dict[str, object]]) -> list[float | str]:
         """A score, or why there is none, for each. Raises SandboxError when the verifier could not do its work."""
         answers = verifier.ask(requests, self._limit_s(len(requests)))
         return [verdict if isinstance(verdict, str) else _check_score(verdict) for verdict in answers]
@@ -113,7 +113,7 @@ class Verifier:
         self._lock = threading.Lock()
         self._program: KeptProgram | None = None
 
-    def ask(self, requests: list[dict[str, Any]], timeout_s: float) -> list[object]:
+    def ask(self, requests: list[dict[str, object]], timeout_s: float) -> list[object]:
         """The verdict on each request, in order. Raises SandboxError when the verifier ended or answers nonsense."""
         with self._lock:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample, load_once
@@ -52,7 +52,7 @@ class RemoteReward(HttpReward):
                 "'python -m sfumato.rewards.server CONFIG', or correct base_urls"
             ) from error
 
-    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row cannot be sent."""
         wire.encode_metadata(prompt, metadata)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def evaluate(
     roles: Roles,
     run: Run,
-    draw: Callable[..., Any],
+    draw: Callable[..., object],
     config: RLConfig,
     step: int,
     trained: Sequence[RankBatch] = (),
@@ -93,7 +93,7 @@ def evaluate(
 
 
 def _draw_and_score(
-    roles: Roles, drawer: Role, draw: Callable[..., Any], config: RLConfig, by_rank: list[list[int]]
+    roles: Roles, drawer: Role, draw: Callable[..., object], config: RLConfig, by_rank: list[list[int]]
 ) -> tuple[list[Handle], list[Scores], list[Drawn]]:
     """Has a role draw samples of held-out prompts, and the scorer score them.
 

@@ -77,21 +77,26 @@ class Role(Protocol):
     data_ranks: range
     """The data-parallel ranks that this process drives: its own one for roles in this process, all of them on Ray."""
 
-    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
+    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         ...
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
+    def call_concurrently(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
         """As ``call``, but beside the calls that are running or queued."""
         ...
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
+    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, part, *args)`` with a part for each of ``data_ranks``. The result is that of the first
         process."""
         ...
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[object],
+        *args: object,
+        num_values: int = 1,
+        kind: str = OTHER,
     ) -> list[tuple[Handle, ...]]:
         """As ``map``, but values stay where they are made.
 
@@ -114,7 +119,7 @@ class Role(Protocol):
         """
         ...
 
-    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
+    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, *args)`` in whichever process is free: for roles with independent processes."""
         ...
 
@@ -179,7 +184,12 @@ class LocalRole:
     """A role in the calling thread: a call runs at once, and its errors are raised where it is made."""
 
     def __init__(
-        self, state: Any, name: str = ACTOR, data_rank: int = 0, num_data_ranks: int = 1, record: Record | None = None
+        self,
+        state: object,
+        name: str = ACTOR,
+        data_rank: int = 0,
+        num_data_ranks: int = 1,
+        record: Record | None = None,
     ) -> None:
         self.state = state
         self.name = name
@@ -188,13 +198,13 @@ class LocalRole:
         self._record = record or Record()
         self._local: Any = SimpleNamespace(rank=data_rank)  # its ``rank`` is the row of the timeline
 
-    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
+    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
         """Runs the function now."""
         return _done(self._run(function, args, self._record.label, kind))
 
     call_concurrently = submit = call
 
-    def _run(self, function: Callable[..., Any], args: Sequence[Any], label: Label, kind: str) -> Any:
+    def _run(self, function: Callable[..., Any], args: Sequence[object], label: Label, kind: str) -> Any:
         """Runs a call, with handles replaced by their values, and records it."""
         started = time.time()
         try:
@@ -203,12 +213,17 @@ class LocalRole:
             ended = max(started, time.time())  # the wall clock may be set back
             self._record.add(Event(self.name, self._local.rank, kind, started, ended, label.step, label.version))
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> Future:
+    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
         return self.call(function, parts[0], *args, kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[object],
+        *args: object,
+        num_values: int = 1,
+        kind: str = OTHER,
     ) -> list[tuple[Handle, ...]]:
         """Runs the function on this process's part now."""
         if parts[0] is None:
@@ -230,9 +245,9 @@ class LocalRole:
             engine.close()
 
 
-def _done(value: Any) -> Future:
+def _done(value: object) -> Future:
     """A future that has ended with a value."""
-    future: ThreadFuture[Any] = ThreadFuture()
+    future: ThreadFuture[object] = ThreadFuture()
     future.set_result(value)
     return future
 
@@ -240,7 +255,7 @@ def _done(value: Any) -> Future:
 class ThreadRole(LocalRole):
     """A role in threads of this process, which share its state and begin its calls in order."""
 
-    def __init__(self, state: Any, name: str, num_threads: int = 1, record: Record | None = None) -> None:
+    def __init__(self, state: object, name: str, num_threads: int = 1, record: Record | None = None) -> None:
         super().__init__(state, name, record=record)
         self._ranks = iter(range(num_threads))
         self._local = threading.local()
@@ -250,7 +265,7 @@ class ThreadRole(LocalRole):
         """Runs once in each thread, whose number is its rank in the timeline."""
         self._local.rank = next(self._ranks)
 
-    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> Future:
+    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
         """Queues the function; its error is raised by the future's ``result``."""
         return ThreadCall(self._executor.submit(self._run, function, args, self._record.label, kind))
 
@@ -264,7 +279,7 @@ class ThreadRole(LocalRole):
 class ThreadCall:
     """The future of a call in another thread. Waits are short and repeated, so that signals are handled."""
 
-    def __init__(self, future: ThreadFuture[Any]) -> None:
+    def __init__(self, future: ThreadFuture[object]) -> None:
         self.future = future
 
     def done(self) -> bool:

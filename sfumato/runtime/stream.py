@@ -202,7 +202,7 @@ class RolloutStream:
         self.weights.actor_version = version
         self._listen()
 
-    def by_newest_weights(self, draw: Callable[[], Any]) -> Any:
+    def by_newest_weights(self, draw: Callable[[], object]) -> Any:
         """Has a sampler of its own draw by the actor's current weights, as an evaluation does.
 
         Args:

@@ -71,7 +71,7 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 def _run_guarded(
-    function: Callable[..., None], request: dict[str, Any], descriptors: list[int], *more: object
+    function: Callable[..., None], request: Mapping[str, object], descriptors: list[int], *more: object
 ) -> NoReturn:
     """Runs the function of a forked process and ends the process; an error is reported to whoever sent the request."""
     try:
@@ -87,7 +87,7 @@ def _send_report(status: int, report: Mapping[str, object]) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 
-def _start(request: dict[str, Any], descriptors: list[int]) -> None:
+def _start(request: Mapping[str, object], descriptors: list[int]) -> None:
     """R: starts C, and maps the program's user to one outside."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     near_end, far_end = socket.socketpair()

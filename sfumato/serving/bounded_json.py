@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 BYTES_OF_A_VALUE = 256
 """About the memory that the smallest value with most overhead takes: a mapping of one key, ``{"a":0},``."""
@@ -19,7 +18,7 @@ def count_values(text: str | bytes) -> int:
     return 1 + sum(text.count(mark) for mark in marks)  # type: ignore[arg-type]
 
 
-def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> Any:
+def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> object:
     """What JSON holds.
 
     Args:
@@ -43,7 +42,7 @@ def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> An
     return value
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     depth = 0
     level = [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:

@@ -13,7 +13,8 @@ import functools
 import ipaddress
 import math
 import resource
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import uvicorn
@@ -104,7 +105,7 @@ def _connection_class() -> type[asyncio.Protocol]:
             self,
             config: uvicorn.Config,
             server_state: ServerState,
-            app_state: dict[str, Any],
+            app_state: Mapping[str, object],
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
             # uvicorn copies the state into the scope of each request, where ``trust`` and ``is_trusted`` find it

@@ -119,7 +119,7 @@ def read_values(folder: Path) -> dict[str, Any]:
     return read_mapping(folder / VALUES)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, object]:
     """The mapping in a JSON file; empty when the file is missing, damaged or holds no mapping."""
     try:
         return read_json_object(path)

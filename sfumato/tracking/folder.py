@@ -36,7 +36,7 @@ from sfumato.tracking.trackers import read_jsonl
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
 
-def environment_of(mesh: Mesh) -> dict[str, Any]:
+def environment_of(mesh: Mesh) -> dict[str, object]:
     """Versions, commit and hardware, for ``environment.json``."""
     versions = {}
     for name in PACKAGES:
@@ -57,6 +57,8 @@ def environment_of(mesh: Mesh) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_kernels": {"torch": torch.backends.cpu.get_cpu_capability(), "MKL_CBWR": os.environ.get("MKL_CBWR")},
+        "float32_products": torch.get_float32_matmul_precision(),
+        "float32_convolutions_tf32": mesh.device.type == "cuda" and torch.backends.cudnn.allow_tf32,
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "num_processes": mesh.size,
         "command": sys.argv,
@@ -189,7 +191,7 @@ class RunFolder:
             if standing_config and standing_config.get(name) != config.get(name)
         ]
 
-    def begin(self, total_steps: int, from_step: int, environment: Mapping[str, Any]) -> None:
+    def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
         """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
 
         Args:
@@ -214,7 +216,7 @@ class RunFolder:
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
 
-    def add_environment(self, values: Mapping[str, Any]) -> None:
+    def add_environment(self, values: Mapping[str, object]) -> None:
         """Adds entries to ``environment.json`` that are known only after the run has begun."""
         write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
 
@@ -222,13 +224,13 @@ class RunFolder:
         """Marks the run as finished."""
         self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
 
-    def _identity(self, from_step: int) -> dict[str, Any]:
+    def _identity(self, from_step: int) -> dict[str, object]:
         """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
 
         A resumed run keeps both.
         """
         standing = self.standing if not self._moves else None
-        fresh: dict[str, Any] = {"run_id": secrets.token_hex(8)}
+        fresh: dict[str, object] = {"run_id": secrets.token_hex(8)}
         if self.wanted == "auto":
             if standing is None or standing.run_id is None:
                 return fresh

@@ -38,7 +38,7 @@ OWN_SOURCE = "(its source)"
 """The end of fields of functions in the user's own code, which may change with a message."""
 
 
-def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, Any] | None = None) -> Identity:
+def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, object] | None = None) -> Identity:
     """Computes the identity of a run, and refuses a resume with another one before anything is built or written.
 
     Args:

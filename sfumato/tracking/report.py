@@ -119,7 +119,7 @@ def _parse_config(config: str) -> Any:
 
 
 def _header(
-    output_dir: Path, metrics: Series, samples: dict[int, list[dict[str, Any]]], config: str, ending: str
+    output_dir: Path, metrics: Series, samples: dict[int, list[dict[str, object]]], config: str, ending: str
 ) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
     last = max(steps, default=0)

@@ -202,7 +202,7 @@ def write_picture(content: np.ndarray, path: Path) -> None:
         frames[0].save(path, **options)
 
 
-def read_samples(output_dir: Path) -> dict[int, list[dict[str, Any]]]:
+def read_samples(output_dir: Path) -> dict[int, list[dict[str, object]]]:
     """Reads the rows of every ``samples.jsonl`` of a run folder, by step in ascending order.
 
     The image of a row is ``step_folder(output_dir, step) / row["file"]``; the row of a text has ``text`` instead.
@@ -389,7 +389,7 @@ def _source_name(image: np.ndarray) -> str:
     return f"source_{digest}.png"
 
 
-def _row(name: str, sample: SampleRecord) -> dict[str, Any]:
+def _row(name: str, sample: SampleRecord) -> dict[str, object]:
     """The row of a sample in ``samples.jsonl``."""
     content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
     source = {} if sample.source is None else {"source": _source_name(sample.source)}

@@ -49,7 +49,7 @@ class WandbTracker(_LoggedRun):
     Offline, a resumed run is a second folder with the same id: ``wandb sync --append`` joins them.
     """
 
-    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> None:
         wandb = _import("wandb")
         known_id = _read_known_id(output_dir / "wandb", resumed)
         self._image = wandb.Image
@@ -67,7 +67,7 @@ class WandbTracker(_LoggedRun):
 class SwanlabTracker(_LoggedRun):
     """SwanLab. ``SWANLAB_MODE=local`` or ``offline`` needs no network; files lie in ``output_dir/swanlab``."""
 
-    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> None:
         swanlab = _import("swanlab")
         folder = output_dir / "swanlab"
         known_id = _read_known_id(folder, resumed)
@@ -89,7 +89,7 @@ class MlflowTracker:
     The database is shown by ``mlflow ui --backend-store-uri sqlite:///output_dir/mlflow/mlflow.db``.
     """
 
-    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> None:
         mlflow = _import("mlflow")
         from mlflow.entities import Metric, Param
 
@@ -128,7 +128,7 @@ class MlflowTracker:
 class TrackioTracker(_LoggedRun):
     """trackio, which keeps runs on this machine; ``TRACKIO_DIR`` says where, ``trackio show`` shows them."""
 
-    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, Any]) -> None:
+    def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> None:
         trackio = _import("trackio")
         known_id = _read_known_id(output_dir / "trackio", resumed)
         # trackio tells runs apart by their names alone, and many run folders have the same name.

@@ -34,7 +34,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     choose_kernels()
     try:
         config = parse_config(schema)
-        choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "weight_sync", "") == "ipc")
+        choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "shares_gpu_memory", False))
         run_again_when_lost(main, config)
         leave_peers()
         release_locks()
@@ -65,7 +65,7 @@ def report_ending(ending: Ending) -> None:
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 
 
-def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
+def run_again_when_lost(main: Callable[[object], None], config: Any) -> None:
     """Runs a task; if its actor or all of Ray is lost, runs it again from the newest checkpoint, as a resume does.
 
     Args:

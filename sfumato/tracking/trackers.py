@@ -101,7 +101,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def build_trackers(
-    names: Sequence[str], output_dir: Path, purge_step: int | None = None, config: Mapping[str, Any] | None = None
+    names: Sequence[str], output_dir: Path, purge_step: int | None = None, config: Mapping[str, object] | None = None
 ) -> list[Tracker]:
     """Builds the trackers with these names.
 
@@ -187,7 +187,7 @@ class JsonLines:
         self._waiting: list[bytes] = []
         self._torn_at: int | None = None
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, object]) -> None:
         """Writes one line and hands it to the operating system.
 
         Floats keep every digit (the shortest text that reads back as the same float), non-finite floats become

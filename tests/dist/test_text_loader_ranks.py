@@ -1,13 +1,22 @@
 """Real ranks: the first tokenises, the others read what it made, and all agree on steps and samples."""
 
 import functools
+import json
 import os
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
+from sfumato.data.files import row_blocks
+from sfumato.data.files.rows import open_file
+from sfumato.data.files.sources import open_sources_once
 from sfumato.data.text.loader import build_text_loader
-from sfumato.parallel.mesh import build_mesh
+from sfumato.errors import UserError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh, build_mesh
 from tests.token_rows import NumberTransform, one_source, random_lengths, weighted
 from tests.unit.test_text_loader import take
 
@@ -21,8 +30,6 @@ def run(folder, train, from_state=None, count=None, sources=None, transform=Numb
     """
     place = {}
     if "SINGLE" not in train:
-        import torch.distributed as dist
-
         place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}  # as a launcher says; the group is there already
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -116,3 +123,34 @@ def test_an_error_of_a_row_is_raised_on_all_ranks_when_its_turn_comes(lengths, t
     assert found[1].startswith(error) and (found[0].startswith(error) or found[0] == f"DataError: rank 1: {error}")
     taken = ranks.run(2, run_ranks, str(tmp_path), {"max_steps": 40}, None, 3)
     assert [len(rank[2]) for rank in taken] == [3, 3], "a run that ends before does not hear of it"
+
+
+def opened_files(folder):
+    """The files that a rank opens to know its data, and to read row 5; the row; or the error, if there is one."""
+    opened = []
+
+    def counting(path, *arguments):
+        opened.append(path.name)
+        return open_file(path, *arguments)
+
+    mesh = Mesh(Layout(dp_shard=4), torch.device("cpu"), dist.get_rank())
+    with patch.object(row_blocks, "open_file", counting):
+        try:
+            (rows,) = open_sources_once(TextDataConfig(train_path=folder), mesh).rows
+        except UserError as error:
+            return str(error)
+        before = len(opened)
+        return opened[:before], len(rows), rows.fingerprint(), rows[5], rows.describe(5), opened[before:]
+
+
+def test_one_rank_opens_all_files_and_the_others_those_that_they_read(ranks, tmp_path):
+    for number in range(3):
+        lines = [json.dumps({"text": f"{number} {row}"}) for row in range(4)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    first, *others = ranks.run(4, opened_files, str(tmp_path))
+    assert first[0] == ["0.jsonl", "1.jsonl", "2.jsonl"] and first[1] == 12 and first[3] == {"text": "1 1"}
+    for other in others:
+        assert other == ([], *first[1:5], ["1.jsonl"])
+    (tmp_path / "1.jsonl").write_text("")
+    texts = set(ranks.run(4, opened_files, str(tmp_path)))
+    assert len(texts) == 1 and "1.jsonl has no rows" in texts.pop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def arrow_row(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> dict[st
     return arrow_rows(table, where)[0]
 
 
-def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[dict[str, Any]]:
+def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[dict[str, object]]:
     """All rows of a table or batch, as ``arrow_row`` gives one. Raises DataError where any of them cannot be read."""
     import pyarrow
 
@@ -50,7 +50,7 @@ def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[d
     return rows
 
 
-Convert = Callable[[Any, str], Any]
+Convert = Callable[[object, str], object]
 
 
 @lru_cache(maxsize=64)
@@ -61,7 +61,7 @@ def _converters(schema: pyarrow.Schema) -> dict[str, Convert]:
     return {name: convert for name, convert in converters.items() if convert is not None}
 
 
-def _json_features(schema: pyarrow.Schema) -> dict[str, Any]:
+def _json_features(schema: pyarrow.Schema) -> dict[str, object]:
     """The features that datasets stored in the schema, where one of them is ``Json``; otherwise empty.
 
     Files of older versions of datasets hold such a column as texts, and only the features tell that these are JSON.
@@ -73,7 +73,7 @@ def _json_features(schema: pyarrow.Schema) -> dict[str, Any]:
     return dict(Features.from_arrow_schema(schema))
 
 
-def _converter(kind: pyarrow.DataType, feature: Any) -> Convert | None:
+def _converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
     """The converter of values of an Arrow type; None where the values of ``to_pylist`` stay as they are."""
     import pyarrow
 
@@ -91,11 +91,11 @@ def _converter(kind: pyarrow.DataType, feature: Any) -> Convert | None:
     return None
 
 
-def _struct_converter(kind: pyarrow.StructType, features: dict[str, Any]) -> Convert:
+def _struct_converter(kind: pyarrow.StructType, features: Mapping[str, object]) -> Convert:
     """The converter of a struct column's values, which become ``StructValue``."""
     inner = {field.name: _converter(field.type, features.get(field.name)) for field in kind}
 
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: object, where: str) -> Any:
         if not isinstance(value, dict):
             return value
         converted = StructValue(value)
@@ -107,7 +107,7 @@ def _struct_converter(kind: pyarrow.StructType, features: dict[str, Any]) -> Con
     return convert
 
 
-def _convert_items(convert: Convert, value: Any, where: str) -> Any:
+def _convert_items(convert: Convert, value: object, where: str) -> object:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
 
 

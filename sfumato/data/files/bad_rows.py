@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from sfumato.errors import DataError
 
@@ -18,7 +17,7 @@ MOST_KINDS, MOST_LETTERS = 5, 160
 """Kinds of reasons that a summary lists, and the letters that it shows of each."""
 
 
-def parse_json(content: str | bytes, where: str) -> Any:
+def parse_json(content: str | bytes, where: str) -> object:
     """Parses JSON.
 
     Args:

@@ -6,7 +6,6 @@ import base64
 import binascii
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from sfumato.config.file_checks import file_problem
@@ -24,7 +23,7 @@ BEGINNINGS = re.compile(
 """How files of pictures, videos and audio begin. A path may look like base64; it decodes to something else."""
 
 
-def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str = "image") -> File:
+def find_file(row: dict[str, object], key: str, root: Path, where: str, kind: str = "image") -> File:
     """The picture that a column of a row names or holds.
 
     Args:
@@ -69,7 +68,7 @@ def find_file(row: dict[str, Any], key: str, root: Path, where: str, kind: str =
     raise DataError(f"{where}: {path} {problem}")
 
 
-def find_frames(row: dict[str, Any], key: str, root: Path, where: str) -> File | list[File]:
+def find_frames(row: dict[str, object], key: str, root: Path, where: str) -> File | list[File]:
     """The video that a column of a row names or holds: a file, as of ``find_file``, or a list of images.
 
     Raises DataError as ``find_file`` does.

@@ -139,7 +139,7 @@ class FolderRows:
 
 
 def describe_unlisted(
-    folder: Path, rows: FiledRows, image_key: Callable[[dict[str, Any]], str], endings: set[str]
+    folder: Path, rows: FiledRows, image_key: Callable[[dict[str, object]], str], endings: set[str]
 ) -> list[str]:
     """A line about the pictures of a folder that its table does not name; none where there are none.
 

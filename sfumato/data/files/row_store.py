@@ -149,7 +149,7 @@ class RowWriter:
             ) from error
 
 
-def _spec_of(tensor: torch.Tensor) -> dict[str, Any]:
+def _spec_of(tensor: torch.Tensor) -> dict[str, object]:
     """Shape of a row and dtype of a tensor ``[n, *shape]``, as JSON can hold them."""
     return {"shape": list(tensor.shape[1:]), "dtype": str(tensor.dtype).removeprefix("torch.")}
 

@@ -193,7 +193,7 @@ class ArrowRows(FileRows):
 class LoadedRows(FileRows):
     """Rows of a small file, held in memory."""
 
-    def __init__(self, path: Path, rows: list[tuple[str, Any]]) -> None:
+    def __init__(self, path: Path, rows: list[tuple[str, object]]) -> None:
         """``rows`` are the rows with their places in the file, such as ``line 3``."""
         super().__init__(path)
         self._rows = rows
@@ -261,7 +261,7 @@ class JoinedRows:
         return [value for part in self.parts for value in part.column(key)]
 
 
-def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, Any]]]:
+def readable_rows(rows: RowTable) -> Iterator[tuple[int, dict[str, object]]]:
     """Rows with their numbers, in order. Broken rows are left out here: they are reported where they are used.
 
     Arrow files are read in blocks, which is faster than row by row.
@@ -405,7 +405,7 @@ def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def text_field(row: dict[str, Any], key: str, where: str) -> str:
+def text_field(row: dict[str, object], key: str, where: str) -> str:
     """A non-empty string column of a row. Raises DataError that names the row and the columns there are."""
     if key not in row:
         raise no_column(key, row, where)
@@ -421,7 +421,7 @@ def _locate(ends: list[int], index: int) -> tuple[int, int]:
     return number, index - (ends[number - 1] if number else 0)
 
 
-def _json_object(row: object, where: str) -> dict[str, Any]:
+def _json_object(row: object, where: str) -> dict[str, object]:
     """The row, if it is a mapping. Raises DataError otherwise."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: must be a JSON object, not {type(row).__name__}")

@@ -20,6 +20,7 @@ from sfumato.data.files.file_digests import signature_of
 from sfumato.data.files.stored import BROKEN_ARRAY, digest_of, make_cache_folder
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset, nearest_size
 from sfumato.data.media.pictures import VERSION, File, Picture, read_size
+from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank
 
@@ -125,7 +126,7 @@ class OneSize:
 
 
 def sort_into_buckets(
-    dataset: Sized, config: ImageDataConfig, mesh: Mesh, say: Callable[[str], None]
+    dataset: Sized | GlyphDataset, config: ImageDataConfig, mesh: Mesh, say: Callable[[str], None]
 ) -> Buckets | None:
     """Assigns each row to a bucket, by the size in the head of its image; of a pair, the image of ``chosen_key``.
 
@@ -144,6 +145,7 @@ def sort_into_buckets(
     """
     if config.buckets is None:
         return None
+    assert not isinstance(dataset, GlyphDataset)  # the data section checks that buckets are of image files
     cache_path = None
     if config.cache_dir is not None:
         cache_path = Path(config.cache_dir) / f"sizes_{digest_of([VERSION, dataset.fingerprint()])}.npz"

@@ -18,7 +18,7 @@ from sfumato.tracking.identity import Identity, identify
 
 
 def identify_images(
-    config: Any, dataset: Any, global_batch_size: int, held_out: Any = None, buckets: Buckets | None = None
+    config: Any, dataset: object, global_batch_size: int, held_out: object = None, buckets: Buckets | None = None
 ) -> Identity:
     """The identity of a task that trains on images; see ``identify``.
 
@@ -53,7 +53,7 @@ def _sources_of(prompts: list[Prompt]) -> list[File]:
     return files
 
 
-def pictures_of(dataset: Any) -> list[File]:
+def pictures_of(dataset: object) -> list[File]:
     """The files that rows of images name, without those of broken rows; empty where the table holds the images."""
     if not isinstance(dataset, ImageTextDataset | PairDataset):
         return []

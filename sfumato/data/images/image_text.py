@@ -265,7 +265,7 @@ class ImageTextDataset:
                 break
         return examples
 
-    def _image_key(self, row: dict[str, Any]) -> str:
+    def _image_key(self, row: dict[str, object]) -> str:
         """The column of a row's image."""
         key = self.config.image_key
         is_image_folder = key == "image" and key not in row and self._is_folder

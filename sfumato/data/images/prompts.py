@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
     return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
 
 
-def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, dict[str, Any]], object]]) -> None:
+def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, Mapping[str, object]], object]]) -> None:
     """Runs the rewards' checks on every prompt, before anything is sampled.
 
     Args:

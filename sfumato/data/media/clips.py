@@ -186,7 +186,9 @@ class VideoProcessor:
         blank = self.blank()
         return replace(blank, frames=generator.integers(0, 255, blank.frames.shape, np.uint8))
 
-    def __call__(self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata], **_: Any) -> BatchFeature:
+    def __call__(
+        self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata], **_: object
+    ) -> BatchFeature:
         """Patches of scaled frames, in the order and under the names that transformers gives them.
 
         Args:

@@ -27,7 +27,7 @@ from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from PIL import Image
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 IMAGE_TOKEN, START, END, CODE = "<|image_pad|>", "<|draw_start|>", "<|draw_end|>", "<|draw_{}|>"
 """The token of an image that is seen, the tokens around an image that is drawn, and the token of a code."""
@@ -60,7 +60,7 @@ class ImageText:
         return self.opening + "".join(line + self.line_end for line in lines) + self.closing
 
 
-def add_drawing_tokens(tokenizer: PreTrainedTokenizerFast, codebook_size: int) -> int:
+def add_drawing_tokens(tokenizer: PreTrainedTokenizerBase, codebook_size: int) -> int:
     """Adds the tokens of drawn images that a tokenizer lacks.
 
     Returns:
@@ -80,7 +80,7 @@ def add_drawing_tokens(tokenizer: PreTrainedTokenizerFast, codebook_size: int) -
 class DrawingReader(ImageReader):
     """Reads images that are seen by transformers' processor, and images that are drawn by an image tokenizer."""
 
-    def __init__(self, processor: Any, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
+    def __init__(self, processor: object, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
         """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
         super().__init__(processor, arguments, patches)
         self.image_tokenizer = drawn

@@ -100,7 +100,7 @@ class ImageConversationTransform:
         messages: Messages,
         files: list[Medium],
         placed: tuple[list[str], np.ndarray],
-        tools: list[dict[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         where: str,
     ) -> Asking[list[Document]]:
         """The documents that the template makes of a conversation: one, or one for each answer.
@@ -228,7 +228,7 @@ def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
     return list(values)
 
 
-def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
+def _split_content(content: object, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
     """The parts of a message's content, in order: texts, images and other media.
 
     A mark such as ``<image>`` in a text becomes a part where the row's column holds files of that kind; otherwise it
@@ -265,7 +265,7 @@ def _split_content(content: Any, place: str, num_files: Mapping[str, int]) -> li
     return parts
 
 
-def _source_of(part: dict[str, Any], kind: str) -> dict[str, Any]:
+def _source_of(part: Mapping[str, object], kind: str) -> dict[str, object]:
     """The keys of a part that hold its file; base64 becomes a data URL."""
     sources = {key: part[key] for key in (kind, *KEYS) if part.get(key) is not None}
     return {"url": f"data:;base64,{sources['base64']}"} if "base64" in sources else sources

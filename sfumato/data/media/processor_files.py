@@ -48,11 +48,11 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
             shutil.copyfile(path, folder / path.name)
 
 
-def _settings(processor: Any) -> dict[str, Any]:
+def _settings(processor: object) -> dict[str, Any]:
     """The scalar arguments that a processor was constructed with; its parts have files of their own."""
     named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
 
 
-def _write_json(path: Path, settings: dict[str, Any]) -> None:
+def _write_json(path: Path, settings: dict[str, object]) -> None:
     path.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")

@@ -358,7 +358,7 @@ class ImageReader:
         """As ``tensors``, for media that have been opened; their shapes are not compared."""
         return self._model_inputs(self._process(media))
 
-    def _model_inputs(self, features: Mapping[str, Any]) -> Tensors:
+    def _model_inputs(self, features: Mapping[str, object]) -> Tensors:
         """The features that the model's ``forward`` takes, as tensors; kinds of tokens are computed elsewhere."""
         names = [name for name in self.arguments if name in features and name not in KINDS]
         return {name: torch.as_tensor(np.asarray(features[name])) for name in names}

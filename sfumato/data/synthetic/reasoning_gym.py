@@ -10,7 +10,7 @@ from typing import Any
 from sfumato.errors import ConfigError, MissingDependencyError
 
 
-def load(task: str, size: int, seed: int, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def load(task: str, size: int, seed: int, parameters: Mapping[str, object] | None = None) -> list[dict[str, Any]]:
     """Makes the problems of a task: the same ones for the same arguments and version of reasoning-gym.
 
     Args:

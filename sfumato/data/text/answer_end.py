@@ -16,7 +16,7 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
@@ -119,12 +119,12 @@ class TokenizerFacts:
     """How answers end in training, once a chat template has been chosen."""
 
 
-def facts_of(tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
+def facts_of(tokenizer: PreTrainedTokenizerBase) -> TokenizerFacts:
     """The facts of a tokenizer, made at the first call. Callers may change them."""
     return vars(tokenizer).setdefault("sfumato_facts", TokenizerFacts())
 
 
-def read_declared_ends(tokenizer: PreTrainedTokenizerFast) -> tuple[tuple[EndToken, ...], tuple[str, ...]]:
+def read_declared_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[EndToken, ...], tuple[str, ...]]:
     """Reads which tokens end an answer according to the model's folder and the tokenizer.
 
     The folder names them in generation_config.json, or else in config.json.
@@ -186,19 +186,19 @@ def read_json_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
-def plain_answer_end(tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
+def plain_answer_end(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:
     """How texts end that no chat template renders: with the tokenizer's end-of-sequence token."""
     declared, notes = read_declared_ends(tokenizer)
     eos = _make_end_token(tokenizer, cast(int | None, tokenizer.eos_token_id), "the tokenizer's end of a text")
     return AnswerEnd(declared, eos, notes=notes)
 
 
-def answer_end_of(tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
+def answer_end_of(tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:
     """How answers end in a run that uses a tokenizer."""
     return facts_of(tokenizer).answer_end or plain_answer_end(tokenizer)
 
 
-def tokens_without_text(tokenizer: PreTrainedTokenizerFast, vocabulary_size: int) -> frozenset[int]:
+def tokens_without_text(tokenizer: PreTrainedTokenizerBase, vocabulary_size: int) -> frozenset[int]:
     """Token ids of a model that its tokenizer does not have: embeddings are often padded to a round size.
 
     A model could draw them, although they have no text.
@@ -206,7 +206,7 @@ def tokens_without_text(tokenizer: PreTrainedTokenizerFast, vocabulary_size: int
     return frozenset(range(vocabulary_size)) - frozenset(tokenizer.get_vocab().values())
 
 
-def measure_answer_end(tokenizer: PreTrainedTokenizerFast, render: Render) -> AnswerEnd:
+def measure_answer_end(tokenizer: PreTrainedTokenizerBase, render: Render) -> AnswerEnd:
     """How answers end in conversations: what the chat template writes after one, and what the folder declares.
 
     The token that training teaches is the first declared one that the template writes after the last answer, such as
@@ -248,14 +248,14 @@ def measure_answer_end(tokenizer: PreTrainedTokenizerFast, render: Render) -> An
     return AnswerEnd(declared, taught, after_call, tail, 0, notes)
 
 
-def marker_pattern(tokenizer: PreTrainedTokenizerFast, more: Collection[str] = ()) -> re.Pattern[str]:
+def marker_pattern(tokenizer: PreTrainedTokenizerBase, more: Collection[str] = ()) -> re.Pattern[str]:
     """A pattern that matches special and added tokens of a tokenizer, and the texts in ``more``; the longest first."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     texts = sorted(added | {*tokenizer.all_special_tokens} | {*more}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) if texts else r"(?!)")
 
 
-def _make_end_token(tokenizer: PreTrainedTokenizerFast, token_id: int | None, source: str) -> EndToken | None:
+def _make_end_token(tokenizer: PreTrainedTokenizerBase, token_id: int | None, source: str) -> EndToken | None:
     if token_id is None:
         return None
     return EndToken(token_id, cast(str, tokenizer.convert_ids_to_tokens(token_id)), source)
@@ -299,7 +299,7 @@ def _find_end_after_call(render: Render, markers: re.Pattern[str], declared: Map
     return EndToken(token.token_id, token.text, source)
 
 
-def _render_or_empty(render: Render, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
+def _render_or_empty(render: Render, messages: list[Message], tools: list[dict[str, object]] | None = None) -> str:
     """Renders messages; the empty text when the template refuses them."""
     import jinja2
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begin
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 TEMPLATES = Path(__file__).parent / "templates"
@@ -53,7 +53,7 @@ class ChatTemplate:
     to and with the token that ends the turn, which is appended where the template writes none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, text: str, tool_text: str, name: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, tool_text: str, name: str) -> None:
         """Finds out how answers end, by rendering test conversations.
 
         Args:
@@ -121,7 +121,7 @@ class ChatTemplate:
         self,
         messages: list[Message],
         where: str,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         expand: Expand | None = None,
     ) -> Asking[list[Encoded]]:
         """As ``encode``, as a generator, so that texts of several conversations can be encoded together.
@@ -145,10 +145,10 @@ class ChatTemplate:
         self,
         messages: list[Message],
         where: str,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         *,
         prompt: bool = True,
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation as for inference.
 
@@ -182,10 +182,12 @@ class ChatTemplate:
 
         return not renders(messages) and renders(with_text_arguments(messages))
 
-    def _render_whole(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+    def _render_whole(self, messages: list[Message], tools: Sequence[Mapping[str, object]] | None) -> str:
         return _Chat(self, messages, tools, "").apply(len(messages))
 
-    def _render_marked(self, tools: list[dict[str, Any]] | None, messages: list[Message]) -> tuple[str, list[Span]]:
+    def _render_marked(
+        self, tools: Sequence[Mapping[str, object]] | None, messages: list[Message]
+    ) -> tuple[str, list[Span]]:
         return _Chat(self, messages, tools, "").marked()
 
     def ended(self, text: str, start: int, following: str, calls: bool) -> tuple[str, int]:
@@ -270,9 +272,9 @@ class _Chat:
         self,
         owner: ChatTemplate,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: Sequence[Mapping[str, object]] | None,
         where: str,
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.owner = owner
         self.tools = tools
@@ -428,7 +430,7 @@ class _Chat:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 
-def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """Builds the chat template of a configuration.
 
     Args:
@@ -458,7 +460,7 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerFast) ->
     return ChatTemplate(tokenizer, *texts, name or OWN)  # pyright: ignore[reportCallIssue]  # two texts
 
 
-def check_fast(tokenizer: PreTrainedTokenizerFast) -> None:
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError for a slow tokenizer, which cannot tell which characters a token comes from."""
     if not tokenizer.is_fast:
         raise ConfigError(

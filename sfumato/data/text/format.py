@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from sfumato.data.text.tokenise import stay_in_one_thread
 from sfumato.errors import ConfigError, DataError, OverlongError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""
@@ -84,7 +84,7 @@ class TextTransform(Protocol):
         fingerprint: str
         """Identifies everything that changes the samples of a row."""
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+    def __call__(self, row: dict[str, object], where: str) -> list[TextSample]:
         """The samples of a row, at least one. Raises DataError that names ``where``."""
         ...
 
@@ -130,7 +130,7 @@ class TextFormat(ABC):
 
 
 def build_transform(
-    config: TextDataConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+    config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
 ) -> TextTransform:
     """The transform that turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
 
@@ -143,9 +143,10 @@ def build_transform(
     return config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
 
 
-def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerFast, templates: list[str]) -> str:
+def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, templates: list[str]) -> str:
     """A hash of what the tokens of a row depend on: settings, tokenizer, chat templates and the code of the format."""
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    # ``build_transform`` takes fast tokenizers alone
+    backend = json.loads(cast("PreTrainedTokenizerFast", tokenizer).backend_tokenizer.to_str())
     # The state of truncation and padding is left out, since calls of the tokenizer change it.
     backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
@@ -161,7 +162,7 @@ def source_of(text_format: TextFormat) -> list[str]:
     return [] if module.__name__.startswith("sfumato.") else [inspect.getsource(module)]
 
 
-def find_key(row: dict[str, Any], keys: list[str], where: str) -> str:
+def find_key(row: dict[str, object], keys: list[str], where: str) -> str:
     """The first of ``keys`` that the row has a value for. Raises DataError that lists the row's columns."""
     for key in keys:
         if row.get(key) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, with_
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "ImageConversation",
@@ -59,7 +59,7 @@ class PlainText(TextFormat):
     has_answers: ClassVar[bool] = False
     ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-sequence token, with which plain texts end: set eos_token")
         keys = config.text_keys or ["content_split", "text", "content"]
@@ -72,7 +72,7 @@ class Conversation(TextFormat):
 
     type: ClassVar[str] = "conversation"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         template = build_chat_template(config.chat_template, tokenizer)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         keys = config.text_keys or ["messages", "conversations"]
@@ -86,7 +86,7 @@ class Preference(TextFormat):
     type: ClassVar[str] = "preference"
     documents_per_sample: ClassVar[int] = 2
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected"]
         if len(keys) not in (2, 3):
             raise ConfigError(
@@ -106,7 +106,7 @@ class PreferenceMargin(TextFormat):
     documents_per_sample: ClassVar[int] = 2
     numbers: ClassVar[str] = "margins"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
         if len(keys) not in (3, 4):
             raise ConfigError(
@@ -126,7 +126,7 @@ class Unpaired(TextFormat):
     type: ClassVar[str] = "unpaired"
     numbers: ClassVar[str] = "labels"
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "completion", "label"]
         if len(keys) != 3:
             raise ConfigError(
@@ -147,7 +147,7 @@ class Process(TextFormat):
     steps_by: Literal["paragraph", "line"] = "paragraph"
     """What stands between two steps of an answer: an empty line, or a line break."""
 
-    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerFast) -> TextTransform:
+    def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         keys = config.text_keys or ["prompt", "steps", "completions", "labels"]
         if len(keys) < 3:
             raise ConfigError(
@@ -167,12 +167,12 @@ class PlainTextTransform:
     """
 
     documents_per_sample: ClassVar[int] = 1
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     keys: list[str]
     max_seq_len: int
     fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+    def __call__(self, row: dict[str, object], where: str) -> list[TextSample]:
         """The pieces of a row's text, in order and without gaps."""
         return ask_alone(self.asks(row, where), self.encode)
 
@@ -180,7 +180,7 @@ class PlainTextTransform:
         """The tokens of texts, without the characters that they come from."""
         return Encoder(self.tokenizer, with_offsets=False)(texts)
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """As a call."""
         text = text_field(row, find_key(row, self.keys, where), where)
         (tokens,) = yield [text]
@@ -205,7 +205,7 @@ class ConversationTransform:
     overlong: str
     fingerprint: str
 
-    def __call__(self, row: dict[str, Any], where: str) -> list[TextSample]:
+    def __call__(self, row: dict[str, object], where: str) -> list[TextSample]:
         """One sample; one for each answer where the template renders the history of each answer in another way."""
         return ask_alone(self.asks(row, where), self.encode)
 
@@ -213,7 +213,7 @@ class ConversationTransform:
         """The tokens of texts, with the characters that they come from."""
         return self.template.encoder(texts)
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """As a call."""
         messages = read_messages(row[find_key(row, self.keys, where)], where, row.get("system"))
         encoded = yield from self.template.asks(messages, where, read_tools(row, where))
@@ -229,7 +229,7 @@ class PreferenceTransform(ConversationTransform):
 
     documents_per_sample: ClassVar[int] = 2
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
         pair = read_pair(row, self.keys, where)
         tools = read_tools(row, where)
@@ -253,7 +253,7 @@ class MarginTransform(PreferenceTransform):
     has_numbers: ClassVar[bool] = True
     margin_key: str = "margin"
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample."""
         margin = read_number(row, self.margin_key, where)
         (sample,) = yield from super().asks(row, where)
@@ -270,7 +270,7 @@ class UnpairedTransform(ConversationTransform):
 
     has_numbers: ClassVar[bool] = True
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample; of a row with a pair, two: the better one first."""
         tools = read_tools(row, where)
         samples = []
@@ -287,7 +287,7 @@ class UnpairedTransform(ConversationTransform):
             refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)
         return samples
 
-    def _read_answers(self, row: dict[str, Any], where: str) -> list[tuple[Messages, float]]:
+    def _read_answers(self, row: dict[str, object], where: str) -> list[tuple[Messages, float]]:
         """Conversations and their labels: one, or two of a row that holds a pair."""
         prompt_key, answer_key, label_key = self.keys
         prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
@@ -315,7 +315,7 @@ class ProcessTransform(ConversationTransform):
     has_numbers: ClassVar[bool] = True
     separator: str = "\n\n"
 
-    def asks(self, row: dict[str, Any], where: str) -> Asking[list[TextSample]]:
+    def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample."""
         prompt_key, *step_keys, label_key = self.keys
         prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))

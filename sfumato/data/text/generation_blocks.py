@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.text.answer_end import AnswerEnd, marker_pattern
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """The beginning of a generation block."""
@@ -18,11 +18,11 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER, _QUESTION = "sfumatoanswer", "sfumatoquestion"
 
 Span = tuple[int, int]
-RenderMarked = Callable[[list[dict[str, Any]]], tuple[str, list[Span]]]
+RenderMarked = Callable[[list[dict[str, object]]], tuple[str, list[Span]]]
 """Renders a conversation; returns its text and the spans of its generation blocks."""
 
 
-def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ConfigError when the blocks of a template leave out a part of an answer, or the token that ends it, in the
     middle or at the end of a conversation.
 
@@ -105,5 +105,5 @@ def _needs_parts(render: RenderMarked) -> bool:
     return False
 
 
-def _message(role: str, text: str, as_parts: bool) -> dict[str, Any]:
+def _message(role: str, text: str, as_parts: bool) -> dict[str, object]:
     return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}

@@ -14,7 +14,7 @@ from sfumato.data.epoch_order import refuse_repetition
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.files.mixing import Order
 from sfumato.data.files.row_blocks import RowFile
-from sfumato.data.files.sources import Sources, open_sources, open_validation
+from sfumato.data.files.sources import Sources, open_sources_once, open_validation
 from sfumato.data.files.stored import digest_of
 from sfumato.data.media.cache import MediaCache, build_media_cache
 from sfumato.data.media.threads import open_ahead
@@ -37,7 +37,7 @@ from sfumato.tracking.folder import run_date
 from sfumato.tracking.identity import Identity
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 
 class TextLoader:
@@ -284,7 +284,7 @@ class TextData(NamedTuple):
 
 def open_text_data(
     config: Any,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     say: Callable[[str], None],
     watch: Watch | None = None,
@@ -309,18 +309,18 @@ def open_text_data(
     ends = adopt_answer_end(transform, tokenizer).describe()
     for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
         say(line)
-    sources, held_out = open_sources(data), open_validation(data)
+    sources, held_out = open_sources_once(data, mesh), open_validation(data)
     if mesh.is_first:  # it alone writes the log, and all rows may be read for these lines
         for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
             say(line)
-    identity = identify_text(config, sources, held_out, transform)
+    identity = identify_text(config, sources, held_out, transform, mesh)
     loader = build_text_loader(data, train, pad_token_id, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision
     validation = build_validation(held_out, data, train, config.eval, transform, pad_token_id, mesh, say, vision)
     return TextData(loader, _add_stops(validation, data, transform, tokenizer), identity)
 
 
-def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerFast) -> AnswerEnd:
+def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:
     """Makes a format's chat template the tokenizer's own, as exports carry it. Returns how answers end."""
     template = getattr(transform, "template", None)
     if isinstance(template, ChatTemplate):
@@ -329,7 +329,7 @@ def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerFas
 
 
 def _add_stops(
-    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: PreTrainedTokenizerFast
+    validation: Validation | None, data: TextDataConfig, transform: TextTransform, tokenizer: PreTrainedTokenizerBase
 ) -> Validation | None:
     """Adds the tokens that end an answer to a validation set, and cuts the expected answers after the first of them.
 

@@ -9,7 +9,7 @@ datasets.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sfumato.data.files.arrow_values import StructValue
@@ -58,7 +58,7 @@ MESSAGE_KEYS = {
 """Keys of a message that have a meaning here. Any other key is used only if the chat template names it."""
 
 
-def read_messages(value: Any, where: str, system: object = None) -> Messages:
+def read_messages(value: object, where: str, system: object = None) -> Messages:
     """Reads the conversation in a column.
 
     Args:
@@ -106,7 +106,7 @@ def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _tools_of_functions(functions: Any, where: str) -> list[dict[str, Any]]:
+def _tools_of_functions(functions: object, where: str) -> list[dict[str, object]]:
     """Turns descriptions of functions, as OpenAI's older API has them, into descriptions of tools."""
     functions = functions if isinstance(functions, list) else [functions]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
@@ -124,7 +124,7 @@ def with_text_arguments(messages: Messages) -> Messages:
     ]
 
 
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(call: dict[str, object]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
         return call
@@ -132,7 +132,7 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def without_absent(value: Any) -> Any:
+def without_absent(value: object) -> Any:
     """Removes, at any depth, keys that a row has only because other rows of its table have them."""
     if isinstance(value, dict):
         is_struct = isinstance(value, StructValue)
@@ -140,19 +140,19 @@ def without_absent(value: Any) -> Any:
     return [without_absent(item) for item in value] if isinstance(value, list) else value
 
 
-def without_nulls(mapping: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(mapping: Mapping[str, object]) -> dict[str, Any]:
     """Removes the keys of a mapping whose value is None; nested mappings stay."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def parsed_json(value: Any, where: str) -> Any:
+def parsed_json(value: object, where: str) -> Any:
     """Parses JSON text, which tables without nested columns hold; any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     return parse_json(value, f"{where}: neither a list nor its JSON text")
 
 
-def unread_keys(rows: Sequence[dict[str, Any]], columns: set[str], template: str | None) -> list[str]:
+def unread_keys(rows: Sequence[Mapping[str, object]], columns: set[str], template: str | None) -> list[str]:
     """Lists the columns of rows and the keys of their messages that nothing reads.
 
     Args:
@@ -178,7 +178,7 @@ def unread_keys(rows: Sequence[dict[str, Any]], columns: set[str], template: str
     return list(names)
 
 
-def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+def _read_message(message: Mapping[str, object], place: str) -> dict[str, Any]:
     """Reads one message. ``place`` names row and message in errors.
 
     Beside the keys of messages the result may have ``_adds_calls`` and ``_has_calls_alone``, which ``read_messages``
@@ -212,7 +212,7 @@ def _read_message(message: dict[str, Any], place: str) -> dict[str, Any]:
     return result
 
 
-def _take_learned(message: dict[str, Any], place: str) -> bool | None:
+def _take_learned(message: dict[str, object], place: str) -> bool | None:
     """Removes the keys that say whether a message is learned. Returns what they say, or None if there are none."""
     for key in UNSUPPORTED_KEYS:
         if message.get(key):
@@ -231,13 +231,13 @@ def _take_learned(message: dict[str, Any], place: str) -> bool | None:
     return next(iter(is_learned_by_key.values()), None)
 
 
-def _take_calls(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
+def _take_calls(message: dict[str, object], place: str) -> list[dict[str, object]]:
     """Removes the calls of tools from a message and returns them, whether in OpenAI's form, its older one, or flat."""
     calls = _parse_calls(message.pop("tool_calls", None), place)
     return calls + _parse_calls(message.pop("function_call", None), place)
 
 
-def _parse_calls(value: Any, place: str) -> list[dict[str, Any]]:
+def _parse_calls(value: object, place: str) -> list[dict[str, Any]]:
     """Reads one call or several, or the JSON text of them."""
     value = _rows_of_columns(parsed_json(value, f"{place}: calls of tools") if value else None)
     calls = [value] if isinstance(value, dict) else value or []
@@ -246,7 +246,7 @@ def _parse_calls(value: Any, place: str) -> list[dict[str, Any]]:
     return [_read_call(call, place) for call in calls]
 
 
-def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
+def _read_call(call: dict[str, object], place: str) -> dict[str, Any]:
     """Reads a call. Its result has a ``function`` with a name, and with arguments that are a mapping."""
     outer = without_nulls(call)
     if isinstance(outer.get("function"), dict):
@@ -267,7 +267,7 @@ def _read_call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {**outer, "function": {**function, "arguments": without_absent(arguments or {})}}
 
 
-def _rows_of_columns(value: Any) -> Any:
+def _rows_of_columns(value: object) -> Any:
     """Turns lists of equal length by name, as datasets stores a sequence of mappings, into a list of mappings."""
     if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
         return value

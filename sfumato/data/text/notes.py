@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from itertools import islice
-from typing import Any
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import describe_left_out, shared_line
@@ -98,6 +97,6 @@ def _describe_shared_rows(
     return shared_line(shared, num_rows)
 
 
-def _digest_row(row: dict[str, Any], columns: list[str]) -> bytes:
+def _digest_row(row: dict[str, object], columns: list[str]) -> bytes:
     content = {column: row[column] for column in columns if row.get(column) is not None}
     return hashlib.blake2b(json.dumps(content, sort_keys=True, default=repr).encode(), digest_size=16).digest()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sfumato.data.text.format import find_key
 from sfumato.data.text.messages import Messages, read_messages
 from sfumato.errors import DataError
 
 
-def read_pair(row: dict[str, Any], keys: list[str], where: str) -> tuple[Messages, Messages]:
+def read_pair(row: dict[str, object], keys: list[str], where: str) -> tuple[Messages, Messages]:
     """Both conversations from their beginning. The messages that they share are not in the loss.
 
     Args:

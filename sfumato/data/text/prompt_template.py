@@ -16,7 +16,7 @@ from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
     from sfumato.data.media.vision import ImageReader
     from sfumato.data.text.stop_strings import Decode
@@ -28,7 +28,7 @@ Tools = list[dict[str, Any]]
 class PromptTemplate:
     """Renders prompts with the chat template of a tokenizer, or leaves them unchanged."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     chat: ChatTemplate | None = None
     """None leaves prompts unchanged."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class PromptTemplate:
 
 
 def build_prompt_template(
-    config: TextPromptDataConfig, tokenizer: PreTrainedTokenizerFast, reader: ImageReader | None = None
+    config: TextPromptDataConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
 ) -> PromptTemplate:
     """Builds the template of a configuration; ``reader`` is the one of a model with images or sound.
 

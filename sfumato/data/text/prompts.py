@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
 
-Curriculum = Callable[[int, list[dict[str, Any]], int], Any]
+Curriculum = Callable[[int, list[dict[str, object]], int], object]
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,9 @@ def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequenc
     return shared_line(shared, len(eval_prompts))
 
 
-def check_text_prompts(prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, dict[str, Any]], Any]]) -> None:
+def check_text_prompts(
+    prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, Mapping[str, object]], object]]
+) -> None:
     """Runs the rewards' checks of a row on every prompt, before anything is sampled.
 
     Each check gets the text and the metadata. Raises DataError that names file and row.

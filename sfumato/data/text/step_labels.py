@@ -71,7 +71,7 @@ def with_last(document: Document, number: float) -> Document:
     return Document(document.input_ids, document.loss_mask, numbers)
 
 
-def read_list(value: Any, name: str, where: str) -> list[Any]:
+def read_list(value: object, name: str, where: str) -> list[object]:
     """Reads a list or its JSON text. Raises DataError that names ``where``; ``name`` is what messages call the list."""
     value = (
         parse_json(value, f"{where}: {name} are neither a list nor its JSON text") if isinstance(value, str) else value
@@ -81,7 +81,7 @@ def read_list(value: Any, name: str, where: str) -> list[Any]:
     return list(value)
 
 
-def read_label(value: Any, key: str, where: str) -> float:
+def read_label(value: object, key: str, where: str) -> float:
     """Reads a label: true, false, or a number from 0 to 1. Raises DataError that names ``where``."""
     number = float(value) if isinstance(value, bool | int | float | np.generic) else math.nan
     if not 0 <= number <= 1:
@@ -91,7 +91,7 @@ def read_label(value: Any, key: str, where: str) -> float:
     return number
 
 
-def read_number(row: dict[str, Any], key: str, where: str) -> float:
+def read_number(row: dict[str, object], key: str, where: str) -> float:
     """Reads a finite number of a column. Raises DataError that names ``where``."""
     value = row.get(key)
     is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)

@@ -175,7 +175,7 @@ class _Folding(NodeTransformer):
     def __init__(self, context: nodes.EvalContext) -> None:
         self._context = context
 
-    def generic_visit(self, node: nodes.Node, *_: Any, **__: Any) -> nodes.Node:
+    def generic_visit(self, node: nodes.Node, *_: object, **__: object) -> nodes.Node:
         """Returns the node, or the constant that replaces it."""
         super().generic_visit(node)
         if not isinstance(node, nodes.Expr) or (isinstance(node, nodes.Literal) and not hasattr(node, "items")):
@@ -189,7 +189,7 @@ class _Folding(NodeTransformer):
                 raise _budget.refusal from None
             return node
 
-    def _value(self, node: nodes.Expr) -> Any:
+    def _value(self, node: nodes.Expr) -> object:
         if isinstance(node, nodes.BinExpr) and node.operator in OPERATORS:
             return OPERATORS[node.operator](node.left.as_const(self._context), node.right.as_const(self._context))
         if isinstance(node, nodes.Concat):
@@ -243,7 +243,7 @@ def _check_whole(size: int) -> None:
         _refuse(f"makes more than {_budget.max_size:,} characters")
 
 
-def measured(value: Any) -> Any:
+def measured(value: object) -> Any:
     """Returns the value. Raises TemplateLimitError when it, with everything in it, is too large."""
     if isinstance(value, (str, bytes)):
         _check_whole(len(value))
@@ -298,7 +298,7 @@ def _multiply(first: Any, second: Any) -> Any:
     return measured(first * second)
 
 
-def _add(first: Any, second: Any) -> Any:
+def _add(first: object, second: object) -> Any:
     _count()
     for kind in (str, bytes):
         if isinstance(first, kind) and isinstance(second, kind):
@@ -329,7 +329,7 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _check_format(text: str | bytes, values: Any, mark: str, width: str) -> None:
+def _check_format(text: str | bytes, values: object, mark: str, width: str) -> None:
     """Raises TemplateLimitError when a formatted text could be too long.
 
     Args:
@@ -348,7 +348,7 @@ def _check_format(text: str | bytes, values: Any, mark: str, width: str) -> None
     _check_size(len(text) + widths + text.count(mark) * longest)
 
 
-def _check_call(name: str, subject: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+def _check_call(name: str, subject: Any, arguments: tuple[object, ...], named: Mapping[str, object]) -> None:
     """Raises TemplateLimitError when a method or filter of this name would make its subject too large."""
     everything: tuple[Any, ...] = (*arguments, *named.values())
     if name in PADDING:
@@ -405,13 +405,13 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
     environment.binop_table = {**environment.binop_table, **OPERATORS}
 
 
-def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., object]:
     """A filter that checks its arguments and its result."""
     # Jinja passes its context, environment or evaluation context to such filters as the first argument.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
-    def limited(*arguments: Any, **named: Any) -> Any:
+    def limited(*arguments: object, **named: object) -> Any:
         _count()
         values = arguments[first:]
         subject = values[0] if values else None

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 Result = TypeVar("Result")
 Asking = Generator[list[str], list["Tokens"], Result]
@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
 class Encoder:
     """Encodes texts without special tokens around them, as a call of the tokenizer with each text would."""
 
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase
     with_offsets: bool
     """Whether to return which characters the tokens come from, which takes longer."""
 
@@ -68,13 +68,13 @@ class Encoder:
         return _with_offsets(encoding["input_ids"], encoding["offset_mapping"])
 
 
-def begins_texts(tokenizer: PreTrainedTokenizerFast) -> bool:
+def begins_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts its beginning-of-sequence token in front of a text by itself."""
     bos = tokenizer.bos_token_id
     return bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
 
-def with_bos(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+def with_bos(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Puts the beginning-of-sequence token in front of a text's tokens if the tokenizer does so by itself.
 
     Tokens, int32 ``[L]``, that already begin with it stay as they are.
@@ -103,7 +103,7 @@ def ask_alone(asking: Asking[Result], encode: Callable[[list[str]], list[Tokens]
         return end.value
 
 
-def _is_plain(tokenizer: PreTrainedTokenizerFast) -> bool:
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> TypeGuard[PreTrainedTokenizerFast]:
     """Whether the tokenizer encodes a text as transformers' fast tokenizers do, with none of its methods overridden."""
     from transformers import PreTrainedTokenizerFast
 

@@ -10,7 +10,7 @@ import inspect
 import json
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -28,7 +28,7 @@ from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import move_to_devices, parallelize, weights_device
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.weights import load_weights, weights_not_finite
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
         @classmethod
-        def from_config(cls, config: Any) -> DiffusersModule: ...
+        def from_config(cls, config: object) -> DiffusersModule: ...
         def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default") -> None: ...
         def disable_adapters(self) -> None: ...
         def enable_adapters(self) -> None: ...
@@ -117,7 +117,7 @@ class DiffusionModel(FrozenParts):
 
     @classmethod
     @abstractmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Makes a pipeline of this family with random weights from a description (``model.config_path``).
 
         Args:
@@ -250,14 +250,14 @@ class DiffusionModel(FrozenParts):
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
         check_dropout_is_whole(parallel)
         self.set_denoiser(parallel)
-        device = torch.device("cpu") if config.enable_fsdp_offload else self.device
         if any(parameter.is_meta for parameter in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
             assert self.source is not None, "weights on meta are read from the folder of the pipeline"
+            device = weights_device(mesh, config)
             for name, part in self.split_denoiser(self.denoiser).items():
                 load_weights(part, self.source / name, mesh, from_rank0, device=device)
             start_magnitudes(self.denoiser)
-        self.denoiser.to(device)
+        move_to_devices(self.denoiser, mesh, config)
 
     def dropout_of(self, step: int, sample_ids: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, dropout masks of forward and backward pass depend on (seed, step, sample), and not on ranks."""

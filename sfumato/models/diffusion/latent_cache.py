@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -386,7 +385,7 @@ class _Builder:
         rows.bad_rows.append((index, str(error)))
 
 
-def _identify_dataset(dataset: Dataset) -> list[Any]:
+def _identify_dataset(dataset: Dataset) -> list[object]:
     """What tells a data set from others of a cache folder, whatever its files contain at the moment."""
     if isinstance(dataset, GlyphDataset):
         return [dataset.fingerprint()]

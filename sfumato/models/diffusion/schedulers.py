@@ -27,7 +27,6 @@ from sfumato.errors import ConfigError, MissingDependencyError
 if TYPE_CHECKING:
     from diffusers.configuration_utils import ConfigMixin
     from diffusers.schedulers.scheduling_ddim import DDIMScheduler
-    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 FLOW_MATCHING = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 """Schedulers for flow models only; Heun's noise levels are those of Euler."""
@@ -342,7 +341,7 @@ def _num_tokens(latent_shape: Sequence[int], patch: int) -> int:
     return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
 
 
-def _as_euler(scheduler: ConfigMixin) -> FlowMatchEulerDiscreteScheduler:
+def _as_euler(scheduler: ConfigMixin) -> ConfigMixin:
     """A FlowMatchEulerDiscreteScheduler with the noise levels of a Heun scheduler, which lists each level twice."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
 
 
-def unknown_keys(description: dict[str, Any], allowed: Iterable[str], needed: str | None = None) -> None:
+def unknown_keys(description: Mapping[str, object], allowed: Iterable[str], needed: str | None = None) -> None:
     """Checks the sections of a description.
 
     Args:
@@ -59,7 +59,7 @@ def unknown_keys(description: dict[str, Any], allowed: Iterable[str], needed: st
 
 
 def section_of(
-    description: dict[str, Any], name: str, target: Callable[..., Any], reserved: Iterable[str] = ()
+    description: Mapping[str, object], name: str, target: Callable[..., object], reserved: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The arguments in a section of a description, checked against the signature of what they are passed to.
 

@@ -7,7 +7,7 @@ some are run, since the others save the same: a model of 61 layers has two or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: Any, **_kwargs: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, None]:
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
@@ -197,7 +197,7 @@ class _StandIn(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    def backward(ctx: object, grad: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise NotImplementedError("it stands in for an attention in forward passes only")
 
 
@@ -227,7 +227,7 @@ class _Counter(TorchDispatchMode):
     def watch(self, block: nn.Module, index: int) -> list[RemovableHandle]:
         """Registers hooks that note when a block begins and ends, and count its inputs."""
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
             self._block = index
             self._products = 0
             for leaf in tree_leaves((args, kwargs)):
@@ -235,7 +235,7 @@ class _Counter(TorchDispatchMode):
                     self._inputs[storage_of(leaf)] = leaf  # a reference, so that the address is not reused
                     self.saved.blocks[index].full += leaf.untyped_storage().nbytes()
 
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def leave(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             self._block = None
             self._is_over = index == len(self.saved.blocks) - 1
             # Selective checkpointing keeps the inputs, and the results that ``keep`` counted.
@@ -283,7 +283,7 @@ class _Counter(TorchDispatchMode):
         if self._block is not None:
             self.saved.blocks[self._block].selective += num_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:  # torch knows the shape of its result for bf16 only
             result = args[0].new_empty(len(args[0]), args[1].shape[-1])
         else:
@@ -325,7 +325,7 @@ class _BlockKind:
         self.can_repeat = False
         """Whether the output of another block can be made without running it."""
 
-    def remember(self, inputs: list[Any], output: Any) -> list[Tensor]:
+    def remember(self, inputs: Sequence[object], output: object) -> list[Tensor]:
         """Records the output of a block that was run, and returns the tensors in it that are not inputs."""
         self.runs += 1
         leaves, self.nested = tree_flatten(output)
@@ -337,9 +337,9 @@ class _BlockKind:
         self.can_repeat = not any(storage_of(tensor) in input_storages for tensor in new_tensors)
         return new_tensors
 
-    def repeat(self, inputs: list[Any]) -> tuple[Any, list[Tensor]]:
+    def repeat(self, inputs: Sequence[object]) -> tuple[Any, list[Tensor]]:
         """Makes the output of a block that is not run. Returns it, and the tensors in it that are not inputs."""
-        leaves: list[Any] = []
+        leaves: list[object] = []
         new_tensors: list[Tensor] = []
         for leaf in self.outputs:
             if isinstance(leaf, Tensor):
@@ -356,7 +356,7 @@ class _BlockKind:
 @contextmanager
 def run_some(
     blocks: Mapping[str, nn.Module],
-    ran: Callable[[int, list[Tensor]], Any],
+    ran: Callable[[int, list[Tensor]], object],
     repeated: Callable[[int, list[Tensor], Any], None],
 ) -> Iterator[None]:
     """Inside, a block is not run if ``RUNS`` equal blocks were run before, with inputs of the same kind.
@@ -371,10 +371,10 @@ def run_some(
         repeated: called for a block that is not run, with its number, the tensors that replace those it would have
             made, and the result of ``ran`` for the last equal block.
     """
-    kinds: dict[tuple[Any, ...], _BlockKind] = {}
+    kinds: dict[tuple[object, ...], _BlockKind] = {}
 
-    def watched(index: int, settings: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
+    def watched(index: int, settings: object, forward: Callable[..., object]) -> Callable[..., Any]:
+        def run(*args: object, **kwargs: object) -> Any:
             inputs, nested = tree_flatten((args, kwargs))
             kind = kinds.setdefault((settings, str(nested), tuple(map(_describe_input, inputs))), _BlockKind())
             if kind.can_repeat and kind.runs >= RUNS:

@@ -31,7 +31,7 @@ DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 """Names, in configurations, of the number of an encoder's blocks."""
 
 
-def vision_on_meta(config: LanguageModelConfig, module: nn.Module, data_type: TextFormat) -> Vision:
+def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_type: TextFormat) -> Vision:
     """Builds the reader of images or audio of a model on meta.
 
     Args:

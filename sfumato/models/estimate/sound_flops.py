@@ -35,7 +35,7 @@ class SoundFlops:
 
     def __init__(self, tower: Qwen2_5OmniAudioEncoder) -> None:
         """``tower`` is the encoder."""
-        self.first = tower.conv1.weight.numel()
+        self.first = tower.conv1.weight.numel()  # pyright: ignore[reportCallIssue]  (stubs of a convolution lose its kind)
         self.second = tower.conv2.weight.numel()
         self.projection = tower.proj.weight.numel()
         self.blocks = sum(weight.numel() for weight in tower.layers.parameters() if weight.ndim == 2)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from safetensors.torch import save_file
@@ -99,7 +99,7 @@ class LanguageModel(PackedModel[TokenScores]):
             input_ids: Tensor,
             inputs: MultimodalInputs | None = None,
             position_ids: Tensor | None = None,
-            **arguments: Any,
+            **arguments: object,
         ) -> Tensor:
             """Logits, or the last hidden states, of tokens ``[B, T]``."""
             if self.router_loss is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class _Output(tuple):
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Inside, a module's ``forward`` is another function."""
     # the instance's own, such as ``_pass_through``; the class's needs no putting back
     instance_forward = vars(module).get("forward")

@@ -93,7 +93,7 @@ class RowCache(Cache):
         self.num_rows = self.num_columns = 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Stores keys ``[n, H, q, D]`` and values of a layer. Returns those that the queries attend to."""
         # layers are made in the first forward pass, which shows how many there are
@@ -155,7 +155,9 @@ class _RowLayer(CacheLayerMixin):
         for tensor in self._tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """See ``RowCache.update``."""
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
@@ -201,7 +203,7 @@ def _mask(
     attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor | None:
     """Registered as transformers' function that makes a mask, see ``packed_attention._pattern`` for training.
 
@@ -235,7 +237,7 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Tensor, None]:
     """Attention of queries ``[n, H, q, D]`` to keys ``[n, Hk, K, D]`` and values ``[n, Hk, K, Dv]``.
 

@@ -139,7 +139,7 @@ def build_vision(
     return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to, _min_samples(processor), begins), rule)
 
 
-def _min_samples(processor: Any) -> int:
+def _min_samples(processor: object) -> int:
     """The number of samples of the shortest audio that transformers computes in the same way as longer ones.
 
     A shorter one of Qwen3-Omni is filled up to a window where a longer one is in the same call. One of Qwen2-Audio that
@@ -283,7 +283,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     return processor
 
 
-def _derive_settings(described: PreTrainedConfig, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_settings(described: PreTrainedConfig, parameters: Mapping[str, object]) -> dict[str, Any]:
     """Settings of the processor of a model that is described, without a folder.
 
     Args:
@@ -323,7 +323,7 @@ def _set_template(processor: Any, described: PreTrainedConfig, is_made: bool) ->
         tokenizer.chat_template = processor.chat_template
 
 
-def _build_audio(described: PreTrainedConfig, folder: Path | None, cls: Any) -> WhisperFeatureExtractor:
+def _build_audio(described: PreTrainedConfig, folder: Path | None, cls: object) -> WhisperFeatureExtractor:
     """Builds the extractor, which makes spectrograms, with the settings of the folder or of the description.
 
     Args:
@@ -454,7 +454,7 @@ def _tokens_per_tile(described: PreTrainedConfig) -> int:
     return int((size // edge) ** 2 * shrinks**2)
 
 
-def _llava_settings(described: PreTrainedConfig) -> dict[str, Any]:
+def _llava_settings(described: PreTrainedConfig) -> dict[str, object]:
     """Settings of the encoder for processors of LLaVA models."""
     size = described.vision_config.image_size
     edge = described.vision_config.patch_size

@@ -31,7 +31,7 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
     within_image: tuple[int, int, int, int]
     """First code, last code + 1, the token before an image's first code, and the token that ends a line."""
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: torch.LongTensor,
         attention_mask: Tensor | None = None,
@@ -80,7 +80,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
     around_image: tuple[int, int]
     """The tokens that begin and end an image; set where the model is built."""
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: torch.LongTensor,
         pixel_values: Tensor | None = None,
@@ -89,7 +89,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        **options: Any,
+        **options: object,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V + C]`` of tokens and codes int64 ``[B, T]``; arguments as in transformers."""
         size = self.lm_head.out_features

@@ -24,6 +24,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.media.image_answers import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
 from sfumato.data.media.vision import Vision
+from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import attention_by_part
 from sfumato.models.language.packed_attention import register_packed_attention
@@ -65,7 +66,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
         if cast("nn.Embedding", foundation.get_input_embeddings()).num_embeddings < len(tokenizer):
             foundation.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         encoder = load_part(config.model.encoder, "model.encoder", causal=False)
-        image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        image_token_id = token_id(tokenizer, IMAGE_TOKEN)
         module, make = compose(encoder, foundation, image_token_id, config.model.attention)
         if head is not None:
             width = cast("nn.Linear", foundation.get_output_embeddings()).in_features

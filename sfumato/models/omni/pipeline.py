@@ -9,6 +9,7 @@ sfumato.models.omni.pipeline:LanguageToImage`. The language model is the text en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +32,7 @@ class LanguageToImagePipeline(DiffusionPipeline, CogVideoXLoraLoaderMixin):  # a
 
     model_cpu_offload_seq = "text_encoder->transformer->vae"
 
-    def __init__(self, transformer: Any, scheduler: Any, vae: Any, text_encoder: Any, tokenizer: Any) -> None:
+    def __init__(self, transformer: Any, scheduler: object, vae: Any, text_encoder: object, tokenizer: object) -> None:
         super().__init__()
         self.register_modules(
             transformer=transformer, scheduler=scheduler, vae=vae, text_encoder=text_encoder, tokenizer=tokenizer
@@ -52,7 +53,7 @@ class LanguageToImage(StableDiffusion3):
         return LanguageToImagePipeline
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Raises ConfigError: these pipelines are only loaded."""
         raise ConfigError("a LanguageToImagePipeline is made by tasks/train_omni.py: give its folder as model_path")
 

@@ -23,6 +23,7 @@ from sfumato.config.trust import load_pretrained
 from sfumato.data.media.image_answers import DrawingReader
 from sfumato.data.media.vision import ImageReader, Images, Tensors, Vision
 from sfumato.data.text.answer_end import facts_of
+from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError
 from sfumato.models.language.parts import (
     BYTES,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from sfumato.config.sections import TrainConfig
     from sfumato.data.text.format import TextFormat
+    from sfumato.data.text.prompt_formats.base import PromptFormat
 
 
 class CodeReader(DrawingReader):
@@ -88,14 +90,14 @@ class CodeReader(DrawingReader):
         """No tensors."""
         return {}
 
-    def of_opened(self, media: Sequence[Any]) -> Tensors:
+    def of_opened(self, media: Sequence[object]) -> Tensors:
         """No tensors."""
         return {}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """1 for codes and ends of their lines, 0 for all other tokens, including those around an image."""
         line_end = self.image_tokenizer.text.line_end
-        ends = [self.tokenizer.convert_tokens_to_ids(line_end)] if line_end else []
+        ends = [token_id(self.tokenizer, line_end)] if line_end else []
         return np.isin(input_ids, [*self.image_tokenizer.ids, *ends]).astype(np.int64)
 
 
@@ -156,7 +158,7 @@ class _SingleAutoClass:
         self._cls = cls
         self._model_mapping = {cls.config_class: cls}  # read where auto classes are expected
 
-    def from_config(self, described: PreTrainedConfig, trust_remote_code: bool, **settings: Any) -> nn.Module:
+    def from_config(self, described: PreTrainedConfig, trust_remote_code: bool, **settings: object) -> nn.Module:
         return self._cls._from_config(described, **settings)
 
     def from_pretrained(self, folder: Path, local_files_only: bool, **settings: Any) -> nn.Module:
@@ -194,7 +196,7 @@ def build_unified(
     config: LanguageModelConfig,
     train: TextTrainConfig,
     described: PreTrainedConfig,
-    data_type: TextFormat | None = None,
+    data_type: TextFormat | PromptFormat | None = None,
     size: Sequence[int] | None = None,
     codes: Path | None = None,
     trains: bool = True,
@@ -257,8 +259,8 @@ def build_unified(
         model.codes = range(image_tokenizer.ids[0], image_tokenizer.ids[-1] + 1)
         line_end = image_tokenizer.text.line_end
         # as transformers' generate of Janus leaves it
-        model.kept_token = tokenizer.bos_token_id  # pyright: ignore[reportAttributeAccessIssue]
-        model.line_end = tokenizer.convert_tokens_to_ids(line_end) if line_end else None  # pyright: ignore[reportAttributeAccessIssue]
+        model.kept_token = cast("int | None", tokenizer.bos_token_id)
+        model.line_end = token_id(tokenizer, line_end) if line_end else None
     model.no_text = frozenset(tokenizer.all_special_ids)
     module.requires_grad_(trains)
     if trains:

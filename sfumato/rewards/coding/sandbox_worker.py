@@ -18,7 +18,7 @@ import operator
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, BinaryIO
@@ -35,7 +35,7 @@ class AnswerError(Exception):
     """The answer raised something that is no builtin exception, or has ended."""
 
 
-def send(file: BinaryIO, value: Any) -> None:
+def send(file: BinaryIO, value: object) -> None:
     """One message: its length, and JSON."""
     content = json.dumps(value).encode()
     file.write(struct.pack("Q", len(content)) + content)
@@ -92,7 +92,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     return other(value)
 
 
-def decode(value: Any, other: Callable[[Any], Any]) -> Any:
+def decode(value: Any, other: Callable[[object], object]) -> Any:
     """The value that ``encode`` made JSON of, of builtin types only.
 
     Args:
@@ -131,7 +131,7 @@ def answer() -> None:
         source = file.read()
     handles: list[Any] = []
 
-    def to_handle(value: Any) -> Any:
+    def to_handle(value: object) -> object:
         handles.append(value)
         return ["h", len(handles) - 1]
 
@@ -161,7 +161,7 @@ def answer() -> None:
         send(values, reply)
 
 
-def _do(verb: str, receiver: Any, positional: list[Any], keywords: dict[str, Any]) -> Any:
+def _do(verb: str, receiver: Any, positional: list[object], keywords: dict[str, object]) -> Any:
     if verb == "call":
         return receiver(*positional, **keywords)
     if verb == "next":
@@ -191,11 +191,11 @@ class Remote:
     defines would let it pass any test.
     """
 
-    def __init__(self, target: Any, pipes: tuple[BinaryIO, BinaryIO]) -> None:
+    def __init__(self, target: object, pipes: tuple[BinaryIO, BinaryIO]) -> None:
         self.__dict__["_target"] = target
         self.__dict__["_pipes"] = pipes
 
-    def __call__(self, *positional: Any, **keywords: Any) -> Any:
+    def __call__(self, *positional: object, **keywords: object) -> Any:
         return self._ask("call", positional, keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -204,7 +204,7 @@ class Remote:
     def __getitem__(self, key: Any) -> Any:
         return self._ask("getitem", (key,))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: object) -> None:
         self._ask("setitem", (key, value))
 
     def __len__(self) -> int:
@@ -219,7 +219,7 @@ class Remote:
     def __repr__(self) -> str:
         return self._ask("repr", ())
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> object:
         return self
 
     def __iter__(self) -> Iterator[Any]:
@@ -227,7 +227,7 @@ class Remote:
         while items := iterator._ask("next", ()):
             yield items[0]
 
-    def _ask(self, verb: str, positional: tuple[Any, ...], keywords: dict[str, Any] | None = None) -> Any:
+    def _ask(self, verb: str, positional: tuple[object, ...], keywords: Mapping[str, object] | None = None) -> Any:
         values, calls = self.__dict__["_pipes"]
         arguments = [encode(argument, _reference) for argument in positional]
         named = {name: encode(argument, _reference) for name, argument in (keywords or {}).items()}
@@ -260,13 +260,13 @@ def _raised(name: str, text: str) -> Exception:
     return AnswerError(f"{name}: {text}")
 
 
-def _reference(value: Any) -> Any:
+def _reference(value: object) -> object:
     if isinstance(value, Remote):
         return ["h", value.__dict__["_target"]]
     raise CannotSendError(f"a test gives the answer a {type(value).__name__}, which cannot be sent to it")
 
 
-def _take_over(before: tuple[Any, ...], after: list[Any]) -> None:
+def _take_over(before: tuple[Any, ...], after: list[object]) -> None:
     """Brings lists, dicts and sets of the test to the state in which the answer's function left its copies.
 
     Only for a call that returned None, as a function that sorts in place does.
@@ -287,7 +287,7 @@ class Space(dict):
         self.entry_point = entry_point
         self.pipes = pipes
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if hasattr(builtins, name):
             raise KeyError(name)
         if name in sys.stdlib_module_names:
@@ -313,7 +313,7 @@ def check() -> None:
             exec(compile(source, "test", "exec"), space)
             if "check" in space and entry_point and "def check" in source:
                 space["check"](space[entry_point])
-            line: Any = True
+            line: object = True
         except CannotSendError as error:
             line = str(error)
         except BaseException:  # whatever a test raises, it has not passed; SystemExit too

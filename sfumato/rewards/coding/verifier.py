@@ -21,7 +21,7 @@ from typing import Any
 PR_SET_DUMPABLE = 4
 
 
-def make_problems(task: str, size: int, seed: int, parameters: dict[str, Any]) -> Any:
+def make_problems(task: str, size: int, seed: int, parameters: dict[str, object]) -> Any:
     """The problems of a task, or why there are none."""
     from reasoning_gym.factory import create_dataset
 
@@ -31,7 +31,7 @@ def make_problems(task: str, size: int, seed: int, parameters: dict[str, Any]) -
         return f"its problems cannot be made: {type(error).__name__}: {str(error)[:200]}"
 
 
-def score(request: dict[str, Any], problems: Any) -> float | str:
+def score(request: dict[str, object], problems: Any) -> float | str:
     """The verdict of the task's own verifier."""
     if isinstance(problems, str):
         return problems
@@ -66,7 +66,7 @@ def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[
     return scores
 
 
-def in_own_process(request: dict[str, Any], problems: Any) -> float | str:
+def in_own_process(request: dict[str, Any], problems: object) -> float | str:
     """``score`` in a forked process, which is killed after ``limit_s`` with all that it has started."""
     reading, writing = os.pipe()
     child = os.fork()

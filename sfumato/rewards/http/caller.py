@@ -156,7 +156,7 @@ class HttpCaller:
                 with self._lock:
                     server.outstanding -= 1
 
-    def _attempt(self, server: _Server, request: _Request) -> Any:
+    def _attempt(self, server: _Server, request: _Request) -> object:
         limits = Limits(
             deadline=min(time.monotonic() + self._request_timeout_s, request.deadline),
             max_response_bytes=MAX_RESPONSE_BYTES,

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class ChatReply:
         return (self.refusal or self.text)[:_EXCERPT_CHARACTERS]
 
 
-def image_part(image: np.ndarray) -> dict[str, Any]:
+def image_part(image: np.ndarray) -> dict[str, object]:
     """An image, uint8 [H, W, 3], as a part of a message: a data URI of a PNG of at most ``MAX_PIXELS``."""
     picture = Image.fromarray(image)
     if picture.width * picture.height > MAX_PIXELS:
@@ -59,7 +60,7 @@ def image_part(image: np.ndarray) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
 
 
-def encode_question(model: str, content: Content, max_tokens: int, more: dict[str, Any]) -> bytes:
+def encode_question(model: str, content: Content, max_tokens: int, more: Mapping[str, object]) -> bytes:
     """The body of a request for the likeliest reply.
 
     Args:
@@ -101,7 +102,7 @@ def decode_reply(data: bytes) -> ChatReply:
     )
 
 
-def _first_only(reply: Any) -> Any:
+def _first_only(reply: object) -> object:
     """A reply cut down to what is read: the first choice, and the first candidates for its first token.
 
     The rest is not validated, however much of it a server sends.

@@ -18,7 +18,7 @@ import dataclasses
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,7 @@ class ServerDescription:
     """Size of a request's body."""
 
 
-def encode_sample(sample: Sample) -> dict[str, Any]:
+def encode_sample(sample: Sample) -> dict[str, object]:
     """A sample as it is sent. Raises DataError when its metadata cannot be written as JSON."""
     return {
         "image": _encode_pixels(sample.image),
@@ -113,7 +113,7 @@ def encode_sample(sample: Sample) -> dict[str, Any]:
     }
 
 
-def encoded_size(sample: dict[str, Any]) -> int:
+def encoded_size(sample: Mapping[str, object]) -> int:
     """An upper bound of the bytes that an encoded sample takes in a request."""
     pictures = [
         sample["source"] or b"",
@@ -129,7 +129,7 @@ def pixel_bytes(sample: Sample) -> int:
     return sum(pixels.nbytes for pixels in (sample.image, sample.source) if pixels is not None)
 
 
-def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
+def encode_metadata(prompt: str, metadata: Mapping[str, object]) -> str:
     """Metadata as JSON. Raises DataError that names the prompt and the column that is no JSON."""
     try:
         return json.dumps(metadata)
@@ -145,7 +145,7 @@ def encode_metadata(prompt: str, metadata: dict[str, Any]) -> str:
         raise
 
 
-def encode_request(reward: str, samples: Sequence[dict[str, Any]]) -> bytes:
+def encode_request(reward: str, samples: Sequence[Mapping[str, object]]) -> bytes:
     """The body that asks for the values of a reward, of encoded samples."""
     return import_msgpack().packb({"version": VERSION, "reward": reward, "samples": list(samples)})
 
@@ -321,7 +321,7 @@ def _prefix_errors(place: str) -> Iterator[None]:
         raise WireError(f"{place}: {error}") from error
 
 
-def _decode_metadata(text: str) -> dict[str, Any]:
+def _decode_metadata(text: str) -> dict[str, object]:
     metadata = load_json(text, max_values=MAX_METADATA_VALUES)
     if not isinstance(metadata, dict):
         raise WireError("metadata is no JSON object")

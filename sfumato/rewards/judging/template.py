@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class JudgeTemplate:
             if name not in used:
                 raise ConfigError(f"{self.name} does not use {{{{ {name} }}}}, so the judge would not see it")
 
-    def fill(self, values: Mapping[str, Any], pictures: Mapping[str, Collection[np.ndarray]]) -> Content:
+    def fill(self, values: Mapping[str, object], pictures: Mapping[str, Collection[np.ndarray]]) -> Content:
         """What the judge is asked.
 
         Args:

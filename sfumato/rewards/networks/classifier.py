@@ -105,7 +105,7 @@ class StepClassifier:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.max_length = limit or math.inf
 
-    def __call__(self, answers: list[tuple[list[dict[str, Any]], list[str]]], separator: str) -> list[torch.Tensor]:
+    def __call__(self, answers: list[tuple[list[dict[str, object]], list[str]]], separator: str) -> list[torch.Tensor]:
         """The probability of each step of each answer.
 
         Args:

@@ -115,6 +115,7 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
         if name.startswith("rm_head."):
             head[name.removeprefix("rm_head.")] = tensor.to(device, torch.float32)
         elif not name.startswith("lm_head."):
+            renamed = name
             for pattern, replacement in NAMES:
                 renamed = re.sub(pattern, replacement, name)
                 if renamed != name:  # the second pattern matches what the first one does, and more

@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -174,7 +173,7 @@ class Scorer:
     def _combine(
         self,
         components: dict[str, np.ndarray],
-        metadata: list[dict[str, Any]] | None,
+        metadata: list[dict[str, object]] | None,
         group_ids: np.ndarray | None,
     ) -> tuple[np.ndarray, Counter[str]]:
         """Totals float64 [B], and the number of samples by reason for which the combination gave no usable total.

@@ -18,7 +18,7 @@ import pickle
 import resource
 import select
 import signal
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from sfumato.config.process_limits import lower_limit
 from sfumato.errors import UserError
@@ -63,7 +63,7 @@ def _end_with_parent(request_fd: int, reply_fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _load_reward(requests: BinaryIO) -> tuple[Reward | None, dict[str, Any]]:
+def _load_reward(requests: BinaryIO) -> tuple[Reward | None, dict[str, object]]:
     """The prepared reward and the first answer; None and an error where it cannot be loaded."""
     try:
         reward = pickle.load(requests)
@@ -77,7 +77,7 @@ def _load_reward(requests: BinaryIO) -> tuple[Reward | None, dict[str, Any]]:
     return reward, {"values": [], "last": False}
 
 
-def _answer_request(reward: Reward, samples: list[Sample]) -> dict[str, Any]:
+def _answer_request(reward: Reward, samples: list[Sample]) -> dict[str, object]:
     try:
         values: Checked = score_batch(reward, samples)
     except UserError as error:
@@ -86,5 +86,5 @@ def _answer_request(reward: Reward, samples: list[Sample]) -> dict[str, Any]:
     return {"values": rows, "last": any(reason.startswith("MemoryError") for _, reason in values)}
 
 
-def _encode_error(error: UserError) -> dict[str, Any]:
+def _encode_error(error: UserError) -> dict[str, object]:
     return {"error": [type(error).__name__, str(error)]}

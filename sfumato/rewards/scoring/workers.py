@@ -164,7 +164,7 @@ class Worker:
         return f"was ended by {signal_names.get(-code, f'signal {-code}')}"
 
 
-def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, Any]:
+def _parse_answer(line: bytes, number: int, num_samples: int) -> dict[str, object]:
     """Checks an answer line and returns it.
 
     Args:

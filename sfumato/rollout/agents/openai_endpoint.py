@@ -17,7 +17,7 @@ import json
 import socket
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sfumato.errors import MissingDependencyError
@@ -181,7 +181,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": about}, error.status)
 
 
-async def _read_body(request: Request) -> dict[str, Any]:
+async def _read_body(request: Request) -> dict[str, object]:
     """The JSON object of a request. Raises RefusedCallError for other bodies, and for fields that are not offered."""
     try:
         check_media_type(request, "application/json")
@@ -252,7 +252,7 @@ def _usage(reply: PolicyReply) -> dict[str, int]:
     return {"prompt_tokens": reply.num_prompt_tokens, "completion_tokens": num_drawn, "total_tokens": total}
 
 
-def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, Any]:
+def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, object]:
     """The fields that an answer of either kind has besides its choices."""
     number = abs(hash((tuple(reply.token_ids), reply.num_prompt_tokens)))
     return {
@@ -264,7 +264,7 @@ def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, Any]:
     }
 
 
-def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+def _chat_answer(reply: PolicyReply, body: Mapping[str, object]) -> dict[str, object]:
     """A ``chat.completion`` of the protocol."""
     message = reply.message
     finish = "tool_calls" if message.get("tool_calls") else reply.finish_reason
@@ -280,7 +280,7 @@ def _chat_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
     return _describe_reply("chat.completion", reply) | {"choices": [choice]}
 
 
-def _text_answer(reply: PolicyReply, body: dict[str, Any]) -> dict[str, Any]:
+def _text_answer(reply: PolicyReply, body: Mapping[str, object]) -> dict[str, object]:
     """A ``text_completion`` of the protocol."""
     logprobs = None
     if body.get("logprobs"):

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -79,7 +79,7 @@ def inline_call(text: str) -> tuple[str, str] | None:
 
 
 @cache
-def tokens_that_end_in(tokenizer: PreTrainedTokenizerFast, ending: str) -> frozenset[int]:
+def tokens_that_end_in(tokenizer: PreTrainedTokenizerBase, ending: str) -> frozenset[int]:
     """Ids of all tokens of the vocabulary whose text ends with ``ending``."""
     numbers = range(len(tokenizer))
     texts = tokenizer.batch_decode([[number] for number in numbers], clean_up_tokenization_spaces=False)

@@ -163,7 +163,7 @@ def _build_function_tool(function: Callable[..., Any], path: str, timeout_s: flo
             "a docstring with a line for each below 'Args:'"
         ) from error
 
-    async def work(**arguments: Any) -> Any:
+    async def work(**arguments: object) -> Any:
         try:
             return await call_own(function, timeout_s=timeout_s, **arguments)
         except TimeoutError as error:

@@ -16,7 +16,7 @@ class OwnCallError(Exception):
     """
 
 
-async def call_own(function: Callable[..., Any], *args: Any, timeout_s: float | None, **named: Any) -> Any:
+async def call_own(function: Callable[..., Any], *args: object, timeout_s: float | None, **named: object) -> Any:
     """Awaits the result of a function, whether it is async or not.
 
     One that is not async runs in a thread, so that the event loop goes on meanwhile. A thread cannot be ended: after a
@@ -38,12 +38,12 @@ async def call_own(function: Callable[..., Any], *args: Any, timeout_s: float | 
         return await result if inspect.isawaitable(result) else result
 
 
-def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+def _in_thread(call: Callable[[], object]) -> asyncio.Future[object]:
     """Runs a call in a daemon thread: one that hangs does not keep the process alive, as asyncio's executor would."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[object] = loop.create_future()
 
-    def settle(result: Any, error: Exception | None) -> None:
+    def settle(result: object, error: Exception | None) -> None:
         if not future.done():
             future.set_result(result) if error is None else future.set_exception(error)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+from sfumato.data.text.token_ids import whole_decode
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,12 +55,11 @@ class Embedded:
             with model.autocast(), model.whole_output():
                 yield
 
-        decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return EmbeddedEngine(
             module,
             around=forward_pass,
             vision=model.vision,
-            decode=decode,
+            decode=whole_decode(model.tokenizer),
             max_length=max_length,
             max_batch_size=self.max_batch_size,
             cache_bytes=cache_bytes,

@@ -55,7 +55,7 @@ class Environment(RolloutKind):
         if template.chat is not None:
             tokens_between(template, [{"role": "user", "content": "."}], None)
 
-    def _class(self) -> Callable[..., Any]:
+    def _class(self) -> Callable[..., object]:
         try:
             return import_function(self.path)
         except ConfigError as error:
@@ -134,7 +134,7 @@ class _Play:
         rewards = {"environment_reward": math.fsum(self.rewards), "environment_rewards": self.rewards}
         return rewards | {"environment_done": self.is_done}
 
-    async def reset(self, cls: Callable[..., Any]) -> None:
+    async def reset(self, cls: Callable[..., object]) -> None:
         """Builds the environment from the user's class, and the sequence from its first observation."""
         self.environment = await self._call(cls, **self.kind.arguments)
         first = await self._call(self.environment.reset, self.prompt)
@@ -201,7 +201,7 @@ class _Play:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
         return cut(observation, self.kind.max_output_chars)
 
-    async def _call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    async def _call(self, function: Callable[..., Any], *args: object, **named: object) -> Any:
         """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""
         try:
             return await call_own(function, *args, timeout_s=self.kind.timeout_s, **named)

@@ -11,6 +11,7 @@ import numpy as np
 from sfumato.config.paths import ModelPath
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
+from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError
 from sfumato.models.omni.hf_image_tokenizers import OwnCodes, family_of, read_own_codes
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
@@ -75,9 +76,9 @@ class DrawingKind(RolloutKind):
         not to draw such tokens."""
         image_tokenizer = self._tokenizer
         text = image_tokenizer.text
-        first = template.tokenizer.convert_tokens_to_ids(text.code.format(0))
+        first = token_id(template.tokenizer, text.code.format(0))
         opening = template.tokenizer(text.opening, add_special_tokens=False)["input_ids"]
-        line_end = [template.tokenizer.convert_tokens_to_ids(text.line_end)] if text.line_end else []
+        line_end = [token_id(template.tokenizer, text.line_end)] if text.line_end else []
         sequence = GrowingSequence.after_prompt([*prompt.token_ids, *opening])
         columns = text.columns or image_tokenizer.num_codes
         starts = range(0, image_tokenizer.num_codes, columns)

@@ -93,7 +93,7 @@ class UnfinishedRollouts:
             raise DataError(f"the partial rollouts of the checkpoint do not hold together: {error}") from error
 
 
-def _encode_answer(answer: GrowingSequence) -> dict[str, Any]:
+def _encode_answer(answer: GrowingSequence) -> dict[str, object]:
     state: dict[str, Any] = {"finish_reason": answer.finish_reason}
     for name, dtype in _ARRAYS.items():
         state[name] = base64.b64encode(np.array(getattr(answer, name), dtype).tobytes()).decode("ascii")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.stop_strings import completes_stop
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import padding_token, whole_decode
 from sfumato.models.language.model import LanguageModel
 
 
@@ -44,7 +44,7 @@ def answer_greedily(
     stop = {*stop, *tokens_without_text(model.tokenizer, model.vocabulary_size)}
     if model.vision is not None:
         stop |= model.vision.reader.media_tokens()
-    decode = partial(model.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    decode = whole_decode(model.tokenizer)
 
     def has_ended(answer: list[int]) -> bool:
         return bool(answer) and (answer[-1] in stop or completes_stop(answer, stop_texts, decode))
@@ -76,5 +76,5 @@ def _pack_texts(
     ]
     samples = [TextSample((document,)) for document in documents]
     ids = list(range(len(texts)))
-    pad = model.tokenizer.pad_token_id
+    pad = padding_token(model.tokenizer)
     return make_batch(samples, ids, [0] * len(texts), True, pad, placeholder_tokens(model.mesh), model.vision)

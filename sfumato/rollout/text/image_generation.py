@@ -16,6 +16,7 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.loader import AnsweredPrompt
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import decode_text, padding_token
 from sfumato.models.omni.flow_head import denoise
 from sfumato.models.omni.model import OmniModel
 from sfumato.parallel.loss import IGNORED
@@ -50,7 +51,7 @@ def draw_images(
         uint8 ``[B, H, W, 3]``.
     """
     assert model.vision is not None
-    pad = model.tokenizer.pad_token_id
+    pad = padding_token(model.tokenizer)
     columns = model.image_tokenizer.text.columns
     opening = model.tokenizer(model.image_tokenizer.text.opening, add_special_tokens=False)["input_ids"]
     kinds = [model.vision.reader.kinds(np.array(prompt.input_ids)) for prompt in prompts]
@@ -136,7 +137,7 @@ def _pack_texts(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequen
     ]
     samples = [TextSample((document,)) for document in documents]
     ids = list(range(len(documents)))
-    settings = (model.tokenizer.pad_token_id, placeholder_tokens(model.mesh), model.vision)
+    settings = (padding_token(model.tokenizer), placeholder_tokens(model.mesh), model.vision)
     return make_batch(samples, ids, [0] * len(ids), True, *settings)
 
 
@@ -182,7 +183,7 @@ def read_prompts(
     answers = answer_greedily(model, inputs, settings.max_new_tokens, stop, images, settings.stop)
     return [
         SampleRecord(
-            content=model.tokenizer.decode(answer),
+            content=decode_text(model.tokenizer, answer),
             kind="eval",
             prompt=_last_message(model, prompt),
             seed=seed,
@@ -197,5 +198,5 @@ def read_prompts(
 
 def _last_message(model: OmniModel, prompt: AnsweredPrompt) -> str:
     """The text of the user's last message, without the tokens of the chat template around it."""
-    text = model.tokenizer.decode(prompt.input_ids, skip_special_tokens=True)
+    text = decode_text(model.tokenizer, prompt.input_ids, skip_special_tokens=True)
     return text.removesuffix("assistant\n").rpartition("user\n")[2].strip()

@@ -23,6 +23,7 @@ from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.data.text.token_ids import padding_token
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.model import LanguageModel
 from sfumato.parallel.mesh import Mesh
@@ -89,7 +90,7 @@ def pack_samples(rollout: TextRollout, model: LanguageModel, decisions: Tensor |
         A batch with ``sample_index`` and ``decision_index``.
     """
     ids = rollout.sample_ids
-    pad = model.tokenizer.pad_token_id
+    pad = padding_token(model.tokenizer)
     media_tokens = [] if model.vision is None else sorted(model.vision.reader.media_tokens())
     inputs = [[_make_input(sequence, media_tokens, pad) for sequence in sequences] for sequences in rollout.sequences]
     samples = _share_prompts(inputs) if model.shares_prompts else _make_documents(inputs)

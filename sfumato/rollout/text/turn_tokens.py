@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from sfumato.data.text.chat import Message
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.token_ids import decode_text
 from sfumato.errors import ConfigError, DataError
 from sfumato.rollout.engines.base import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "sfumatoanswer"
 """The text of an answer that is then searched for in a rendered conversation."""
@@ -49,7 +50,7 @@ def tokens_between(
     if last_token is None:
         return template.encode([tail], is_beginning=False)[0]
     # the template ends the turn, too, but the policy has drawn that token already
-    tail = tail.removeprefix(template.tokenizer.decode([last_token], skip_special_tokens=False))
+    tail = tail.removeprefix(decode_text(template.tokenizer, [last_token], skip_special_tokens=False))
     return tokens_after(template, last_token, tail)
 
 
@@ -66,17 +67,19 @@ def tokens_after(template: PromptTemplate, last_token: int, text: str) -> list[i
     """
     if not text:
         return []
-    before = template.tokenizer.decode([last_token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    before = decode_text(
+        template.tokenizer, [last_token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
     prefix, joined, separate = template.encode([before, before + text, text], is_beginning=False)
     return joined[len(prefix) :] if prefix and joined[: len(prefix)] == prefix else separate
 
 
-def _defused(message: Message, tokenizer: PreTrainedTokenizerFast) -> Message:
+def _defused(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
     content = message.get("content")
     return {**message, "content": defused(content, tokenizer)} if isinstance(content, str) else message
 
 
-def defused(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+def defused(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """A text in which the texts of special tokens are broken up by a space after their first character."""
     for name in special_names(tokenizer):
         if name in text:
@@ -84,7 +87,7 @@ def defused(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
     return text
 
 
-def special_names(tokenizer: PreTrainedTokenizerFast) -> Sequence[str]:
+def special_names(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
     """Texts that the tokenizer takes for special tokens, the longest first, since one may contain another."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)

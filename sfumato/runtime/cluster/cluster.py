@@ -33,7 +33,7 @@ from sfumato.tracking.run import Run
 if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.roles import Role
-    from sfumato.runtime.weight_sync.sync import Rescoring
+    from sfumato.runtime.weight_sync.rescoring import Rescoring
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
@@ -113,7 +113,7 @@ class Cluster(Driver):
         self,
         name: str,
         build: Build,
-        config: Any,
+        config: object,
         train: TrainConfig,
         pool: PoolConfig,
         *,
@@ -140,14 +140,14 @@ class Cluster(Driver):
         return RayGroup(RolePlan(name, build, config, train, pool, places, sees_folder=sees_folder), self.loop)
 
     def pool(
-        self, name: str, build: Build, config: Any, train: TrainConfig, pool: PoolConfig, threads: int = 1
+        self, name: str, build: Build, config: object, train: TrainConfig, pool: PoolConfig, threads: int = 1
     ) -> RayPool:
         """Starts independent processes, each with a mesh of one process. Otherwise as ``group``.
 
         Each process runs up to ``threads`` calls at the same time, which share its state.
         """
         # The defaults of all parallel settings, which are those of a single process.
-        alone: dict[str, Any] = {
+        alone: dict[str, object] = {
             key: field.get_default(call_default_factory=True) for key, field in ParallelConfig.model_fields.items()
         }
         if not pool.gpus:
@@ -249,7 +249,7 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
     variables = {**_WORKER_ENVIRONMENT, **only_here, **choose_kernels(), **_import_path()}
-    variables |= choose_allocator(shares_memory=config.weight_sync == "ipc")
+    variables |= choose_allocator(shares_memory=config.shares_gpu_memory)
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)

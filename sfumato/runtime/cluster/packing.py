@@ -22,7 +22,7 @@ Packed = tuple[bytes, list[np.ndarray]]
 """The pickle and its buffers as uint8 arrays."""
 
 
-def pack(value: Any, reference: Callable[[Any], int | None] | None = None) -> Packed:
+def pack(value: object, reference: Callable[[object], int | None] | None = None) -> Packed:
     """Pickles a value. Functions and classes of a script are pickled by value; tensors lose device and gradient.
 
     Args:
@@ -64,7 +64,7 @@ def _picklers() -> tuple[Any, Any]:
             return super().reducer_override(item)
 
     class ReferringPickler(Pickler):
-        def persistent_id(self, item: Any) -> int | None:
+        def persistent_id(self, item: object) -> int | None:
             return self.reference(item)
 
     return Pickler, ReferringPickler
@@ -75,7 +75,7 @@ class _Unpickler(pickle.Unpickler):
 
     referred: Sequence[Packed] = ()
 
-    def persistent_load(self, number: int) -> Any:
+    def persistent_load(self, number: int) -> object:
         return unpack(self.referred[number])
 
 

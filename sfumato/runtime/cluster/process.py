@@ -179,7 +179,7 @@ class RoleProcess:
         return on_node(self.identity.node_id, _tail, self.identity.stderr) or ""
 
 
-def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
+def on_node(node_id: str, function: Callable[..., Any], *args: object, wait: bool = True) -> Any:
     """Runs a small function on a machine of the cluster; None when that machine does not answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -197,7 +197,7 @@ def on_node(node_id: str, function: Callable[..., Any], *args: Any, wait: bool =
         return None
 
 
-def _without_gpus() -> dict[str, Any]:
+def _without_gpus() -> dict[str, object]:
     """Ray's options that hide the cluster's GPUs from a process without GPUs: Ray itself will stop doing that."""
     import ray
 

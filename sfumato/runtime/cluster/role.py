@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,17 @@ SHARED_BYTES = 64 * 1024
 
 END_S = 2.0
 """Seconds that Ray may take to end a process before it is killed."""
+
+
+CLOSE_S = 20.0
+"""Seconds that engines may take to end before their processes are killed; their servers have half of it."""
+
+
+def close_engine(state: Any) -> None:
+    """Closes the state's engine, if it has one."""
+    close = getattr(getattr(state, "engine", None), "close", None)
+    if close is not None:
+        close()
 
 
 class RayRole:
@@ -69,21 +81,26 @@ class RayRole:
         for ranks in teams:
             self._start(ranks)
 
-    def call(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
-    def call_concurrently(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def call_concurrently(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """As ``call``, in a second thread of each process, beside other calls."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
-    def map(self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, parts[i], *args)`` in all processes of data-parallel rank i. The result is that of the
         role's first process."""
         return self._issue(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
-        self, function: Callable[..., Any], parts: Sequence[Any], *args: Any, num_values: int = 1, kind: str = OTHER
+        self,
+        function: Callable[..., Any],
+        parts: Sequence[object],
+        *args: object,
+        num_values: int = 1,
+        kind: str = OTHER,
     ) -> list[tuple[RayHandle, ...]]:
         """As ``map``, but results stay with the first process of each data-parallel rank. See ``Role.map_remote``."""
         by_rank = self._shared(parts, args)
@@ -120,9 +137,20 @@ class RayRole:
         """Ends the processes and frees their places; unfinished and later calls raise RoleLostError."""
         if self not in self.loop.roles or self.loop.is_broken:
             return
+        self._close_engines()
         self.fail(RoleLostError(self.name, range(len(self.processes)), "closed"))
         self.loop.roles.remove(self)
         self.plan.places.free()
+
+    def _close_engines(self) -> None:
+        """Has states end their engines, whose processes and files outlive a process that Ray kills; not for long."""
+        starts = [start for starts in self._starts.values() for start in starts]
+        if self._failure is not None or any(not start.settled or start.error is not None for start in starts):
+            return
+        closing = self.call_concurrently(close_engine)
+        deadline = time.monotonic() + CLOSE_S
+        while not closing.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def flush(self) -> None:
         """Sends, in order, the calls whose arguments are there or have failed.
@@ -245,7 +273,7 @@ class RayRole:
         if future.error is not None and future in self._starts.get(first, ()):
             self.fail(future.error)
 
-    def _shared(self, parts: Sequence[Any], args: tuple[Any, ...]) -> dict[int, tuple[Any, ...]]:
+    def _shared(self, parts: Sequence[object], args: tuple[object, ...]) -> dict[int, tuple[object, ...]]:
         """Arguments by rank: each process gets the part of its data-parallel rank; none where that is None."""
         if len(parts) != self.num_data_ranks:
             raise ValueError(
@@ -393,7 +421,7 @@ class RayPool(RayRole):
         ranks = range(plan.pool.processes)
         super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
 
-    def submit(self, function: Callable[..., Any], *args: Any, kind: str = OTHER) -> RayFuture:
+    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in the process with the fewest open calls."""
         return self._issue(function, {0: args}, moves=True, kind=kind)
 
@@ -427,11 +455,11 @@ class RayPool(RayRole):
         super()._send_part(future, part)
 
 
-def _arguments(args: tuple[Any, ...]) -> Arguments:
+def _arguments(args: tuple[object, ...]) -> Arguments:
     """Packs arguments, with numbers in place of the handles among them."""
     handles: list[RayHandle] = []
 
-    def number(item: Any) -> int | None:
+    def number(item: object) -> int | None:
         if not isinstance(item, RayHandle):
             return None
         handles.append(item)

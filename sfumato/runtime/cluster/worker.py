@@ -269,7 +269,7 @@ class OnState:
 
     function: Callable[..., Any]
 
-    def __call__(self, worker: RoleWorker, *args: Any) -> Any:
+    def __call__(self, worker: RoleWorker, *args: object) -> Any:
         return self.function(worker.state, *args)
 
 
@@ -321,7 +321,7 @@ def open_store(worker: RoleWorker, members: Sequence[Identity]) -> int:
 def build_state(
     worker: RoleWorker,
     build: Build,
-    config: Any,
+    config: object,
     train: TrainConfig,
     members: Sequence[Identity],
     port: int | None,
@@ -364,7 +364,7 @@ def build_state(
     try:
         quiet_libraries()
         seed_generators(train.seed)
-        mesh = build_mesh(train)
+        mesh = build_mesh(train, replays=True)
         worker.run_of_role.mesh = mesh
         worker.peak_flops = peak_flops(mesh.device, train.mixed_precision, train.peak_tflops)
         worker.state = build(config, mesh, worker.run_of_role)

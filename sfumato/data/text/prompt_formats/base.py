@@ -67,11 +67,11 @@ class PromptFormat(ABC):
         return reader
 
     @abstractmethod
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
         """The prompt of a row. Raises DataError that names ``where``, which is file and row."""
 
 
-def other_columns(row: dict[str, Any], *names: str) -> dict[str, Any]:
+def other_columns(row: dict[str, object], *names: str) -> dict[str, object]:
     """The columns of a row that have a value, without ``names``."""
     return {key: value for key, value in row.items() if key not in names and value is not None}
 

@@ -27,7 +27,7 @@ class Prompts(PromptFormat):
         option = f"{split}_path"
         return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}", split == "eval")
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
         key = find_key(row, [self.prompt_key], where)
         content = text_or_messages(row[key], where, key)
         return PromptRow(content, other_columns(row, key, "tools"), read_tools(row, where))
@@ -44,7 +44,7 @@ class QuestionAnswer(PromptFormat):
     """The correct answer is what stands after the last of it in column answer, without the commas within numbers; empty
     takes the whole column."""
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
         solution = text_field(row, "answer", where)
         if self.marker and self.marker not in solution:
             raise DataError(
@@ -84,7 +84,7 @@ class ShareGPT(PromptFormat):
 
     type: ClassVar[str] = "sharegpt"
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
         key = find_key(row, ["conversations", "messages"], where)
         messages = read_messages(row[key], where, row.get("system"))
         metadata = other_columns(row, key, "tools", "system")

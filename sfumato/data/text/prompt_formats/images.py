@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from sfumato.data.media.image_conversation import COLUMNS, as_text, take_media
 from sfumato.data.media.limits import ImageLimits, MediaLimits
@@ -24,7 +24,7 @@ class ImagePrompts(ImageLimits, Prompts):
     type: ClassVar[str] = "image_prompts"
     has_images: ClassVar[bool] = True
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
         key = find_key(row, [self.prompt_key], where)
         content = text_or_messages(row[key], where, key)
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content

@@ -95,7 +95,7 @@ def load_environment(environment: str, config: str) -> Any:
 
 
 @cache
-def _load_environment(environment: str, config: str) -> Any:
+def _load_environment(environment: str, config: str) -> object:
     try:
         import verifiers.v1 as verifiers
     except ImportError as error:

@@ -10,8 +10,8 @@ on the other prompts of its batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class QwenImage(VideoLatents, FlowTokens):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights.
 
         Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights.
 
         Sections are ``transformer``, which is needed, ``vae``, ``scheduler`` (arguments of their diffusers classes),

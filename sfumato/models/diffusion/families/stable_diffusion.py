@@ -17,7 +17,7 @@ Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -91,7 +91,7 @@ class StableDiffusion(KLLatents):
         self.largest = float(self.levels[-1])
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights.
 
         Sections are ``unet``, which is needed, ``vae``, ``scheduler`` (of DDIMScheduler; it overrides
@@ -117,7 +117,7 @@ class StableDiffusion(KLLatents):
         return pipeline(scheduler=diffusers.DDIMScheduler(**scheduler), **parts)
 
     @classmethod
-    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, Any]:
+    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, object]:
         """Arguments of the pipeline besides UNet, autoencoder and scheduler: tokenizers, text encoders, flags."""
         return {
             "tokenizer": tokenizer,
@@ -263,7 +263,7 @@ class StableDiffusionXL(StableDiffusion):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
 
     @classmethod
-    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, Any]:
+    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, object]:
         return {
             "tokenizer": tokenizer,
             "tokenizer_2": copy.deepcopy(tokenizer),

@@ -12,7 +12,7 @@ given first frame then have noise level 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -117,7 +117,7 @@ class Wan(VideoLatents, FlowSchedule):
         super().__init__(pipeline, *args, **kwargs)
 
     @classmethod
-    def build(cls, description: dict[str, Any], seed: int) -> DiffusionPipeline:
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights.
 
         Sections are ``transformer`` (of WanTransformer3DModel), which is needed, optionally ``transformer_2``
@@ -153,7 +153,7 @@ class Wan(VideoLatents, FlowSchedule):
         return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
 
     @classmethod
-    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, object]) -> dict[str, object]:
         """Arguments of the transformers that follow from the other components.
 
         Args:
@@ -270,7 +270,7 @@ class WanImageToVideo(Wan):
     optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
     sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> None:
         """As ``Wan``. Raises ConfigError also when the pipeline lacks an image encoder that the transformer needs."""
         super().__init__(pipeline, *args, **kwargs)
         if self._network.config.image_dim is not None and pipeline.image_encoder is None:

@@ -60,7 +60,7 @@ class Forward:
         """Where the module is now."""
         return cast("nn.Embedding", self.module.get_input_embeddings()).weight.device
 
-    def __call__(self, input_ids: Tensor, attention: str | None = None, **arguments: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, attention: str | None = None, **arguments: object) -> Tensor:
         """Logits ``[n, q, V]`` of tokens ``[n, q]``.
 
         Args:

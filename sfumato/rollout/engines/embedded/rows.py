@@ -325,7 +325,7 @@ class GroupedRows:
         return sum(_bytes_of(value) for layer in layers for value in vars(layer).values())
 
 
-def _bytes_of(value: Any) -> int:
+def _bytes_of(value: object) -> int:
     """Bytes of the tensors in a layer's attribute, also within dictionaries, lists and tuples."""
     if isinstance(value, Tensor):
         return value.nbytes

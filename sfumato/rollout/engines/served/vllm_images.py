@@ -104,7 +104,7 @@ def limits_of(reader: ImageReader) -> str:
     return json.dumps({"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]})
 
 
-def render_request(images: Sequence[bytes]) -> dict[str, Any]:
+def render_request(images: Sequence[bytes]) -> dict[str, object]:
     """The body of a request to ``/v1/chat/completions/render``: a conversation of PNG files alone."""
     urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images]
     content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
