@@ -2,6 +2,7 @@
 
     python -m benchmarks.weight_sync --layers 4 --width 768 --repeats 5
     python -m benchmarks.weight_sync --layout --clock cpu --repeats 15   # within one process only, on a busy machine
+    python -m benchmarks.weight_sync --engines 1 2 4                     # to engines of so many ranks on one machine
 
 An SD3 transformer is made in code. Actor and sampler are processes of their own (for ``local`` one process). Ratios are
 to a plain ``copy_`` of the same tensors in the sampler's process, measured in the same run; a transfer sends, receives
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from sfumato.models.diffusion import plans
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.shards import all_parameters, trainable_parameters
 from sfumato.runtime.weight_sync.checksum import local_checksums
-from sfumato.runtime.weight_sync.sync import SyncReport, WeightSync
+from sfumato.runtime.weight_sync.sync import Rescoring, SyncReport, WeightSync
 from tests.dist.cases import make_mesh
 from tests.dist.process_roles import ProcessRoles
 from tests.dist.ranks import RankPool
+from tests.engines.file_engine import RankActor, RankSampler, weights_held
 
 LAYOUTS = {
     "1 to 1": ((1, {"data_parallel_mode": "ddp"}), (1, {"data_parallel_mode": "ddp"})),
@@ -140,6 +143,79 @@ def row(layout: str, what: str, numbers: tuple[SyncReport, float, float, float],
     )
 
 
+def language_model(layers: int, width: int) -> torch.nn.Module:
+    """A Qwen3 with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def begin_peak(state: Any) -> None:
+    """Begins to watch the memory of a process."""
+    Path("/proc/self/clear_refs").write_text("5")
+    state.resident_before = memory_of_process("VmRSS")
+
+
+def peak(state: Any) -> int:
+    """Bytes that the process had more at most since then; what it shares with others counts."""
+    return memory_of_process("VmHWM") - state.resident_before
+
+
+def memory_of_process(field: str) -> int:
+    """Bytes of a field of this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def engine_rows(layers: int, width: int, counts: list[int], repeats: int, bucket_mb: float, ranks: RankPool) -> None:
+    """Prints a table of weights that come to engines of several ranks on this machine."""
+    tokens = torch.arange(32).view(2, 16)
+    build = partial(language_model, layers, width)
+    num_bytes = sum(each.numel() * 4 for each in build().parameters())
+    print(f"{num_bytes / 1e6:.1f} MB, float32, to engines that load safetensors; buckets of {bucket_mb:g} MiB")
+    print(
+        f"{'ranks':>5} {'transport':10} {'place':7} {'held MB':>8} {'transfer':>9} {'apply':>8} {'actor MB':>9} "
+        f"{'first MB':>9} {'others MB':>10}"
+    )
+    for count in counts:
+        for transport in ("broadcast", "ipc"):
+            for in_memory in (True, False):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    ProcessRoles(ranks, folder, actor=1, sampler=count) as roles,
+                ):
+                    roles.actor.build(RankActor, build)
+                    roles.sampler.build(RankSampler, Path(folder) / "weights", in_memory, build)
+                    sync = WeightSync(
+                        roles.actor, roles.sampler, transport, bucket_mb, rescoring=Rescoring(tokens, 1e-3)
+                    )
+                    for role in (roles.actor, roles.sampler):
+                        role.all(begin_peak)
+                    _, _, transfer, apply = measure(sync, repeats)
+                    peaks = [*roles.actor.all(peak), *roles.sampler.all(peak)]
+                    held = sum(bytes_held for bytes_held, _ in roles.sampler.all(weights_held)) or sum(
+                        path.stat().st_size for path in Path(folder).glob("weights/*/*/*")
+                    )
+                    sync.close()
+                others = f"{max(peaks[2:]) / 1e6:10.0f}" if count > 1 else f"{'':10}"
+                print(
+                    f"{count:5d} {transport:10} {'memory' if in_memory else 'folder':7} {held / 1e6:8.0f} "
+                    f"{transfer:9.3f} {apply:8.3f} {peaks[0] / 1e6:9.0f} {peaks[1] / 1e6:9.0f} {others}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     choose_kernels()
     """Prints a table."""
@@ -151,8 +227,14 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=float, default=64)
     parser.add_argument("--layout", choices=LAYOUTS, nargs="*", default=["1 to 1"])
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: what the one process itself takes")
+    parser.add_argument("--engines", type=int, nargs="*", default=[], help="ranks, each with an engine: this alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.engines:
+        ranks = RankPool()
+        engine_rows(args.layers, args.width, args.engines, args.repeats, args.bucket_mb, ranks)
+        ranks.close()
+        return
     shape = (args.layers, args.width)
     print(f"{num_parameters(Peer(*shape, 0, {})) / 1e6:.1f} M parameters, float32; buckets of {args.bucket_mb:g} MiB")
     print(

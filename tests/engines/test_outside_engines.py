@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,8 +25,9 @@ from sfumato.errors import ConfigError, MissingDependencyError, WeightSyncError
 from sfumato.parallel.shards import all_parameters
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
-from sfumato.rollout.engines.served import weight_files
+from sfumato.rollout.engines.served import host_memory, weight_files
 from sfumato.rollout.engines.served.engine import seed_of
+from sfumato.rollout.engines.served.environment import engine_environment, inside, visible_devices
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.vllm_calls import WORKER_FILE
@@ -32,6 +35,7 @@ from sfumato.rollout.engines.served.weight_files import WeightFiles, own_folder
 from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.rollout.engines.vllm import VllmSettings
 from tests.engines.served_model import adapted_model, adapted_template, parts, template
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import ROOT, tiny_language_description
 
 # weights
@@ -51,12 +55,26 @@ def tensors_in(folder):
     return found
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
-def test_weights_are_written_as_the_model_s_own_files(kind, tied, tmp_path, monkeypatch):
-    module = module_of(kind, tied)
+def hrm_text():
+    """A model whose own files have in one tensor what transformers has in several."""
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(tiny_config("hrm_text"))
+
+
+@pytest.mark.parametrize(
+    ("build", "in_memory"),
+    [
+        (partial(module_of, "qwen3"), True),
+        (partial(module_of, "qwen3", tied=True), False),
+        (partial(module_of, "qwen3_moe"), True),
+        (hrm_text, False),
+    ],
+)
+def test_weights_are_written_as_the_model_s_own_files(build, in_memory, tmp_path, monkeypatch):
+    module = build()
     module.save_pretrained(tmp_path / "own")
     monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
-    files = WeightFiles(build_on_meta(lambda: module_of(kind, tied)), torch.float32, tmp_path / "sent")
+    files = WeightFiles(build_on_meta(build), torch.float32, tmp_path / "sent", in_memory=in_memory)
     assert {name: spec.shape for name, spec in files.specs.items()} == {
         name: tuple(each.shape) for name, each in all_parameters(module).items()
     }
@@ -72,8 +90,65 @@ def test_weights_are_written_as_the_model_s_own_files(kind, tied, tmp_path, monk
     found, expected = tensors_in(folder), tensors_in(tmp_path / "own")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    if kind == "qwen3_moe":
+    if "moe" in type(module).__name__.lower():
         assert any("experts.3.down_proj" in name for name in found), "experts one by one"
+    files.close()
+
+
+def version_of_ones(number):
+    return iter([("model.norm.weight", torch.full((64,), float(number)))])
+
+
+def test_versions_in_memory_share_pages_and_do_not_overwrite_one_in_use(tmp_path):
+    files = WeightFiles(template(), torch.float32, tmp_path / "sent", in_memory=True)
+    first, second = (files.write(version_of_ones(number), number) for number in (1, 2))
+    mapped = tensors_in(second)["model.norm.weight"]  # as an engine has it while it loads
+    files.remove(first)
+    third = files.write(version_of_ones(3), 3)
+    assert mapped.eq(2).all() and tensors_in(second)["model.norm.weight"].eq(2).all()
+    assert tensors_in(third)["model.norm.weight"].eq(3).all()
+    assert len(files._slots) == 2, "the memory of the first serves the third"
+    assert not first.exists() and all(path.is_symlink() for path in third.iterdir())
+    files.close()
+    assert not files.folder.exists() and not os.path.exists(third)
+
+
+def test_memory_of_weights_ends_with_the_process_that_filled_it(tmp_path):
+    reader, writer = os.pipe()
+    if not (child := os.fork()):  # which ends by a signal alone
+        files = WeightFiles(template(), torch.float32, tmp_path, in_memory=True)
+        os.write(writer, str(files.write(version_of_ones(1), 1)).encode())
+        time.sleep(600)
+    link = Path(os.read(reader, 1000).decode()) / "model-00001.safetensors"
+    assert tensors_in(link.parent)["model.norm.weight"].eq(1).all(), "seen by another process"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert link.is_symlink() and not link.exists(), "a name is left, and no memory"
+
+
+def test_weights_go_to_the_folder_where_memory_has_no_room_or_a_person_says_so(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    given = (template(), tmp_path, "/models/tiny")
+    in_memory = VllmSettings(program="/bin/vllm").weight_files(*given)
+    elsewhere = VllmSettings(url="http://a:1").weight_files(*given)
+    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*given)
+    assert [files.in_memory for files in (in_memory, elsewhere, forced)] == [True, False, False]
+    monkeypatch.setattr(weight_files, "free_host_bytes", lambda: 10_000)
+    folder = in_memory.write(version_of_ones(1), 1)
+    assert not (folder / "model-00001.safetensors").is_symlink()
+    assert "two versions in memory need" in caplog.text and "1e-05 GB that are free" in caplog.text
+    for files in (in_memory, elsewhere, forced):
+        files.close()
+
+
+def test_a_limit_of_the_container_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    machine = host_memory.free_host_bytes()
+    for name, text in (("max", "max"), ("current", "1000"), ("stat", "inactive_file 200\nanon 5\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert host_memory.free_host_bytes() > machine / 2
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert host_memory.free_host_bytes() == 4200
 
 
 def test_adapters_are_written_as_peft_reads_them(tmp_path):
@@ -140,7 +215,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 def started(tmp_path, code=SERVER, **changes):
     port = free_port()
-    environment = {"COLOUR": "blue", "TAKEN": None}
+    environment = {"COLOUR": "blue"}
     given = {"command": [sys.executable, "-c", code, str(port)], "environment": environment, "start_timeout_s": 60.0}
     process = ServerProcess("the server", log=tmp_path / "a" / "server.log", **{**given, **changes})
     http = HttpServer("the server", f"http://127.0.0.1:{port}", timeout_s=20, process=process)
@@ -149,7 +224,7 @@ def started(tmp_path, code=SERVER, **changes):
 
 
 def pids_of(process):
-    return [child.pid for child in psutil.Process(process._process.pid).children(recursive=True)]
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def wait_for_end(pids):
@@ -197,10 +272,12 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
         "import os, pathlib, psutil, sys\n"
         "from sfumato.rollout.engines.served.server_process import ServerProcess\n"
         f"log = pathlib.Path({str(tmp_path)!r}, 'log')\n"
-        f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], {{}}, log, 60)\n"
+        f"command = [sys.executable, '-c', {SERVER!r}, '{free_port()}']\n"
+        "server = ServerProcess('it', command, dict(os.environ), log, 60)\n"
         "server.start(lambda: log.exists() and 'children' in log.read_text())\n"
-        "children = psutil.Process(server._process.pid).children(recursive=True)\n"
+        "children = psutil.Process(server.pid).children(recursive=True)\n"
         "print(*(each.pid for each in children), flush=True)\n"
+        "[child.kill() for child in psutil.Process().children()]\n"  # as Ray does with what it ends
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -259,6 +336,61 @@ def test_requests_are_asked_side_by_side_and_ended(slow):
     http.close()
 
 
+class OneAtATime(BaseHTTPRequestHandler):
+    """Draws each completion in half a second, one after the other, and hangs on what comes after ``num_drawn``."""
+
+    room, num_drawn = threading.Lock(), 4
+
+    def do_POST(self):
+        with self.room:
+            type(self).num_drawn -= 1
+            time.sleep(0.5 if self.num_drawn >= 0 else 3)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_completion_that_waits_in_the_engine_is_not_late():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OneAtATime)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    http = HttpServer("it", f"http://127.0.0.1:{server.server_port}", timeout_s=1)
+
+    async def drawn(count):
+        return await asyncio.gather(*(http.ask_async("POST", "/", {}) for _ in range(count)), return_exceptions=True)
+
+    assert asyncio.run(drawn(4)) == [None] * 4, "the last waits for 1.5 s"
+    started = time.monotonic()
+    assert all(isinstance(each, EngineError) for each in asyncio.run(drawn(2)))
+    assert time.monotonic() - started < 2, "an engine that ends nothing is late"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_engine_has_nothing_of_the_run_s_process_group(monkeypatch):
+    group = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "1"}
+    ours = {"LOCAL_STORE": "x", "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name, value in {**group, **ours}.items():
+        monkeypatch.setenv(name, value)
+    environment = engine_environment(sleeps=False, tensor_parallel_size=1)
+    assert not group.keys() & environment.keys() and ours.items() <= environment.items()
+    environment = engine_environment(sleeps=True, tensor_parallel_size=1)
+    assert "PYTORCH_ALLOC_CONF" not in environment
+    with inside(environment):
+        os.environ["SET_INSIDE"] = "stays"
+        assert not group.keys() & os.environ.keys()
+    assert {**group, **ours, "SET_INSIDE": "stays"}.items() <= os.environ.items()
+    del os.environ["SET_INSIDE"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert visible_devices(1) == {"CUDA_VISIBLE_DEVICES": "1"} and visible_devices(8) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    assert visible_devices(1) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: each rank starts an engine"):
+        visible_devices(2)
+
+
 def test_a_completion_that_goes_on_has_noise_of_its_own():
     requests = [GenerationRequest([1], seed, 5, first) for seed in (0, 7, 2**63 - 1) for first in (0, 1, 2)]
     seeds = [seed_of(each) for each in requests]
@@ -310,8 +442,9 @@ def test_the_command_of_a_server(tmp_path):
     arguments = settings._arguments(settings._options("/models/tiny", 16, 2048))
     text = " ".join(arguments)
     assert text.startswith("/models/tiny --dtype bfloat16 --tensor-parallel-size 2 --max-num-seqs 256")
-    for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode", "--x 1"):
+    for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode"):
         assert part in text
+    assert text.endswith("--distributed-executor-backend mp --x 1"), "what a person gives comes last, and wins"
     assert "--logprobs-mode processed_logprobs --generation-config vllm" in text
     for kind, wrong in (("use_dora", True), ("target_parameters", ["mlp.experts.down_proj"]), ("r", 1000)):
         module = adapted_template()

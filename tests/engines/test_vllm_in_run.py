@@ -24,7 +24,13 @@ from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program
-from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config
+from tests.tiny import (
+    run_task_here,
+    run_task_process,
+    tiny_language_description,
+    tiny_text_rl_config,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +97,25 @@ def test_a_run_draws_with_vllm(undisturbed: Path) -> None:
     assert [line["staleness/max"] for line in lines] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+def test_two_engines_of_a_sampler_on_ray_load_what_one_of_them_was_sent(
+    trained: str, model: Path, tmp_path: Path
+) -> None:
+    pools = {"actor": {"cpus": 0.5}, "sampler": {"processes": 2, "cpus": 0.5}, "scorer": {"cpus": 0.5}}
+    config = config_of(tmp_path, model, "run")
+    config["runtime"] = {"backend": "ray", "object_store_gb": 0.2, "heartbeat_s": 60.0, "pools": pools}
+    config["train"]["max_steps"] = 4
+    if trained == "adapters":
+        config["model"]["lora"] = {"rank": 4, "alpha": 8}
+    result = run_task_process("rl_text", write_config(config, tmp_path / "ray.yaml"), timeout_s=1100)
+    assert result.returncode == 0, result.output
+    folder = result.output_dir
+    lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "mismatch/log_ratio_max" in line]
+    assert len(lines) == 4 and all(0 < line["mismatch/log_ratio_max"] < 3e-5 for line in lines)
+    assert len(list(folder.glob("vllm-*.log"))) == 2
+    assert not list((folder / "weights").glob("*/*")), "nothing is left of what was handed over"
+
+
 class InTheMiddle:
     """Signals all processes of vLLM while it draws, some tokens after a request that ``at`` chooses by its number."""
 
@@ -113,7 +138,7 @@ class InTheMiddle:
     def _strike(self, engine: VllmEngine, before: float) -> None:
         while tokens_drawn(engine) < before + 20:
             time.sleep(0.005)
-        for process in psutil.Process(engine.calls._process._process.pid).children(recursive=True):
+        for process in psutil.Process(engine.calls._process.pid).children(recursive=True):
             process.send_signal(self.what)
         self.hit += 1
 

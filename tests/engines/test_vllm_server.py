@@ -23,7 +23,8 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
+from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import (
     CPU_ENVIRONMENT,
     MAX_LENGTH,
@@ -128,7 +129,7 @@ def sync_of(engine, actor=None, tolerance=1e-3):
 
 
 def server_processes(engine):
-    owner = psutil.Process(engine.calls._process._process.pid)
+    owner = psutil.Process(engine.calls._process.pid)
     return owner.children(recursive=True)
 
 
@@ -150,7 +151,7 @@ def test_log_probs_are_those_of_the_training_forward_before_and_after_updates(en
             assert {each for completion in completions for each in completion.versions} == {version}
         rescored = engine.rescore(TOKENS)
         assert (rescored - log_probs(moved(version), TOKENS)).abs().max() < BOUND
-    assert len(list(engine.files.folder.iterdir())) == 1, "versions before are removed"
+    assert len(list(engine.files.folder.iterdir())) == 2, "versions before the last are removed"
     sync.publish(7)  # for the tests below: versions need not follow each other
     sync.close()
 
@@ -285,6 +286,33 @@ def test_frozen_weights_stay_though_vllm_fuses_them_with_trained_ones(engine):
     sync.publish(9)
     assert (engine.rescore(TOKENS) - log_probs(actor.model(9), TOKENS)).abs().max() < BOUND
     sync.close()
+
+
+def test_an_update_that_fails_leaves_nothing_to_the_next(engine, monkeypatch):
+    monkeypatch.setattr("sfumato.rollout.engines.served.weight_files.FILE_BYTES", 20_000)  # several files a layer
+
+    def written(version):
+        return engine.files.write(((name, each.detach()) for name, each in moved(version).named_parameters()), version)
+
+    folder = written(20)
+    with pytest.raises(WeightSyncError, match="version 21 of the weights was not loaded by the vLLM server"):
+        engine.take_version(folder, 21)
+    assert "has weights of version 20, not 21" in engine.calls._process.log.read_text()
+    (lost, *_), count = sorted(folder.iterdir())[5:], len(list(folder.iterdir()))
+    assert count > 8
+    lost.unlink()
+    lost.symlink_to("/proc/self/fd/999")  # as after the end of the process that had the memory
+    with pytest.raises(WeightSyncError, match="version 20 of the weights was not loaded"):
+        engine.take_version(folder, 20)  # the layer in the middle of which it ended has a part of it
+    engine.files.remove(folder)
+    with pytest.raises(WeightSyncError, match="version 20 of the weights was not loaded"):
+        engine.take_version(folder, 20)
+    assert f"{folder} has no weights" in engine.calls._process.log.read_text()
+    folder = written(23)
+    engine.take_version(folder, 23)
+    assert (engine.rescore(TOKENS) - log_probs(moved(23), TOKENS)).abs().max() < BOUND
+    assert drawn(engine, requests_of(2))[0].versions[0] == 23
+    engine.files.remove(folder)
 
 
 def test_wrong_weights_stop_the_run(engine):

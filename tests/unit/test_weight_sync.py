@@ -41,6 +41,7 @@ from sfumato.runtime.weight_sync.places import (
     ADDRESS_VARIABLE,
     Place,
     check_reachable,
+    first_of_each_machine,
     meet,
     open_store,
     own_address,
@@ -454,7 +455,7 @@ def drop(path: Path) -> None:
         (truncate, "is not as long as it was written"),
         (flip, r"0.weight \(rank 0\) is not what was sent"),
         (remove, "is damaged"),
-        (drop, "lacks 0.weight"),
+        (drop, r"lacks 1 weights: 0\.weight"),
     ],
 )
 def test_damaged_files_are_refused(damage, text, tmp_path):
@@ -491,6 +492,11 @@ def test_the_transport_follows_from_where_the_processes_are():
     assert choose("auto", Ends(GPU[:1], GPU[1:2])) == "broadcast"
     assert match(Ends(GPU[:2], GPU[2:])) == (0, 1)
     assert match(Ends(CPU[:2], [*CPU[2:], CPU[0]])) == (0, 1, 0)
+    places = [CPU[2], ELSEWHERE, CPU[3], ELSEWHERE]
+    takers = first_of_each_machine(places)
+    assert takers == (0, 1, 0, 1) and Ends(CPU[:2], places, takers).taking == [CPU[2], ELSEWHERE]
+    assert match(Ends(CPU[:2], CPU[2:], (1, 1))) == (1,)
+    assert choose("local", Ends(CPU[:2], CPU[:2], (0, 0))) == "local", "the ranks that take nothing count, too"
     with pytest.raises(ConfigError, match=r"sampler's rank 1 \(two, process 1\) has none: set it to broadcast"):
         match(Ends(CPU[:2], [CPU[2], ELSEWHERE]))
     with pytest.raises(ConfigError, match="within a process only"):
@@ -573,7 +579,7 @@ def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broad
 
     def make(ends: bool, timeout_s: float) -> list[broadcast._Group]:
         store, address = open_store(CPU[:3], 5.0)
-        access, mesh = broadcast.Access(address, 1, "gloo"), Mesh(Layout(), torch.device("cpu"))
+        access, mesh = broadcast.Access(address, (0,), "gloo"), Mesh(Layout(), torch.device("cpu"))
         buckets = plan_buckets({"a": Spec((4,), torch.float32)}, 64)
         groups = [
             broadcast._Group(store if rank == 0 else reach_store(address, 5.0), rank, access, mesh, buckets)
@@ -591,17 +597,17 @@ def beside_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[broad
 def test_on_a_device_a_broadcast_begins_when_all_ranks_have_come(beside_a_device: Any) -> None:
     actor, sampler = beside_a_device(ends=True, timeout_s=5.0)
     began: list[int] = []
-    begin = actor._begin
-    actor._begin = lambda count: began.append(count) or begin(count)
+    launch = actor._launch
+    actor._launch = lambda memory: began.append(len(memory)) or launch(memory)
     with ThreadPoolExecutor(2) as threads:
         for version in (1, 2):
-            actor.memory.fill_(version)
-            sending = threads.submit(actor.broadcast, 16, version)
+            actor.slots[0].fill_(version)
+            sending = threads.submit(actor.broadcast, actor.slots[0], 16, version)
             time.sleep(0.1)
             assert len(began) == version - 1 and not sending.done()
-            sampler.broadcast(16, version)
+            received = sampler.broadcast(sampler.slots[0], 16, version)
             sending.result(5)
-            assert sampler.memory[:16].tolist() == [version] * 16
+            assert received[:16].tolist() == [version] * 16
     assert actor.store.check(["here/the actor, bucket 2"]) and not actor.store.check(["here/the actor, bucket 1"])
 
 
@@ -610,14 +616,53 @@ def test_on_a_device_a_rank_that_has_gone_is_named_and_kernels_that_never_end_ar
 ) -> None:
     actor, _ = beside_a_device(ends=True, timeout_s=0.3)
     with pytest.raises(WeightSyncError, match=r"version 7: the actor lost a rank of the sampler.*rank 0, bucket 1"):
-        actor.broadcast(16, 7)
+        actor.broadcast(actor.slots[0], 16, 7)
     actor, sampler = beside_a_device(ends=False, timeout_s=0.5)
     with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(sampler.broadcast, 16, 1)
+        other = threads.submit(sampler.broadcast, sampler.slots[0], 16, 1)
         with pytest.raises(WeightSyncError, match=r"did not end in 0\.5 s"):
-            actor.broadcast(16, 1)
+            actor.broadcast(actor.slots[0], 16, 1)
         with pytest.raises(WeightSyncError):
             other.result(5)
+
+
+def test_a_bucket_is_sent_while_the_next_is_gathered_and_loaded_while_the_next_comes(beside_a_device: Any) -> None:
+    """Each side's second bucket must begin before its first has ended, or the test does not."""
+    actor, sampler = beside_a_device(ends=True, timeout_s=5.0)
+    buckets = plan_buckets({name: Spec((4,), torch.float32) for name in "abc"}, 16)
+    values = iter((1, 2, 3))
+    second_begun = {"gather": threading.Event(), "receive": threading.Event()}
+
+    def slow(group: broadcast._Group, event: threading.Event) -> Callable[..., torch.Tensor]:
+        def wait_then_broadcast(memory: torch.Tensor, *args: Any) -> torch.Tensor:
+            assert event.wait(5), "nothing goes on beside it"
+            return type(group).broadcast(group, memory, *args)
+
+        return wait_then_broadcast
+
+    class Gathering:
+        def gather(self, bucket: Any, memory: torch.Tensor) -> None:
+            if memory is actor.slots[1]:
+                second_begun["gather"].set()
+            memory.view(torch.float32).fill_(next(values))
+
+    for group in (actor, sampler):
+        group.slots, group.stream = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)], None
+    actor.broadcast = slow(actor, second_begun["gather"])
+    sending = object.__new__(broadcast.Sending)
+    sending.group, sending.buckets = actor, buckets
+    receiving = object.__new__(broadcast.Receiving)
+    receiving.group, receiving.buckets = sampler, buckets
+    begin = sampler.begin
+    sampler.begin = lambda number, *args: (number == 1 and second_begun["receive"].set()) or begin(number, *args)
+    received = {}
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(sending.send, 1, Gathering())
+        for name, tensor in receiving.take(1, None):
+            assert second_begun["receive"].wait(5)
+            received[name] = tensor.tolist()
+        sent.result(5)
+    assert received == {"a": [1.0] * 4, "b": [2.0] * 4, "c": [3.0] * 4}
 
 
 def test_of_two_sides_that_fail_the_cause_is_raised() -> None:

@@ -38,14 +38,15 @@ class ServedSettings:
     sleep: bool = False
     """Give GPU memory to others while nothing is drawn (vLLM's sleep mode, SGLang's memory saver)."""
     timeout_s: float = 600.0
-    """Longest that a completion, or any other answer, may take."""
+    """Longest that an answer may take; of completions, since the last one ended, so that those that wait for room in
+    the engine are not late."""
     start_timeout_s: float = 900.0
     """Longest that the start may take."""
     max_requests: int = 256
     """Requests that are drawn at a time; others wait."""
     weights_folder: str | None = None
-    """Where weights are written to for the engine, which must see it; null: weights/ in the run folder. In memory
-    (/dev/shm) it is quicker."""
+    """Where weights are written to for the engine, which must see it; null: memory that an engine of the run shares,
+    where there is room for it, else weights/ in the run folder."""
     api_key_env: str = ""
     """Environment variable with the key of the server at url; empty: it asks for none."""
 
@@ -87,12 +88,15 @@ class ServedSettings:
         return key
 
     def weight_files(self, template: nn.Module, folder: Path, model_path: str) -> WeightFiles:
-        """The writer of the files that hand weights over to the engine.
+        """Hands weights over to the engine.
 
         Args:
             template: transformers' module as the actor has it, on meta.
             folder: the run folder.
             model_path: folder of the model's own files.
         """
-        shared = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
-        return WeightFiles(template, DTYPES[self.dtype], own_folder(shared), model_path)
+        dtype = DTYPES[self.dtype]
+        if self.weights_folder is not None:
+            return WeightFiles(template, dtype, own_folder(Path(self.weights_folder)), model_path)
+        # A server at url may be on another machine, or belong to somebody else: it sees folders alone.
+        return WeightFiles(template, dtype, own_folder(folder / "weights"), model_path, in_memory=not self.url)

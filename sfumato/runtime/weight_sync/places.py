@@ -65,6 +65,12 @@ def places_of(mesh: Mesh) -> list[Place]:
     return mesh.gather(Place(f"{socket.gethostname()}/{boot}", os.getpid(), gpu), over="world")
 
 
+def first_of_each_machine(places: Sequence[Place]) -> tuple[int, ...]:
+    """For each rank the first one on its machine."""
+    machines = [place.machine for place in places]
+    return tuple(machines.index(machine) for machine in machines)
+
+
 def own_address() -> str:
     """The address under which other machines reach this one: ADDRESS_VARIABLE, or that of the network interface."""
     if address := os.environ.get(ADDRESS_VARIABLE):

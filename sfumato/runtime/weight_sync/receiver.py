@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import ClassVar, Protocol, cast
 
@@ -14,9 +14,9 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Checksums, Spec, compare, local_checksums
-from sfumato.runtime.weight_sync.places import places_of
+from sfumato.runtime.weight_sync.places import first_of_each_machine, places_of
 from sfumato.runtime.weight_sync.sender import Description, Handshake, Sent, close_way, refuse_stages
-from sfumato.runtime.weight_sync.transports import receiving_side
+from sfumato.runtime.weight_sync.transports import Bystander, Receiving, receiving_side
 
 
 class Receiver(Protocol):
@@ -27,6 +27,8 @@ class Receiver(Protocol):
     tensors, and is verified by their checksums."""
     shards: Shards | None
     """How its tensors are divided over the role's ranks, if it wants only its shards; None to get whole tensors."""
+    takes_for_machine: bool
+    """Whether what one rank has loaded can be used by all ranks on its machine: then one of them is sent weights."""
 
     def describe(self) -> dict[str, Spec]:
         """Shapes and dtypes of the whole, unfused tensors that it wants, by the actor's names: all tensors of the
@@ -43,6 +45,14 @@ class Receiver(Protocol):
                 once.
             version: of the actor's weights.
         """
+        ...
+
+    def place(self) -> str:
+        """Where the other ranks of the machine find what was loaded; used if it takes for its machine."""
+        ...
+
+    def load_from(self, place: str) -> None:
+        """In the place of ``load``, on a rank whose weights another rank has loaded."""
         ...
 
     def apply(self, version: int) -> None:
@@ -80,6 +90,7 @@ class MeshReceiver:
     """``Receiver`` for a module as ``parallelize`` returned it: keeps the new shards, and copies them when applied."""
 
     rescores: ClassVar[bool] = False
+    takes_for_machine: ClassVar[bool] = False
 
     def __init__(self, state: ReceivingState) -> None:
         """Must run in the main thread of every process: fsdp1 asks the other ranks for the sizes of their shards."""
@@ -132,9 +143,14 @@ class ReceivingEnd:
         self.mesh = state.mesh
         self.receiver = receiver_of(state)
         self.sent_names = {item.name for bucket in handshake.buckets for item in bucket.items}
-        kind = receiving_side(handshake.transport)
-        shards = self.receiver.shards
-        self.transport = kind(handshake.access, handshake.settings, self.mesh, handshake.buckets, shards)
+        self.takers = handshake.takers or tuple(range(self.mesh.size))
+        self.takes = self.takers[self.mesh.rank] == self.mesh.rank
+        self.transport: Receiving = Bystander()
+        if self.takes:
+            kind = receiving_side(handshake.transport)
+            shards = self.receiver.shards
+            self.transport = kind(handshake.access, handshake.settings, self.mesh, handshake.buckets, shards)
+        self.transport.hand_over_to(self._load)
         self.specs = {name: spec.shape for name, spec in self.receiver.describe().items()}
         on_gpu = self.mesh.device.type == "cuda"
         # Copies run beside what the main thread computes. One stream for all versions: the allocator reuses freed
@@ -145,9 +161,13 @@ class ReceivingEnd:
         self.last: int | None = None
         """The newest version that was received."""
 
-    @torch.no_grad()
     def receive(self, version: int, delivery: object) -> None:
         """Has the receiver load a version. The role's process group is not used."""
+        if not self.transport.hands_over:
+            self._load(version, self.transport.take(version, delivery))
+
+    @torch.no_grad()
+    def _load(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         if self.staged is not None:
             raise WeightSyncError(
                 f"version {version} came to the sampler's rank {self.mesh.rank} before version {self.staged} was "
@@ -159,8 +179,11 @@ class ReceivingEnd:
                 "had come: each must be larger than the one before; WeightSync.reconnect() begins anew"
             )
         try:
-            with torch.cuda.stream(self.stream) if self.stream is not None else nullcontext():
-                self.receiver.load(self._tensors(version, delivery), version)
+            # What is handed over is gathered in between, in the stream of the weights.
+            beside = self.stream is not None and not self.transport.hands_over
+            with torch.cuda.stream(self.stream) if beside else nullcontext():
+                if self.takes:
+                    self.receiver.load(self._tensors(version, tensors), version)
             if self.stream is not None:
                 self.stream.synchronize()
             self.staged = self.last = version
@@ -168,13 +191,32 @@ class ReceivingEnd:
             self.transport.give_up()
             raise
 
-    def _tensors(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors from the transport, cut into shards if the receiver wants these."""
         shards = None if self.transport.gives_shards else self.receiver.shards
-        for name, tensor in self.transport.take(version, delivery):
+        for name, tensor in tensors:
             if name not in self.sent_names:
                 raise WeightSyncError(f"version {version}: {name} came, which nobody has announced")
             yield name, tensor if shards is None else shards.shard(name, tensor).clone()
+
+    def find_loaded(self, problem: str) -> str:
+        """Tells ranks whose weights another one has loaded where these are. All ranks must call it.
+
+        Args:
+            problem: why the version cannot be applied here; empty if it can.
+
+        Returns:
+            The problem, or that of the rank that takes the weights for this one.
+        """
+        if self.takers == tuple(range(self.mesh.size)):
+            return problem
+        places = self.mesh.gather("" if problem or not self.takes else self.receiver.place(), over="world")
+        taker = self.takers[self.mesh.rank]
+        if not problem and not places[taker]:
+            return f"the sampler's rank {taker}, which takes weights for the others on its machine, has none"
+        if not problem and not self.takes:
+            self.receiver.load_from(places[taker])
+        return problem
 
     def problem(self, version: int) -> str:
         """Why a version cannot be applied; empty if it can."""
@@ -214,7 +256,9 @@ def describe(state: ReceivingState) -> Description:
     """
     refuse_stages(state.mesh, "sampler")
     receiver = receiver_of(state)
-    return Description(receiver.describe(), places_of(state.mesh), receiver.rescores)
+    places = places_of(state.mesh)
+    takers = first_of_each_machine(places) if receiver.takes_for_machine else None
+    return Description(receiver.describe(), places, receiver.rescores, takers)
 
 
 def open_receiving(state: ReceivingState, handshake: Handshake) -> None:
@@ -228,6 +272,12 @@ def join_receiving(state: ReceivingState) -> None:
     _end(state).transport.join()
 
 
+def draw_tokens(state: ReceivingState, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Fixed tokens ``[N, T]`` that go on from these beginnings, as the first rank's ``engine`` draws them."""
+    tokens = state.engine.draw_tokens(beginnings)  # type: ignore[attr-defined]
+    return state.mesh.gather(tokens, over="world")[0]  # ranks that share a batch must score the same
+
+
 def receive(state: ReceivingState, version: int, delivery: object) -> None:
     """Loads a version. Runs in every process of the sampler, in any thread.
 
@@ -238,7 +288,7 @@ def receive(state: ReceivingState, version: int, delivery: object) -> None:
 
 
 @torch.no_grad()
-def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None) -> list[torch.Tensor] | None:
     """Takes a received version into use. Runs in the main thread of every process.
 
     Args:
@@ -247,13 +297,13 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
         tokens: int64 ``[N, T]``, for a receiver that rescores.
 
     Returns:
-        Log-probs of the tokens, float32 ``[N, T - 1]``, if the receiver rescores, else None.
+        Log-probs of the tokens, float32 ``[N, T - 1]`` by each rank's receiver, if receivers rescore, else None.
 
     Raises:
         WeightSyncError: on every rank, when some rank has not received the version, or weights differ from the actor's.
     """
     end = _end(state)
-    problem = end.problem(sent.version)
+    problem = end.find_loaded(end.problem(sent.version))
     sums: Checksums = {}
     if not problem:
         end.receiver.apply(sent.version)
@@ -269,7 +319,28 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
     if not end.receiver.rescores:
         return None
     assert tokens is not None, "WeightSync gives tokens to a receiver that rescores"
-    return end.receiver.rescore(tokens)
+    return _rescore_all(end, tokens)
+
+
+def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Log-probs of the tokens by the receiver of every rank: each has an engine of its own, any of which may be wrong.
+
+    Raises:
+        Exception: what a receiver raised, on its rank.
+        WeightSyncError: on the others.
+    """
+    log_probs: torch.Tensor | None = None
+    failure: Exception | None = None
+    try:
+        log_probs = end.receiver.rescore(tokens)
+    except Exception as error:  # raised below: a rank that left alone would keep the others waiting
+        failure = error
+    ranks = end.mesh.gather((log_probs, "" if failure is None else str(failure)), over="world")
+    if failure is not None:
+        raise failure
+    if problems := [text for _, text in ranks if text]:
+        raise WeightSyncError(f"another rank's engine could not score the fixed tokens: {problems[0]}")
+    return [scored for scored, _ in ranks if scored is not None]
 
 
 def set_version(state: ReceivingState, version: int) -> None:

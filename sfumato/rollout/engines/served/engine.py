@@ -55,6 +55,7 @@ class ServedEngine(ABC):
 
     rescores: ClassVar[bool] = True
     shards: ClassVar[Shards | None] = None
+    takes_for_machine: ClassVar[bool] = True
 
     def __init__(self, name: str, files: WeightFiles, max_length: int) -> None:
         """
@@ -70,7 +71,9 @@ class ServedEngine(ABC):
         self.staged: Path | None = None
         """Folder of a version that was written but not applied yet."""
         self.applied: Path | None = None
-        """Folder of the version in use; it stays on disk so that a restarted engine can load it."""
+        """Folder of the version in use; it stays so that a restarted engine can load it."""
+        self._replaced: Path | None = None
+        """Folder of the version before that in use, from which engines of other ranks may still load."""
         self._is_paused = self._is_closed = False
         self._waits_for_weights = False
 
@@ -164,8 +167,10 @@ class ServedEngine(ABC):
 
         Raises:
             ConfigError: when this run did not start them.
-            EngineError: when they do not start.
+            EngineError: when they do not start, or the engine is closed.
         """
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
         self._restart()
         self._is_paused = self._waits_for_weights = False
         if self.applied is not None:
@@ -184,14 +189,24 @@ class ServedEngine(ABC):
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """See ``Receiver``. The engine goes on drawing by its current weights."""
-        self.files.remove(self.staged)
+        for folder in (self.staged, self._replaced):
+            self.files.remove(folder)
+        self.staged = self._replaced = None
         self.staged = self.files.write(tensors, version)
+
+    def place(self) -> str:
+        """See ``Receiver``: the folder of the version that was loaded."""
+        return "" if self.staged is None else str(self.staged.absolute())
+
+    def load_from(self, place: str) -> None:
+        """See ``Receiver``."""
+        self.staged = Path(place)
 
     def apply(self, version: int) -> None:
         """See ``Receiver``."""
         assert self.staged is not None, "load a version first"
         self.take_version(self.staged, version)
-        self.files.remove(self.applied)
+        self._replaced = self.applied
         self.applied = self.staged
         self.staged = None
 

@@ -7,7 +7,7 @@ paths, no weights.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -43,6 +43,18 @@ class Ends:
 
     senders: Sequence[Place]
     receivers: Sequence[Place]
+    takers: Sequence[int] | None = None
+    """For each receiving rank the one that takes the weights for it; None: each takes its own."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Receiving ranks that take weights."""
+        return tuple(sorted(set(range(len(self.receivers)) if self.takers is None else self.takers)))
+
+    @property
+    def taking(self) -> list[Place]:
+        """Their places."""
+        return [self.receivers[rank] for rank in self.ranks]
 
     @property
     def in_one_process(self) -> bool:
@@ -93,10 +105,15 @@ class Receiving(Protocol):
     gives_shards: bool = False
     """Whether ``take`` yields this rank's shards, which stay valid until they are applied; otherwise it yields whole
     tensors, which are to be cut or copied at once."""
+    hands_over: bool = False
+    """Whether the sending side, in this process, calls what ``hand_over_to`` was given, in the place of ``take``."""
 
     def __init__(
         self, access: Any, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None: ...
+
+    def hand_over_to(self, load: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+        """Is told at the beginning what loads a version, from its number and its tensors as ``take`` yields them."""
 
     def join(self) -> None:
         """Waits for the sender, and for the other receivers."""
@@ -113,6 +130,18 @@ class Receiving(Protocol):
         """Frees all resources."""
 
 
+class Bystander(Receiving):
+    """Of a rank whose weights another one takes: nothing comes."""
+
+    def __init__(self) -> None:
+        pass
+
+    def take(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
+        """Nothing."""
+        del version, delivery
+        yield from ()
+
+
 def choose(name: str, ends: Ends) -> str:
     """Chooses the transport between two roles.
 
@@ -122,8 +151,8 @@ def choose(name: str, ends: Ends) -> str:
     if name == "auto":
         if ends.in_one_process:
             return "local"
-        on_gpu = all(place.gpu for place in (*ends.senders, *ends.receivers))
-        near = all(ends.neighbours(rank) for rank in range(len(ends.receivers)))
+        on_gpu = all(place.gpu for place in (*ends.senders, *ends.taking))
+        near = all(ends.neighbours(rank) for rank in ends.ranks)
         return "ipc" if on_gpu and near else "broadcast"
     if name not in NAMES:
         raise ConfigError(f"runtime.weight_sync {name!r} is unknown: auto, {', '.join(NAMES)}")

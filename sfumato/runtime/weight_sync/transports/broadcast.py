@@ -14,6 +14,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 MAX_CTAS = 4
 """Most thread blocks of NCCL's kernels of a broadcast: a GPU has room for more than a hundred."""
 
+NUM_SLOTS = 2
+"""Buckets in memory: one is sent while another is gathered, or loaded."""
+
 POLL_S = 0.002
 """Seconds between two checks whether a broadcast has ended."""
 
@@ -46,7 +50,8 @@ class Access:
     """How the sampler's ranks join the group."""
 
     address: tuple[str, int]
-    num_receivers: int
+    ranks: tuple[int, ...]
+    """Ranks of the sampler that take weights."""
     backend: str
 
 
@@ -55,7 +60,12 @@ class _Group:
 
     def __init__(self, store: Store, rank: int, access: Access, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self.device = mesh.device if access.backend == "nccl" else torch.device("cpu")
-        self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8, device=self.device)
+        self.slots = [
+            torch.empty(largest(tuple(buckets)), dtype=torch.uint8, device=self.device)
+            for _ in range(min(NUM_SLOTS, max(1, len(buckets))))
+        ]
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        """Sends or receives a bucket while another is gathered, or loaded."""
         self.store: Store | None = store
         self.rank = rank
         self.access = access
@@ -67,17 +77,17 @@ class _Group:
 
     @property
     def name(self) -> str:
-        return f"the sampler's rank {self.rank - 1}" if self.rank else "the actor"
+        return self.names[self.rank]
 
     @property
     def names(self) -> list[str]:
         """Names of all members, by rank."""
-        return ["the actor", *(f"the sampler's rank {rank}" for rank in range(self.access.num_receivers))]
+        return ["the actor", *(f"the sampler's rank {rank}" for rank in self.access.ranks)]
 
     def join(self, timeout_s: float) -> None:
         """Waits for all members, and makes the process group."""
         assert self.store is not None
-        size = self.access.num_receivers + 1
+        size = len(self.names)
         self.timeout_s = timeout_s
         meet(self.store, self.name, self.names, timeout_s, self.stop)
         store = dist.PrefixStore("weights", self.store)  # pyright: ignore[reportPrivateImportUsage]
@@ -97,8 +107,25 @@ class _Group:
                 f"{self.name} could not join the group that sends weights: {_reason(error)}"
             ) from error
 
-    def broadcast(self, num_bytes: int, version: int) -> None:
-        """Sends, or on ranks above 0 receives, the first bytes of ``memory``.
+    def begin(self, number: int, bucket: Bucket, version: int) -> Future[torch.Tensor]:
+        """Sends, or on ranks above 0 receives, a bucket in the slot of its number. The result is that memory.
+
+        What uses the slot on the device must have been launched before.
+        """
+        slot = self.slots[number % NUM_SLOTS]
+        is_free = torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
+        return self.thread.submit(self.broadcast, slot, bucket.num_bytes, version, is_free)
+
+    def broadcast(
+        self, memory: torch.Tensor, num_bytes: int, version: int, is_free: torch.Event | torch.cuda.Event | None = None
+    ) -> torch.Tensor:
+        """Sends, or on ranks above 0 receives, the first bytes of a memory, and returns it.
+
+        Args:
+            memory: uint8, at least ``num_bytes``.
+            num_bytes: of the bucket.
+            version: of the weights.
+            is_free: the event on the device after which the memory may be read, or filled.
 
         Raises:
             WeightSyncError: when a rank is lost.
@@ -107,9 +134,10 @@ class _Group:
             raise WeightSyncError(f"{self.name} is not connected (any more): WeightSync.reconnect() first")
         try:
             if self.stream is None:
-                self._begin(num_bytes).wait()
+                self._launch(memory[:num_bytes]).wait()
             else:
-                self._broadcast_beside(num_bytes)
+                self._broadcast_beside(memory[:num_bytes], is_free)
+            return memory
         except RuntimeError as error:
             other = "the actor" if self.rank else "a rank of the sampler"
             raise WeightSyncError(
@@ -117,14 +145,14 @@ class _Group:
                 "WeightSync.reconnect() when both live"
             ) from error
 
-    def _begin(self, num_bytes: int) -> dist.Work:
+    def _launch(self, memory: torch.Tensor) -> dist.Work:
         """Starts the broadcast; on GPUs in the current stream."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         # torch's stubs lack the methods of the backends.
-        return cast("Any", self.group).broadcast([self.memory[:num_bytes]], options)
+        return cast("Any", self.group).broadcast([memory], options)
 
-    def _broadcast_beside(self, num_bytes: int) -> None:
+    def _broadcast_beside(self, memory: torch.Tensor, is_free: torch.Event | torch.cuda.Event | None) -> None:
         """Broadcasts beside other work of the GPU.
 
         Raises:
@@ -139,9 +167,10 @@ class _Group:
         if self.rank == 0:  # everybody is at this meeting, so nobody reads the keys of the one before
             for name in self.names:
                 self.store.delete_key(f"here/{name}, bucket {self.num_sent - 1}")
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # what filled this memory, or read it
+        if is_free is not None:
+            self.stream.wait_event(is_free)
         with torch.cuda.stream(self.stream):
-            self._begin(num_bytes).wait()
+            self._launch(memory).wait()
             ended = self.stream.record_event()
         deadline = time.monotonic() + self.timeout_s
         while not ended.query():
@@ -160,7 +189,8 @@ class _Group:
         if self.group is not None:
             self.group.shutdown()
         self.group = self.store = None
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.slots = []
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Sending(transports.Sending):
@@ -174,10 +204,10 @@ class Sending(transports.Sending):
         self.group: _Group | None = None
         if not mesh.is_first:
             return
-        store, address = open_store([ends.senders[0], *ends.receivers], settings.timeout_s)
-        gpus = [place.gpu for place in (ends.senders[0], *ends.receivers)]
+        store, address = open_store([ends.senders[0], *ends.taking], settings.timeout_s)
+        gpus = [place.gpu for place in (ends.senders[0], *ends.taking)]
         backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"  # NCCL wants a GPU for each rank
-        self.group = _Group(store, 0, Access(address, len(ends.receivers), backend), mesh, buckets)
+        self.group = _Group(store, 0, Access(address, ends.ranks, backend), mesh, buckets)
 
     def access(self) -> Access | None:
         """Address of the store, and size and backend of the group; None on other ranks than the first."""
@@ -189,11 +219,15 @@ class Sending(transports.Sending):
             self.group.join(self.settings.timeout_s)
 
     def send(self, version: int, source: Source) -> None:
-        """Gathers and broadcasts one bucket after the other."""
-        for bucket in self.buckets:
-            source.gather(bucket, self.group.memory if self.group else None)
-            if self.group:
-                self.group.broadcast(bucket.num_bytes, version)
+        """Broadcasts one bucket while the next is gathered."""
+        sending: Future[torch.Tensor] | None = None
+        for number, bucket in enumerate(self.buckets):
+            source.gather(bucket, self.group.slots[number % NUM_SLOTS] if self.group else None)
+            if sending is not None:
+                sending.result()
+            sending = self.group.begin(number, bucket, version) if self.group else None
+        if sending is not None:
+            sending.result()
 
     def abort(self) -> None:
         """Ends a wait for the sampler with an error. A broadcast by gloo fails by itself when a rank is lost."""
@@ -216,18 +250,21 @@ class Receiving(transports.Receiving):
         self.settings = settings
         self.buckets = buckets
         store = reach_store(access.address, settings.timeout_s)
-        self.group = _Group(store, mesh.rank + 1, access, mesh, buckets)
+        self.group = _Group(store, access.ranks.index(mesh.rank) + 1, access, mesh, buckets)
 
     def join(self) -> None:
         """Waits for the actor and the other ranks."""
         self.group.join(self.settings.timeout_s)
 
     def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors, as views of the memory of the current bucket."""
+        """Whole tensors, as views of the memory of a bucket, while the next one comes."""
         del delivery
-        for bucket in self.buckets:
-            self.group.broadcast(bucket.num_bytes, version)
-            yield from bucket.tensors(self.group.memory)
+        coming = [self.group.begin(0, self.buckets[0], version)] if self.buckets else []
+        for number, bucket in enumerate(self.buckets):
+            memory = coming.pop().result()
+            if number + 1 < len(self.buckets):
+                coming.append(self.group.begin(number + 1, self.buckets[number + 1], version))
+            yield from bucket.tensors(memory)
 
     def give_up(self) -> None:
         """Leaves the group, which makes the broadcasts of all other ranks fail."""

@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -29,6 +30,9 @@ FOLDER = "weight_sync"
 
 MANIFEST = "manifest.json"
 
+NUM_SLOTS = 2
+"""Buckets in memory: one is written while another is gathered."""
+
 VISIBLE_S = 10.0
 """Seconds after which a network file system shows a folder that another node has renamed."""
 
@@ -45,11 +49,12 @@ class Sending(transports.Sending):
         self.root = Path(settings.folder) / FOLDER
         self.mesh = mesh
         self.buckets = buckets
-        self.memory: torch.Tensor | None = None
+        self.slots: list[torch.Tensor] = []
         if mesh.is_first:
             for leftover in self.root.glob("version_*"):  # of a run that was killed
                 remove(leftover)
-            self.memory = torch.empty(largest(tuple(buckets)), dtype=torch.uint8)
+            size = largest(tuple(buckets))
+            self.slots = [torch.empty(size, dtype=torch.uint8) for _ in range(min(NUM_SLOTS, max(1, len(buckets))))]
 
     def send(self, version: int, source: Source) -> str:
         """Writes the buckets of a version; returns its folder, on every rank."""
@@ -63,18 +68,23 @@ class Sending(transports.Sending):
         """Gathers and writes all buckets. Returns the folder on the first rank; the others only gather."""
         final = self.root / f"version_{version}"
         building = final.with_suffix(".tmp")
-        files: dict[str, int] = {}
-        if self.memory is not None:
-            make_new_folder(building)
-        for number, bucket in enumerate(self.buckets):
-            source.gather(bucket, self.memory)
-            if self.memory is None:
-                continue
-            path = building / f"bucket_{number:05d}.safetensors"
-            save_file({name: tensor.clone() for name, tensor in bucket.tensors(self.memory)}, path)
-            files[path.name] = path.stat().st_size
-        if self.memory is None:
+        if not self.slots:
+            for bucket in self.buckets:
+                source.gather(bucket, None)
             return None
+        make_new_folder(building)
+        files: dict[str, int] = {}
+        writing: Future[None] | None = None
+        with ThreadPoolExecutor(1) as thread:
+            for number, bucket in enumerate(self.buckets):
+                slot = self.slots[number % NUM_SLOTS]
+                source.gather(bucket, slot)  # while the one before is written
+                if writing is not None:
+                    writing.result()
+                path = building / f"bucket_{number:05d}.safetensors"
+                writing = thread.submit(_write_bucket, bucket, slot, path, files)
+            if writing is not None:
+                writing.result()
         text = json.dumps({"version": version, "files": files}, indent=1)
         write_atomically(building / MANIFEST, text.encode())
         remove(final)
@@ -84,13 +94,19 @@ class Sending(transports.Sending):
     def release(self, version: int) -> None:
         """Removes a version, when all ranks of this role have come: they may be the receivers, too."""
         self.mesh.barrier()
-        if self.memory is not None:
+        if self.slots:
             shutil.rmtree(self.root / f"version_{version}")
 
     def close(self) -> None:
         """Removes the folder with all versions."""
-        if self.memory is not None:
+        if self.slots:
             shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _write_bucket(bucket: Bucket, memory: torch.Tensor, path: Path, files: dict[str, int]) -> None:
+    """Writes a bucket's tensors into a file, and adds its size to ``files``, by its name."""
+    save_file({name: tensor.clone() for name, tensor in bucket.tensors(memory)}, path)
+    files[path.name] = path.stat().st_size
 
 
 class Receiving(transports.Receiving):

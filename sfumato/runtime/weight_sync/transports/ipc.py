@@ -46,22 +46,25 @@ class Access:
     """How the sampler's ranks find store and memory."""
 
     address: tuple[str, int]
+    ranks: tuple[int, ...]
+    """Ranks of the sampler that take weights."""
     sources: tuple[int, ...]
-    """For each rank of the sampler the actor rank that it takes weights from."""
+    """For each of them the actor rank that it takes weights from."""
     handles: tuple[tuple[Handle, ...], ...]
-    """For each rank of the sampler handles of the slots: its own ones, since CUDA counts the users of each handle."""
+    """For each of them handles of the slots: its own ones, since CUDA counts the users of each handle."""
     num_bytes: int
     """Bytes of a slot."""
 
 
 def match(ends: Ends) -> tuple[int, ...]:
-    """For each rank of the sampler an actor rank that it can share memory with; several share the load.
+    """For each rank of the sampler that takes weights an actor rank that it can share memory with; several share the
+    load.
 
     Raises:
         ConfigError: when there is none for some rank.
     """
     sources = []
-    for rank, place in enumerate(ends.receivers):
+    for rank, place in zip(ends.ranks, ends.taking, strict=True):
         neighbours = ends.neighbours(rank)
         if not neighbours:
             raise ConfigError(
@@ -82,9 +85,9 @@ class Sending(transports.Sending):
         self.mesh = mesh
         self.buckets = buckets
         sources = match(ends)
-        self.takers = [rank for rank, source in enumerate(sources) if source == mesh.rank]
-        self.num_receivers = len(sources)
-        places = [*ends.senders, *ends.receivers]
+        self.receivers = ends.ranks
+        self.takers = [rank for rank, source in zip(self.receivers, sources, strict=True) if source == mesh.rank]
+        places = [*ends.senders, *ends.taking]
         self.store: TCPStore | None
         self.store, address = open_store(places, settings.timeout_s) if mesh.is_first else (None, None)
         address = mesh.first(address, among="world")
@@ -99,8 +102,8 @@ class Sending(transports.Sending):
             for rank in self.takers
         }
         handles = {rank: slots for part in _gather_handles(rank_handles, mesh) for rank, slots in part.items()}
-        ordered = tuple(handles[rank] for rank in range(len(sources)))
-        self._access = Access(address, sources, ordered, num_bytes)
+        ordered = tuple(handles[rank] for rank in self.receivers)
+        self._access = Access(address, self.receivers, sources, ordered, num_bytes)
 
     def _slot(self, num_bytes: int) -> torch.Tensor:
         """Memory of a bucket, uint8 ``[num_bytes]``: on the GPU, or a new mapped file."""
@@ -118,7 +121,7 @@ class Sending(transports.Sending):
     def join(self) -> None:
         """Waits until all ranks of the sampler have mapped the memory."""
         assert self.store is not None
-        names = [f"the sampler's rank {rank}" for rank in range(self.num_receivers)]
+        names = [f"the sampler's rank {rank}" for rank in self.receivers]
         try:
             meet(self.store, f"the actor's rank {self.mesh.rank}", names, self.settings.timeout_s, self.stop)
         finally:
@@ -183,7 +186,9 @@ class Receiving(transports.Receiving):
         self.mesh = mesh
         self.buckets = buckets
         self.access = access
-        self.source = access.sources[mesh.rank]
+        self.number = access.ranks.index(mesh.rank)
+        """Of this rank among those that take weights."""
+        self.source = access.sources[self.number]
         self.store: TCPStore | None = reach_store(access.address, settings.timeout_s)
         self.slots: list[torch.Tensor] = []
         self.stop = threading.Event()
@@ -191,7 +196,7 @@ class Receiving(transports.Receiving):
     def join(self) -> None:
         """Maps the memory, and tells the actor's rank."""
         assert self.store is not None
-        self.slots = [self._map(handle) for handle in self.access.handles[self.mesh.rank]]
+        self.slots = [self._map(handle) for handle in self.access.handles[self.number]]
         name = f"the sampler's rank {self.mesh.rank}"
         meet(self.store, name, [f"the actor's rank {self.source}"], self.settings.timeout_s, self.stop)
 

@@ -1,9 +1,9 @@
 """Transport within a process: it copies the sender's shards if both sides are divided alike; otherwise whole tensors
-are gathered and divided again."""
+are gathered, and divided again or, for a receiver that takes them whole, handed over one bucket at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,9 +20,12 @@ class Sending(transports.Sending):
     streams = False
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None:
-        del settings, ends
+        del settings
         self.mesh = mesh
         self.buckets = buckets
+        self.is_taken_here = mesh.rank in ends.ranks
+        self.load_whole: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None] | None = None
+        """Has the receiver load a version; set when one opens that takes whole tensors."""
         self.receiver: Shards | None = None
         """How the receiver's tensors are divided, set when it opens; None: it takes whole tensors."""
         self.kept: dict[str, torch.Tensor] = {}
@@ -36,8 +39,11 @@ class Sending(transports.Sending):
 
     @torch.no_grad()
     def send(self, version: int, source: Source) -> dict[str, torch.Tensor]:
-        """Copies of the tensors that the receiver in this process needs, by name; the next version overwrites them."""
-        del version
+        """Has a receiver of whole tensors load them. Otherwise copies those that the receiver in this process needs.
+
+        Returns:
+            The copies, by name; the next version overwrites them.
+        """
         items = [item for bucket in self.buckets for item in bucket.items]
         receiver_shards = self.receiver
         differs = receiver_shards is None or any(
@@ -48,6 +54,9 @@ class Sending(transports.Sending):
                 item.name: self._copy(item.name, local(source.parameters[item.name].detach()), item.spec.dtype)
                 for item in items
             }
+        if self.load_whole is not None or not self.is_taken_here:
+            self._hand_over(version, source)
+            return {}
         memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
         copies = {}
         for bucket in self.buckets:
@@ -59,6 +68,26 @@ class Sending(transports.Sending):
                     whole.dtype,
                 )
         return copies
+
+    def _hand_over(self, version: int, source: Source) -> None:
+        """Has the receiver load whole tensors while they are gathered; in no process are they all held at once."""
+        gathered = self._gather(source)
+        try:
+            if self.load_whole is not None:
+                self.load_whole(version, gathered)
+        finally:
+            for _ in gathered:  # what was not loaded: the other ranks gather with this one
+                pass
+
+    def _gather(self, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors, each valid until the next is asked for; none where nobody takes them."""
+        memory = None
+        if self.is_taken_here:
+            memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
+        for bucket in self.buckets:
+            source.gather(bucket, memory)
+            if memory is not None:
+                yield from bucket.tensors(memory)
 
     def close(self) -> None:
         """Frees the memory."""
@@ -83,7 +112,13 @@ class Receiving(transports.Receiving):
         self, access: Sending, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], shards: Shards | None
     ) -> None:
         del settings, mesh, buckets
+        self.access = access
+        self.hands_over = shards is None
         access.receiver = shards
+
+    def hand_over_to(self, load: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+        """Has a receiver of whole tensors load them while they are gathered."""
+        self.access.load_whole = load if self.hands_over else None
 
     def take(self, version: int, delivery: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards."""
