@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from benchmarks.gpu.ceilings import kernel_of
 from benchmarks.gpu.cells import Bound, Cell, Setting, relative_error
 from benchmarks.gpu.syncs import Waits
 from sfumato.parallel.expert import grouped_experts
+
+if TYPE_CHECKING:
+    from sfumato.parallel.expert import ExpertsModule
 
 ROUTES = {"all experts": 1, "half of them": 2, "one in sixteen": 16}
 """Only every so-manieth expert gets tokens."""
@@ -47,7 +50,7 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
 
     def run() -> Tensor:
         experts.zero_grad()
-        output = grouped_experts(cast("Any", experts), hidden, index, weights)
+        output = grouped_experts(experts, hidden, index, weights)
         output.backward(upstream)
         return output.detach()
 
@@ -56,7 +59,7 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
     expected = torch.stack([expert_formula(experts, hidden, index, weights, row) for row in rows])
     used = torch.zeros(len(experts.down_proj), dtype=torch.bool)
     used[index.flatten().cpu()] = True
-    unused = experts.down_proj.grad.float().cpu()[~used]
+    unused = cast("Tensor", experts.down_proj.grad).float().cpu()[~used]
     values: dict[str, Any] = {
         "error": relative_error(output[list(rows)], expected),
         "empty_gradient": float(unused.abs().max()) if len(unused) else 0.0,
@@ -78,7 +81,7 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
     return values | {"ms": seconds * 1e3, "tflops_per_s": operations / seconds / 1e12}
 
 
-def make_experts(setting: Setting) -> nn.Module:
+def make_experts(setting: Setting) -> ExpertsModule:
     """transformers' experts in bf16 with random weights: ``[E, 2I, H]`` and ``[E, H, I]``."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -87,14 +90,14 @@ def make_experts(setting: Setting) -> nn.Module:
     config = Qwen3MoeConfig(hidden_size=hidden_size, moe_intermediate_size=inner, num_experts=count)
     torch.manual_seed(0)
     with torch.device(setting.device):
-        experts = cast("nn.Module", Qwen3MoeSparseMoeBlock(config).experts)
+        experts = cast("ExpertsModule", Qwen3MoeSparseMoeBlock(config).experts)
         for parameter in experts.parameters():
             nn.init.normal_(parameter, std=0.05)
     return experts.to(torch.bfloat16)
 
 
 def make_tokens(
-    experts: nn.Module, tokens: int, chosen: int, every: int, setting: Setting
+    experts: ExpertsModule, tokens: int, chosen: int, every: int, setting: Setting
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states ``[T, H]``, the experts of each token ``[T, k]`` and their weights ``[T, k]``."""
     generator = torch.Generator().manual_seed(1)
@@ -110,7 +113,7 @@ def make_tokens(
     )
 
 
-def expert_formula(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, row: int) -> Tensor:
+def expert_formula(experts: ExpertsModule, hidden: Tensor, index: Tensor, weights: Tensor, row: int) -> Tensor:
     """One token's output in float64 on the CPU: the sum of ``w_e W_down (silu(W_gate h) * (W_up h))``."""
     token = hidden[row].detach().double().cpu()
     output = torch.zeros_like(token)
