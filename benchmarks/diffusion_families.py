@@ -225,13 +225,20 @@ def build(
     return model
 
 
-def fill(module: nn.Module, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Puts small random numbers, and ones into norms, where a module has weights on meta; moves its buffers."""
+def fill(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None, generator: torch.Generator) -> None:
+    """Puts small random numbers, and ones into norms, where a module has weights on meta; moves its buffers.
+
+    Args:
+        module: gets weights that are not trained.
+        device: where it computes.
+        dtype: of the weights; None leaves each its own.
+        generator: on that device.
+    """
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
                 continue
-            weight = torch.empty(parameter.shape, dtype=dtype, device=device)
+            weight = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
             if parameter.ndim == 1 and name == "weight":
                 weight.fill_(1.0)
             else:

@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--device-memory", type=_parse_memory, metavar="GIB", help="memory of one GPU (default: of this one)"
     )
+    check.add_argument(
+        "--host-memory", type=_parse_memory, metavar="GIB", help="CPU memory of one machine (default: of this one)"
+    )
     check.add_argument("--skip-data", action="store_true", help="do not look at the data")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")
     _add_trust(check)
@@ -137,6 +140,7 @@ def _run_check(options: argparse.Namespace) -> int:
             options.device_memory,
             with_data=not options.skip_data,
             show=True,
+            host_gib=options.host_memory,
         )
     if options.json:
         print(findings.to_json())

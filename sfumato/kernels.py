@@ -15,8 +15,8 @@ def choose_allocator(shares_memory: bool = False) -> dict[str, str]:
     torch looks at the environment when it touches a GPU for the first time; processes started later inherit it.
 
     Args:
-        shares_memory: GPU memory is handed to other processes (``runtime.weight_sync: ipc``), which then needs the
-            system call pidfd_getfd, that many containers refuse: leave the allocator as it is.
+        shares_memory: GPU memory is handed to other processes (``RuntimeConfig.shares_gpu_memory``), which then needs
+            the system call pidfd_getfd, that many containers refuse: leave the allocator as it is.
 
     Returns:
         The environment variables for processes that do not inherit them.

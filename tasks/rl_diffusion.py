@@ -45,6 +45,7 @@ from sfumato.rollout.diffusion.trajectories import (
     Trajectories,
     replay_trajectories,
     sample_trajectories,
+    sampled_on_policy,
     with_proximal_means,
 )
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
@@ -218,7 +219,9 @@ def update_policy(
     mismatch = Mismatch()
     replay = Replay()
     update.pending.append(mismatch.numbers)
-    update.batch = with_proximal_means(model, update.batch, update.passes, config, mesh, step)
+    is_on_policy = sampled_on_policy(update.batch, config, mesh, step)
+    rounds_apart = is_on_policy and config.train.compiles(model.device.type)  # graphs with gradients and without do
+    update.batch = with_proximal_means(model, update.batch, update.passes, config, is_on_policy, rounds_apart)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
             sampled = micro.samples.kept
@@ -233,6 +236,8 @@ def update_policy(
             # until the update's first optimiser step the policy is the proximal one itself
             means = sampled.proximal_rows if actor.policies.is_ahead else new.mean
             proximal = None if means is None else replace(new, mean=means.detach())  # at the start of this update
+            if rounds_apart and proximal is not None:  # so that the ratio is that of the weights alone
+                behaviour = replace(behaviour, means=proximal.mean)
             counted = mismatch if micro.is_counted else None  # a pass for other ranks is in no metric
             old, weights = old_policy(
                 objective, algorithm.off_policy, behaviour, proximal, micro.sample_of_row, counted

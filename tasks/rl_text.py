@@ -50,10 +50,10 @@ from sfumato.rollout.text.packing import (
 from sfumato.rollout.text.policy import (
     TextEngine,
     answer_held_out,
+    beginnings_of,
     build_critic,
     build_teacher,
     build_text_policy,
-    fixed_tokens,
     open_prompts,
     probe_policies,
     summed,
@@ -65,7 +65,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import MicroBatch, Update
-from sfumato.runtime.weight_sync.sync import Rescoring
+from sfumato.runtime.weight_sync.rescoring import Rescoring
 from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task
@@ -74,6 +74,7 @@ SHOWN = {"reward": "reward/total", "eval": "eval/reward/total", "tokens": "rollo
 
 
 def main(config: TextRLConfig) -> None:
+    config.refuse_described_model()
     if config.model.made_by is not None:
         importlib.import_module("train_text").make_model(config.model)  # beside this file
     mesh = main_mesh(config)
@@ -86,7 +87,7 @@ def main(config: TextRLConfig) -> None:
             "scorer": lambda config, mesh, run: build_scorer(config.reward),
         }
         loader = TextPromptLoader.from_config(train_prompts, config)
-        rescoring = Rescoring(fixed_tokens(config, template), config.rollout.tolerance)
+        rescoring = Rescoring(beginnings_of(train_prompts, template), config.rollout.tolerance)
         with launch_roles(config, run, **builders, rescoring=rescoring) as roles, roles.rescuing(Actor.save):
             train(config, run, roles, loader)
         if changes := run.changes("eval/reward/"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sfumato.models.language.rounding import rounding_noise
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.weight_sync.checksum import Spec
 
@@ -39,18 +40,22 @@ class Actor:
     """Sends: weights of a version are the seed's plus a tenth of the version."""
 
     def __init__(self, config: Any, mesh: Mesh, run: Any) -> None:
-        self.policy, self.mesh, self.sync = Policy(), mesh, None
+        self.policy, self.mesh, self.sync, self.rate = Policy(), mesh, None, 1.0
 
     @contextmanager
     def sent_weights(self, version: int) -> Iterator[nn.Module]:
         sent = Policy()
         with torch.no_grad():
             for parameter in (each for each in sent.parameters() if each.requires_grad):
-                parameter += version / 10
+                parameter += version / 10 * self.rate
         yield sent
 
     def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return log_probs(module(tokens), tokens).detach()
+
+    def rescore_rounded(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with rounding_noise(module, torch.float16):
+            return self.rescore(module, tokens)
 
 
 class Engine:

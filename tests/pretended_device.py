@@ -207,7 +207,9 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def pretend_device() -> Iterator[PretendedDevice]:
-    """Inside, the device of every mesh is one that counts; see this module."""
+    """Inside, the device of every mesh is one that counts; see this module. fsdp2 gathers weights there."""
+    from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2
+
     from sfumato.parallel import mesh
     from sfumato.tracking.run import Run
 
@@ -224,6 +226,7 @@ def pretend_device() -> Iterator[PretendedDevice]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(mesh.Mesh, "__init__", init_on_device))
         stack.enter_context(mock.patch.object(Run, "log", log_and_count))
+        stack.enter_context(mock.patch.object(fsdp2, "_get_device_from_mesh", return_value=DEVICE))
         stack.enter_context(_Operations(device))
         stack.enter_context(_Functions(device))
         yield device

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ class Setting:
     """What every cell is told."""
 
     device: str
-    """cuda or cpu."""
+    """cuda or cpu; cpu:0 is the device that the tests pretend."""
     tiny: bool
     """Sizes that a CPU computes in seconds: whether the suite works, and no figure."""
     output: Path
@@ -64,18 +65,46 @@ Cell = Callable[[Setting], dict[str, Any]]
 """Returns figures by name. An exception is a failure of this cell alone."""
 
 
+@dataclass(frozen=True)
+class Bound:
+    """What a figure should be, and what to do when it is not. A stage has them in its ``BOUNDS``."""
+
+    figure: str
+    """Name of the value."""
+    limit: float
+    """The largest value that is right; with ``least`` the smallest."""
+    remedy: str
+    least: bool = False
+    cells: str = ""
+    """Regular expression that the names of the cells contain for which it holds; empty: all that have the figure."""
+    real: bool = False
+    """Whether it holds for real sizes on a GPU alone, as those of speed and memory do."""
+
+    def text(self) -> str:
+        """The bound as a table shows it."""
+        return f"{'>=' if self.least else '<='} {self.limit:g}"
+
+    def is_met_by(self, value: float) -> bool:
+        """Whether a value is right; NaN is not."""
+        return value >= self.limit if self.least else value <= self.limit
+
+    def judge(self, value: float) -> dict[str, Any]:
+        """The entry of a line of results."""
+        met = self.is_met_by(value)
+        return {"figure": self.figure, "bound": self.text(), "met": met, "remedy": self.remedy}
+
+
+def judge(bounds: Iterable[Bound], cell: str, values: dict[str, Any], setting: Setting) -> list[dict[str, Any]]:
+    """What the bounds of a stage say of a cell's figures."""
+    in_earnest = setting.on_gpu and not setting.tiny
+    return [
+        bound.judge(float(values[bound.figure]))
+        for bound in bounds
+        if bound.figure in values and re.search(bound.cells, cell) and (in_earnest or not bound.real)
+    ]
+
+
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference by the norm of what is expected, in float64 on the CPU."""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-300))
-
-
-def bounded(values: dict[str, float], most: float) -> dict[str, float]:
-    """The values, none of which may be above ``most`` (or NaN).
-
-    Raises:
-        AssertionError: names those that are, with all values.
-    """
-    wrong = [name for name, value in values.items() if not value <= most]
-    assert not wrong, f"{', '.join(wrong)} above {most:g}: {values}"
-    return values

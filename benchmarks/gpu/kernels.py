@@ -12,11 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gpu.cells import Cell, NotHereError, Setting, bounded, relative_error
+from benchmarks.gpu.ceilings import kernel_of
+from benchmarks.gpu.cells import Bound, Cell, NotHereError, Setting, relative_error
 
-BF16 = 0.02
-"""Largest relative error of what is computed in bf16, whose numbers have 8 bits."""
-FP32 = 2e-5
+WRONG = (
+    "the kernel computes something else than float64 does: do not train with it here; the test of its name says more"
+)
+BOUNDS = (
+    Bound("largest_error", 0.02, WRONG),
+    Bound("largest_difference", 1e-5, "noise must be the CPU's: sample ids would draw other images here"),
+    Bound("moves", 0.03, WRONG, cells="^muon$"),
+    Bound("moves", 2e-5, WRONG, cells="^adamw$"),
+    Bound("moves", 0.2, WRONG, cells="^adamw8bit$"),
+)
+"""Relative errors; numbers in bf16 have 8 bits."""
 
 
 def cells(setting: Setting) -> dict[str, Cell]:
@@ -27,9 +36,9 @@ def cells(setting: Setting) -> dict[str, Cell]:
         "dropout": dropout,
         "noise": noise,
         "checksums": checksums,
-        "muon": partial(optimiser, name="muon", most=0.03),
-        "adamw": partial(optimiser, name="adamw", most=FP32),
-        "adamw8bit": partial(optimiser, name="adamw8bit", most=0.2),
+        "muon": partial(optimiser, name="muon"),
+        "adamw": partial(optimiser, name="adamw"),
+        "adamw8bit": partial(optimiser, name="adamw8bit"),
         "memory moves": memory_moves,
         "weights between processes": weights,
     }
@@ -47,10 +56,19 @@ def with_gradients(work: Callable[..., Tensor], upstream: Tensor, inputs: tuple[
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out))]
 
 
+def errors_of(names: tuple[str, ...], results: list[Tensor], expected: list[Tensor]) -> dict[str, Any]:
+    """Relative errors of a result and of gradients by name, and the largest of them."""
+    errors = {name: relative_error(*pair) for name, *pair in zip(names, results, expected, strict=True)}
+    return {"largest_error": max(errors.values()), **errors}
+
+
 def packed_attention(setting: Setting) -> dict[str, Any]:
     """Documents of unequal lengths in one row, half as many heads of keys; forward and backward."""
-    from sfumato.models.language import packed_attention as packed
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    from sfumato.models.language.packed_attention import register_packed_attention
+
+    attend = ALL_ATTENTION_FUNCTIONS[register_packed_attention()]
     lengths = setting.size((700, 5, 1300, 64, 1, 1026), (9, 1, 14, 5))
     (heads, width), total = setting.size((8, 128), (4, 16)), sum(lengths)
     shapes = [(1, heads, total, width), (1, heads // 2, total, width), (1, heads // 2, total, width)]
@@ -68,15 +86,15 @@ def packed_attention(setting: Setting) -> dict[str, Any]:
         return torch.cat(found, dim=2).transpose(1, 2)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return packed._attention(None, query, key, value, on_device, width**-0.5, None)
+        return attend(nn.Module(), query, key, value, None, position_ids=on_device)[0]
 
     truth = with_gradients(expected, upstream, tuple(each.double() for each in inputs))
     on_device = places.to(setting.device)
     moved = tuple(each.to(setting.device) for each in inputs)
     found = with_gradients(ours, upstream.to(setting.device), moved)
     names = ("forward", "query", "key", "value")
-    values = bounded({name: relative_error(*pair) for name, *pair in zip(names, found, truth, strict=True)}, BF16)
-    kernel = "flash" if packed._has_flash(moved[0], packed._Scoring(width**-0.5)) else "by document"
+    values = errors_of(names, found, truth)
+    kernel = kernel_of(lambda: ours(*moved), setting)
     seconds = setting.seconds(lambda: with_gradients(ours, upstream.to(setting.device), moved), setting.size(10, 1))
     return values | {"kernel": kernel, "ms": seconds * 1e3}
 
@@ -99,8 +117,8 @@ def grouped_products(setting: Setting) -> dict[str, Any]:
 
     found = with_gradients(ours, upstream.to(setting.device), moved)
     names = ("forward", "rows", "weight")
-    values = bounded({name: relative_error(*pair) for name, *pair in zip(names, found, truth, strict=True)}, BF16)
-    kernel = "grouped_mm" if expert._has_kernel(*moved) else "one by one"
+    values = errors_of(names, found, truth)
+    kernel = kernel_of(lambda: ours(*moved), setting)
     return values | {"kernel": kernel, "ms": setting.seconds(lambda: ours(*moved), setting.size(10, 1)) * 1e3}
 
 
@@ -128,7 +146,7 @@ def chunked_loss(setting: Setting) -> dict[str, Any]:
     on_device, up = labels.to(setting.device), upstream.to(setting.device).float()
     found = with_gradients(lambda h, w: token_log_probs(h, w, on_device[part]), up[part], (moved[0][part], moved[1]))
     names = ("forward", "hidden", "weight")
-    values = bounded({name: relative_error(*pair) for name, *pair in zip(names, found, truth, strict=True)}, BF16)
+    values = errors_of(names, found, truth)
     ways = {"chunked": lambda h, w: token_log_probs(h, w, on_device), "plain": lambda h, w: plain(h, w, on_device)}
     for name, way in ways.items():
         if setting.on_gpu:
@@ -170,7 +188,7 @@ def noise(setting: Setting) -> dict[str, Any]:
 
     shape, ids = (16, 64, 64), [3, 900, 17]
     cpu, device = (keyed_normal(shape, 1, "latent", 5, ids, each) for each in ("cpu", setting.device))
-    values = bounded({"largest_difference": float((cpu - device.cpu()).abs().max())}, 1e-5)
+    values = {"largest_difference": float((cpu - device.cpu()).abs().max())}
     seconds = setting.seconds(lambda: keyed_normal(shape, 1, "latent", 5, ids, setting.device), 5)
     return values | {"ms_of_3": seconds * 1e3}
 
@@ -190,7 +208,7 @@ def checksums(setting: Setting) -> dict[str, Any]:
     return {"gb_per_s": large.numel() * 4 / seconds / 1e9}
 
 
-def optimiser(setting: Setting, name: str, most: float) -> dict[str, Any]:
+def optimiser(setting: Setting, name: str) -> dict[str, Any]:
     """Three steps of a model on the device, and of AdamW or Muon in float64 on the CPU: how much the moves differ."""
     from sfumato.config.sections import TrainConfig
     from sfumato.errors import MissingDependencyError
@@ -222,7 +240,7 @@ def optimiser(setting: Setting, name: str, most: float) -> dict[str, Any]:
         moves.append(
             torch.cat([(p - s).detach().flatten().cpu() for p, s in zip(module.parameters(), start, strict=True)])
         )
-    values = bounded({"moves": relative_error(moves[1], moves[0])}, most)
+    values = {"moves": relative_error(moves[1], moves[0])}
     return values | {"step_ms": setting.seconds(optimizer.step, setting.size(5, 1), 1) * 1e3}
 
 

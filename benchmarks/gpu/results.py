@@ -1,8 +1,9 @@
 """What the GPU suite writes: one JSON object a line, each with where its figures come from.
 
-A line is a cell of a stage: ``stage``, ``cell``, ``status``, ``seconds``, the figures in ``values``, why there are none
-in ``reason``; and of the run ``run``, ``commit``, ``date``, ``device``, ``torch``, ``tiny``, ``command``. A line is
-written at once when its cell has ended, so that a crash, or a machine that is taken away, costs no earlier one.
+A line is a cell of a stage: ``stage``, ``cell``, ``status``, ``seconds``, the figures in ``values``, what their bounds
+say of them in ``judged``, why there are none in ``reason``; and of the run ``run``, ``commit``, ``date``, ``device``,
+``torch``, ``tiny``, ``command``. A line is written at once when its cell has ended, so that a crash, or a machine that
+is taken away, costs no earlier one.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "results.jsonl"
 
-MEASURED, FAILED, CRASHED, LATE, LEFT_OUT = "measured", "failed", "crashed", "out of time", "left out"
-"""Statuses: figures; an exception, or a figure beyond its bound; the process died; it was ended at its limit; not begun
-for lack of time or of something else."""
-BEGUN = "begun"
-"""Between the start and the end of a cell; what remains of one whose process died."""
-BROKEN = (FAILED, CRASHED, LATE)
+MEASURED, EXCEEDED = "measured", "exceeded"
+"""Statuses with figures: all within their bounds, or not."""
+FAILED, CRASHED, LATE = "failed", "crashed", "out of time"
+"""Statuses without: an exception; the process died; it was ended at its stage's limit."""
+NOT_HERE, LEFT_OUT = "not here", "left out"
+"""This machine lacks something that the cell needs; there was no time."""
+BEGUN, LISTED = "begun", "listed"
+"""Between the start and the end of a cell, and what remains of one whose process died; the names of a stage's cells."""
+WITH_FIGURES = (MEASURED, EXCEEDED)
+BROKEN = (FAILED, CRASHED, LATE, EXCEEDED)
 """With one of these the suite ends with exit code 1."""
 
 
@@ -83,12 +88,39 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def last_of_each(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """The last line of each cell; one with figures is not replaced by one without."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[tuple[str, str], dict[str, Any]] = {}
     for line in lines:
         key = line["stage"], line["cell"]
-        if line["status"] == MEASURED or found.get(key, {}).get("status") != MEASURED:
-            found[key] = line
-    return found
+        if line["status"] == LISTED:
+            continue
+        if line["status"] in WITH_FIGURES or last.get(key, {}).get("status") not in WITH_FIGURES:
+            last[key] = line
+    return last
+
+
+def is_settled(line: dict[str, Any], commit: str) -> bool:
+    """Whether a line of an earlier call says that its cell need not be begun again: it has figures, this machine cannot
+    measure it, or it broke and nothing has changed since."""
+    if line["status"] in (*WITH_FIGURES, NOT_HERE):
+        return True
+    return line["status"] in (FAILED, CRASHED) and line["commit"] == commit
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """Cells with their status; below each its figures, those with bounds first, and what to do. What broke, or is
+    beyond a bound, stands last."""
+    text = []
+    for (stage, cell), line in sorted(last_of_each(lines).items(), key=lambda entry: entry[1]["status"] in BROKEN):
+        values = dict(line.get("values") or {})
+        reason = (line.get("reason", "").splitlines() or [""])[0][:300]
+        text.append(f"{line['status']:<11} {line.get('seconds', 0):6.1f} s  {stage}: {cell}  {reason}".rstrip())
+        for judged in line.get("judged", ()):
+            value = values.pop(judged["figure"])
+            verdict = "" if judged["met"] else f"  EXCEEDED: {judged['remedy']}"
+            text.append(f"    {judged['figure']} {value}, bound {judged['bound']}{verdict}")
+        shown = ", ".join(f"{name} {value}" for name, value in values.items() if isinstance(value, int | float | str))
+        text += [f"    {shown[:300]}"] if shown else []
+    return "\n".join(text)
 
 
 def commit_of(given: str | None) -> str:

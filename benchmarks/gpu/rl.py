@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.diffusion_families import FAMILIES
-from benchmarks.gpu.cells import Cell, NotHereError, Setting
+from benchmarks.gpu.cells import Bound, Cell, NotHereError, Setting
 from benchmarks.gpu.sft import PEAK_TFLOPS, write_yaml
 from benchmarks.gpu.watched import Steps, largest_that_fits, run_steps
 
@@ -57,6 +57,17 @@ REWARDS: dict[str, dict[str, Any]] = {
 }
 WORKERS = {"jpeg": 1, "ocr thread": 1, "ocr processes": 8}
 """Of ``reward.num_workers``."""
+
+FASTER = (
+    "see generate_s, update_s and wait_for_rewards_s: train.compile, more rows, rewards in processes, in this order"
+)
+BOUNDS = (
+    Bound("images_per_s", 4.5, FASTER, least=True, cells="^compile/2 steps", real=True),
+    Bound("images_per_s", 3.3, FASTER, least=True, cells="^eager/2 steps", real=True),
+    Bound("images_per_s", 2.0, FASTER, least=True, cells="^compile/9 steps", real=True),
+    Bound("images_per_s", 1.4, FASTER, least=True, cells="^eager/9 steps", real=True),
+    Bound("wait_for_rewards_s", 1.0, "raise reward.num_workers, or process: true", cells="jpeg|processes", real=True),
+)
 
 
 def cells(setting: Setting) -> dict[str, Cell]:

@@ -1,14 +1,15 @@
-"""Measures sfumato on a GPU within a budget: stages, cheapest first, each a process with a time limit of its own.
+"""Measures sfumato on a GPU within a budget: stages, each a process with a time limit of its own.
 
-    python -m benchmarks.gpu.run --budget 540                      # all stages; results in $OUT, or runs/gpu
+    python -m benchmarks.gpu.run --budget 540                      # again until all is done; results: $OUT, or runs/gpu
     python -m benchmarks.gpu.run --budget 540 --only sft rl        # these alone, with all of the time
     python -m benchmarks.gpu.run --tiny                            # on a CPU, in minutes: whether it works
 
-Each cell appends a line to ``results.jsonl`` when it ends, and a table is printed last; what processes say is in
-``log.txt``. A cell that fails costs itself;
-one whose process dies costs itself, too: the stage is started again after it. What a stage does not use of its time
-goes to the next ones. Exit code 1 when something failed, 2 when nothing could be measured. ``benchmarks.gpu.tables``
-puts the figures into docs/performance.md.
+Each cell appends a line to ``results.jsonl`` when it ends, and a table is printed last, with what to do where a figure
+is beyond its bound; what processes say is in ``log.txt``. A cell that fails costs itself; one whose process dies costs
+itself, too: the stage is started again after it. What a stage does not use of its time goes to the next ones. A stage
+that does not fit into what remains of the budget waits for the next call, which begins with what is not measured yet;
+a cell that failed is tried again when the commit is another one, or with ``--again``. Exit code 1 when something failed
+or a bound is exceeded, 2 when nothing could be measured. ``benchmarks.gpu.tables`` puts the figures into the pages.
 """
 
 from __future__ import annotations
@@ -30,32 +31,59 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import pins, results
-from benchmarks.gpu.results import BEGUN, BROKEN, CRASHED, FAILED, LATE, LEFT_OUT, MEASURED, ROOT, Writer
+from benchmarks.gpu.results import (
+    BEGUN,
+    BROKEN,
+    CRASHED,
+    EXCEEDED,
+    FAILED,
+    LATE,
+    LEFT_OUT,
+    LISTED,
+    MEASURED,
+    NOT_HERE,
+    ROOT,
+    Writer,
+)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A module of this package with a function ``cells(setting)``."""
+    """A module of this package with a function ``cells(setting)``, and ``BOUNDS`` of its figures."""
 
     name: str
     seconds: float
-    """Its part of a budget of 540 s."""
+    """What it needs on a GPU."""
     tiny_seconds: float
-    """Its part of a budget of 180 s with --tiny."""
+    """What it needs with --tiny on a CPU."""
     about: str
 
 
 STAGES = (
+    Stage("distances", 150, 40, "the probe and the self-check at real size: eager, compiled, fixed sizes, any size"),
+    Stage("served", 90, 4, "vLLM, started by a process group of two: log-probs, updates, sleep, restart"),
+    Stage("doctor", 80, 30, "sfumato doctor, and one compiled block"),
+    Stage("syncs", 90, 60, "waits and devices of every task, compiled, recomputed and offloaded"),
+    Stage("sft", 70, 18, "fine-tuning of a language model of 1.7 B"),
+    Stage("attention", 40, 14, "attention of 8,192 tokens: kernels by name, memory"),
+    Stage("experts", 20, 8, "a layer of 128 experts, some without tokens"),
+    Stage("replay", 50, 20, "replay error of Flow-GRPO's relatives"),
+    Stage("ray", 60, 45, "actor and sampler on one GPU, under Ray"),
+    Stage("memory", 90, 25, "peak memory beside what sfumato check predicts"),
+    Stage("families", 120, 16, "FLUX, Qwen-Image and Wan as their configurations have them"),
+    Stage("resume", 150, 20, "saving and resuming: 8 B with adapters, 1.7 B whole"),
     Stage("ceilings", 20, 8, "what the device can do: products, copies, the attention that torch takes"),
     Stage("kernels", 50, 14, "kernels against float64 on the CPU"),
     Stage("tasks", 60, 32, "tiny runs of every task: the CPU's losses, asynchronous saving, resuming"),
-    Stage("syncs", 30, 38, "how often a step waits for the device, by line"),
     Stage("text_rl", 40, 12, "RL of a language model: the embedded engine, an update"),
-    Stage("sft", 110, 18, "fine-tuning of a language model of 1.7 B"),
     Stage("rl", 150, 26, "Flow-GRPO at the size of Stable Diffusion 3.5 medium"),
     Stage("traces", 60, 22, "two traced steps of both"),
-    Stage("tests", 30, 10, "tests of the repository on the device"),
+    Stage("tests", 120, 10, "tests of the repository on the device"),
 )
+"""In the order of what they teach; three calls of nine minutes hold all."""
+
+TABLE_S = 5.0
+"""Seconds of the budget that are kept for the end."""
 
 GRACE_S = 5.0
 """Seconds that a process is given to end after SIGTERM."""
@@ -67,7 +95,9 @@ TAIL = 600
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     names = [stage.name for stage in STAGES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=float, help="seconds for everything; default 540, with --tiny 180")
+    parser.add_argument(
+        "--budget", type=float, help="seconds for everything; default 540, with --tiny what the stages need"
+    )
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")), help="folder")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STAGE", help=", ".join(names))
     parser.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only cells whose names contain one")
@@ -98,21 +128,48 @@ def main(given: list[str] | None = None) -> int:
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
     run = f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{os.getpid()}"
-    budget = arguments.budget or (180.0 if arguments.tiny else 540.0)
-    stages = [stage for stage in STAGES if stage.name in arguments.only]
-    for number, stage in enumerate(stages):
-        weights = [each.tiny_seconds if arguments.tiny else each.seconds for each in stages[number:]]
-        left = budget - (time.monotonic() - started)
-        limit = left * weights[0] / sum(weights)
+    stages = waiting_stages(arguments)
+    shares = {stage: stage.tiny_seconds if arguments.tiny else stage.seconds for stage in stages}
+    whole = sum(shares.values())
+    budget = arguments.budget or (whole if arguments.tiny else 540.0)
+    scale = max(1.0, budget / max(whole, 1.0))
+    postponed, planned_end = [], 0.0
+    for stage, share in shares.items():
+        planned_end += share * scale
+        limit = min(planned_end, budget - TABLE_S) - (time.monotonic() - started)
+        if limit < share / 2:
+            postponed.append(stage.name)
+            continue
         print(f"{stage.name}: {stage.about}; at most {limit:.0f} s", flush=True)
         begun, cpu = time.monotonic(), cpu_s()
         run_stage(stage, arguments, device, run, limit)
         print(f"  took {time.monotonic() - begun:.0f} s, {cpu_s() - cpu:.0f} s of processors", flush=True)
-    lines = [line for line in results.read([arguments.output]) if line["run"] == run]
-    print(table(lines), flush=True)
+    path = arguments.output / results.FILE
+    lines = [line for line in results.read([path]) if line["run"] == run] if path.exists() else []
+    print(results.table(lines), flush=True)
+    if postponed:
+        print(f"no time was left for {', '.join(postponed)}: give the same command again", flush=True)
     took = f"{time.monotonic() - started:.0f} s, {cpu_s():.0f} s of processors"
-    print(f"{arguments.output / results.FILE}: {took}", flush=True)
+    print(f"{path}: {took}", flush=True)
     return 1 if any(line["status"] in BROKEN for line in results.last_of_each(lines).values()) else 0
+
+
+def waiting_stages(arguments: argparse.Namespace) -> list[Stage]:
+    """The chosen stages, without those of which earlier calls have settled all cells."""
+    chosen = [stage for stage in STAGES if stage.name in arguments.only]
+    path = arguments.output / results.FILE
+    if arguments.again or arguments.cells or not path.exists():
+        return chosen
+    lines = [line for line in results.read([path]) if line["tiny"] == arguments.tiny]
+    commit = results.commit_of(arguments.commit)
+    cells = {line["stage"]: set(line["values"]["cells"]) for line in lines if line["status"] == LISTED}
+    for (stage, cell), line in results.last_of_each(lines).items():
+        if results.is_settled(line, commit):
+            cells.get(stage, set()).discard(cell)
+    done = [stage.name for stage in chosen if cells.get(stage.name, {""}) == set()]
+    if done:
+        print(f"measured before: {', '.join(done)}", flush=True)
+    return [stage for stage in chosen if stage.name not in done]
 
 
 def cpu_s() -> float:
@@ -163,7 +220,7 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str
             return
         said = log.read_bytes()[size:].decode(errors="replace").strip()[-TAIL:]
         if not close_begun(path, stage.name, run, code, said):  # it died before or after its cells
-            about = {"run": run, "tiny": arguments.tiny}
+            about = {"run": run, "tiny": arguments.tiny, "commit": results.commit_of(arguments.commit)}
             Writer(path, about).write(stage.name, "the stage", CRASHED if code else LATE, reason=ending(code, said))
             return
 
@@ -241,14 +298,17 @@ def inside(arguments: argparse.Namespace) -> int:
         "command": os.environ.get("SFUMATO_GPU_COMMAND", results.command_of()),
     }
     writer = Writer(path, about)
-    known = results.read([path]) if path.exists() else []
-    done = {line["cell"] for line in known if line["stage"] == name and skips(line, run, arguments)}
+    lines = results.read([path]) if path.exists() else []
+    settled = {line["cell"] for line in lines if line["stage"] == name and skips(line, run, arguments)}
     scratch = Path(tempfile.mkdtemp(prefix=f"sfumato_{name}_"))
     setting = Setting(arguments.device, arguments.tiny, arguments.output.resolve(), scratch, until)
     try:
-        cells = importlib.import_module(f"benchmarks.gpu.{name}").cells(setting)
-        chosen = [each for each in cells if not arguments.cells or any(part in each for part in arguments.cells)]
-        measure_all({each: cells[each] for each in chosen if each not in done}, name, setting, writer, arguments)
+        module = importlib.import_module(f"benchmarks.gpu.{name}")
+        cells = module.cells(setting)
+        writer.write(name, "all", LISTED, values={"cells": list(cells)})
+        chosen = [cell for cell in cells if not arguments.cells or any(part in cell for part in arguments.cells)]
+        waiting = {cell: cells[cell] for cell in chosen if cell not in settled}
+        measure_all(waiting, name, setting, writer, arguments, module.BOUNDS)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     sys.stdout.flush()
@@ -256,14 +316,23 @@ def inside(arguments: argparse.Namespace) -> int:
 
 
 def skips(line: dict[str, Any], run: str, arguments: argparse.Namespace) -> bool:
-    """Whether a line says that its cell need not be begun: this run has ended it, or an earlier one measured it."""
+    """Whether a line says that its cell need not be begun: this run has ended it, or an earlier one has settled it."""
     if line["run"] == run:
         return line["status"] != BEGUN
-    return line["status"] == MEASURED and line["tiny"] == arguments.tiny and not arguments.again
+    commit = results.commit_of(arguments.commit)
+    return line["tiny"] == arguments.tiny and not arguments.again and results.is_settled(line, commit)
 
 
-def measure_all(cells: dict[str, Any], stage: str, setting: Any, writer: Writer, arguments: argparse.Namespace) -> None:
-    from benchmarks.gpu.cells import NotHereError
+def measure_all(
+    cells: dict[str, Any],
+    stage: str,
+    setting: Any,
+    writer: Writer,
+    arguments: argparse.Namespace,
+    bounds: tuple[Any, ...] = (),
+) -> None:
+    """Measures cells one after the other, and has their figures judged."""
+    from benchmarks.gpu.cells import NotHereError, judge
 
     longest = 0.0
     for cell, measure in cells.items():
@@ -279,13 +348,15 @@ def measure_all(cells: dict[str, Any], stage: str, setting: Any, writer: Writer,
             values = measure(setting)
             assert "ray" not in sys.modules, "what is measured has imported ray"
         except NotHereError as error:
-            writer.write(stage, cell, LEFT_OUT, reason=str(error))
+            writer.write(stage, cell, NOT_HERE, reason=str(error))
         except Exception as error:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}"[:TAIL]
             writer.write(stage, cell, FAILED, reason=reason, seconds=time.monotonic() - started)
         else:
-            writer.write(stage, cell, MEASURED, values=values, seconds=time.monotonic() - started)
+            judged = judge(bounds, cell, values, setting)
+            status = MEASURED if all(verdict["met"] for verdict in judged) else EXCEEDED
+            writer.write(stage, cell, status, values=values, judged=judged, seconds=time.monotonic() - started)
         longest = max(longest, time.monotonic() - started)
         free(setting)
 
@@ -309,24 +380,6 @@ def free(setting: Any) -> None:
         torch._dynamo.reset()
     if setting.on_gpu:
         torch.cuda.empty_cache()
-
-
-def table(lines: list[dict[str, Any]]) -> str:
-    """Cells with status and figures, a line each."""
-    rows = []
-    for (stage, cell), line in results.last_of_each(lines).items():
-        values = line.get("values") or {}
-        shown = ", ".join(f"{name} {value}" for name, value in values.items() if isinstance(value, int | float | str))
-        rows.append((stage, cell, line["status"], f"{line.get('seconds', 0):.1f}", shown or line.get("reason", "")))
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:4]] if rows else []
-    return "\n".join(
-        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), first_line(row[4])])
-        for row in rows
-    )
-
-
-def first_line(text: str) -> str:
-    return (text.splitlines() or [""])[0][:300]
 
 
 if __name__ == "__main__":

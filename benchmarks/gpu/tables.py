@@ -1,9 +1,9 @@
-"""The tables of docs/performance.md with what the GPU suite has measured.
+"""The tables of docs/performance.md and docs/gpu.md with what the GPU suite has measured.
 
     python -m benchmarks.gpu.tables [RESULTS ...] [--write]
 
 RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--write`` they are kept beside the earlier
-ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the page, between the lines
+ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
 counts. A cell without a figure says "not measured", or what became of it. Each table names commit, date, device and
 command of its figures. Runs with ``--tiny`` are refused: they measure nothing.
@@ -12,6 +12,7 @@ command of its figures. Runs with ``--tiny`` are refused: they measure nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -19,9 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.results import BEGUN, MEASURED, ROOT, last_of_each, read
+from benchmarks.gpu.cells import Bound
+from benchmarks.gpu.results import BEGUN, LISTED, ROOT, WITH_FIGURES, last_of_each, read
+from benchmarks.gpu.run import STAGES
 
 PAGE = ROOT / "docs" / "performance.md"
+BOUNDS_PAGE = ROOT / "docs" / "gpu.md"
 MEASURED_FOLDER = Path(__file__).with_name("measured")
 NOT_MEASURED = "not measured"
 
@@ -37,12 +41,14 @@ class Column:
     name: str
     form: str = "{:.3g}"
     factor: float = 1.0
+    of: str = ""
+    """What follows the row's name in the cell's, where columns are cells, too."""
 
     def text(self, line: dict[str, Any] | None) -> str:
         """The figure, or why there is none."""
         if line is None:
             return NOT_MEASURED
-        if line["status"] != MEASURED:
+        if line["status"] not in WITH_FIGURES:
             return line["status"]
         value = line["values"].get(self.name)
         if value is None:
@@ -65,16 +71,25 @@ class Table:
         """Markdown, with the origin of the figures below."""
         titles = [self.first, *(column.title for column in self.columns)]
         rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-        used = [lines.get((self.stage, cell)) for _, cell in self.cells]
-        for (label, _), line in zip(self.cells, used, strict=True):
-            rows.append(f"| {' | '.join([label, *(column.text(line) for column in self.columns)])} |")
+        used = []
+        for label, cell in self.cells:
+            row = [lines.get((self.stage, f"{cell}{column.of}")) for column in self.columns]
+            used += row
+            texts = [column.text(line) for column, line in zip(self.columns, row, strict=True)]
+            rows.append(f"| {' | '.join([label, *texts])} |")
         return "\n".join([*rows, "", origin(used)])
+
+    def cell_names(self) -> set[str]:
+        """The cells that it shows."""
+        return {f"{cell}{column.of}" for _, cell in self.cells for column in self.columns}
 
 
 def origin(used: list[dict[str, Any] | None]) -> str:
     """Where the figures of a table come from."""
     names = ("device", "torch", "date", "commit", "command")
-    found = dict.fromkeys(tuple(line[name] for name in names) for line in used if line and line["status"] == MEASURED)
+    found = dict.fromkeys(
+        tuple(line[name] for name in names) for line in used if line and line["status"] in WITH_FIGURES
+    )
     if not found:
         return f"Origin: {NOT_MEASURED}."
     parts = [
@@ -151,8 +166,29 @@ TABLES = {
     "syncs": Table(
         "syncs",
         "tiny run",
-        same("train_text", "train_dit", "train_dit_dpo", "rl_diffusion", "rl_text"),
-        (Column("waits for the device per step", "per_step"),),
+        same(
+            "train_text",
+            "train_text_dpo",
+            "train_text_kto",
+            "train_text_reward",
+            "train_dit",
+            "train_dit_dpo",
+            "train_autoencoder",
+            "rl_diffusion",
+            "rl_diffusion_forward",
+            "rl_text",
+        ),
+        tuple(
+            Column(mode, "per_step", of=f"/{mode}")
+            for mode in (
+                "eager",
+                "eager, activations offloaded",
+                "eager, optimiser offloaded",
+                "compile",
+                "compile, recomputed",
+                "compile, activations offloaded",
+            )
+        ),
     ),
     "sft": Table(
         "sft",
@@ -228,6 +264,42 @@ def filled(text: str, lines: Lines) -> str:
     return text
 
 
+def with_bounds(text: str, lines: Lines) -> str:
+    """The page of bounds with a table of them all, and of the worst figure of each.
+
+    Raises:
+        SystemExit: when the page has no place for it.
+    """
+    rows = ["| stage | figure | bound | measured | beyond it |", "|---|---|---|---|---|"]
+    for stage in STAGES:
+        for bound in importlib.import_module(f"benchmarks.gpu.{stage.name}").BOUNDS:
+            of = f" ({bound.cells.strip('^$').replace('|', ' or ')})" if bound.cells else ""
+            rows.append(
+                f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {worst(stage.name, bound, lines)} "
+                f"| {bound.remedy} |"
+            )
+    made = "\n".join([*rows, "", origin(list(lines.values()))])
+    text, count = region("bounds").subn(lambda match: f"{match[1]}{made}\n{match[2]}", text)
+    if count != 1:
+        raise SystemExit(
+            f"error: {BOUNDS_PAGE.name} must hold <!-- gpu bounds --> to <!-- end --> once, not {count} times"
+        )
+    return text
+
+
+def worst(stage: str, bound: Bound, lines: Lines) -> str:
+    """The figure of a bound that is furthest beyond it, with its cell; what became of the cells where there is none."""
+    values = [
+        (float(line["values"][bound.figure]), cell)
+        for (name, cell), line in lines.items()
+        if name == stage and re.search(bound.cells, cell) and bound.figure in line.get("values", {})
+    ]
+    if not values:
+        return NOT_MEASURED
+    value, cell = (min if bound.least else max)(values)
+    return f"{value:.3g}, {cell}"
+
+
 def chosen(lines: list[dict[str, Any]]) -> Lines:
     """The last line of each cell.
 
@@ -252,7 +324,7 @@ def keep(paths: list[Path]) -> None:
     chosen([line for lines in by_run.values() for line in lines])
     MEASURED_FOLDER.mkdir(exist_ok=True)
     for run, lines in by_run.items():
-        text = "".join(json.dumps(line) + "\n" for line in lines if line["status"] != BEGUN)
+        text = "".join(json.dumps(line) + "\n" for line in lines if line["status"] not in (BEGUN, LISTED))
         (MEASURED_FOLDER / f"{run}.jsonl").write_text(text, encoding="utf-8")
 
 
@@ -265,6 +337,8 @@ def main(given: list[str] | None = None) -> int:
         keep(arguments.results)
         text = filled(PAGE.read_text(encoding="utf-8"), chosen(read(kept())))
         PAGE.write_text(text, encoding="utf-8")
+        text = with_bounds(BOUNDS_PAGE.read_text(encoding="utf-8"), chosen(read(kept())))
+        BOUNDS_PAGE.write_text(text, encoding="utf-8")
         return 0
     lines = chosen(read([*kept(), *arguments.results]))
     for name, table in TABLES.items():

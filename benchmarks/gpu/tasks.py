@@ -6,13 +6,14 @@ Noise, batches and dropout belong to samples, so a GPU computes the same run as 
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.syncs import TASKS
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
@@ -27,20 +28,25 @@ COMPARED = {
 }
 """What of each step is compared."""
 
-MOST = {"loss": 1e-4, "grad_norm": 2e-3, "reward/total": 1e-4}
-"""Largest relative difference in float32; updates carry differences on from step to step."""
+REMEDY = "the device computes something else than the CPU: the first step that differs by more says where to look"
+BOUNDS = (
+    Bound("loss", 1e-4, REMEDY),
+    Bound("grad_norm", 2e-3, f"{REMEDY}; updates carry differences on from step to step"),
+    Bound("reward/total", 1e-4, REMEDY),
+)
+"""Largest relative differences in float32."""
 
 STEPS = {"rl_text": 1}
 """Steps that are compared, where not all: a token that is drawn otherwise by rounding changes all that comes after."""
 
 
 def cells(setting: Setting) -> dict[str, Cell]:
-    tasks = {task: lambda given, task=task: like_the_cpu(given, task) for task in TASKS}
+    tasks = {task: partial(like_the_cpu, task=task) for task in COMPARED}
     return tasks | {"asynchronous saving, resuming": resumed}
 
 
 def tiny_config(task: str, folder: Path, device: str, **train: Any) -> dict[str, Any]:
-    config = TASKS[task](folder)
+    config = TASKS[task].config(folder)
     config["train"] |= {"device": device, "compile": False, **train}
     return config
 
@@ -64,14 +70,12 @@ def like_the_cpu(setting: Setting, task: str) -> dict[str, Any]:
         )
     )
     steps = STEPS.get(task, len(wanted))
-    values, wrong = {}, []
+    values = {}
     for name in COMPARED[task]:
         pairs = [(a[name], b[name]) for a, b in zip(found, wanted, strict=True) if name in b][:steps]
         assert pairs, f"no step has {name}"
         values[name] = max(abs(a - b) / max(abs(b), 1e-8) for a, b in pairs)
-        if not values[name] <= MOST[name]:
-            wrong.append(f"{name} differs by {values[name]:.2g}: {pairs}")
-    assert not wrong, "; ".join(wrong)
+        print(f"{task}: {name} of the device and of the CPU: {pairs}", flush=True)
     return values
 
 
@@ -90,5 +94,5 @@ def resumed(setting: Setting) -> dict[str, Any]:
     )
     assert len(found) == len(wanted) == 6, f"losses of {len(found)} and {len(wanted)} steps"
     worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-    assert worst <= MOST["loss"], f"losses differ by {worst:.2g}: {found}, {wanted}"
+    print(f"losses, resumed and not interrupted: {found}, {wanted}", flush=True)
     return {"loss": worst, "same_bits": found == wanted}

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.sft import QWEN3_0_6B, TINY, write_yaml
 from benchmarks.gpu.watched import run_steps
+from sfumato.models.language.load import build_byte_tokenizer
+
+BOUNDS = (
+    Bound(
+        "drawn_tokens_per_s",
+        3000,
+        "the embedded engine is bound by launches: draw more answers at a time, or take vLLM",
+        least=True,
+        real=True,
+    ),
+)
 
 
 def cells(setting: Setting) -> dict[str, Cell]:
@@ -33,10 +45,11 @@ def text_rl_config(folder: Path, setting: Setting) -> dict[str, Any]:
     """The configuration of ``tasks/rl_text.py``: 128 answers of up to 128 tokens, which random weights seldom end."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, group, tokens = setting.size((16, 8, 128), (2, 4, 8))
+    description = setting.size(QWEN3_0_6B, TINY)
     return {
         "model": {
-            "config_path": write_yaml(folder / "model.yaml", setting.size(QWEN3_0_6B, TINY)),
-            "tokenizer_path": "bytes",
+            "config_path": write_yaml(folder / "model.yaml", description),
+            "tokenizer_path": write_tokenizer(folder / "tokenizer", description["vocab_size"]),
         },
         "data": {
             "synthetic": {"problem": "add", "max_length": 2, "num_rows": 256},
@@ -54,3 +67,15 @@ def text_rl_config(folder: Path, setting: Setting) -> dict[str, Any]:
         },
         "eval": {"num_prompts": 2, "max_new_tokens": 4},
     }
+
+
+def write_tokenizer(folder: Path, size: int) -> str:
+    """Saves the tokenizer of bytes, filled up to a model's vocabulary: an answer with a token that the tokenizer lacks
+    is not scored, and random weights draw all of them. Returns its folder."""
+    build_byte_tokenizer().save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    described = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = described["model"]["vocab"]
+    vocabulary |= {f"w{token}": token for token in range(len(vocabulary), size)}
+    path.write_text(json.dumps(described), encoding="utf-8")
+    return str(folder)

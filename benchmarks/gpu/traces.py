@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cells import Cell, Setting
+from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.rl import rl_config
 from benchmarks.gpu.sft import sft_config
 from benchmarks.gpu.watched import run_steps
@@ -30,6 +30,16 @@ NAMED, NAME = 12, 90
 
 MAX_BYTES = 15 * 2**20
 """Larger traces are not kept."""
+
+BOUNDS = (
+    Bound(
+        "busy",
+        0.9,
+        "the host does not keep up: open trace_*.json.gz at a gap, and see which line of syncs waits there",
+        least=True,
+        real=True,
+    ),
+)
 
 
 def cells(setting: Setting) -> dict[str, Cell]:

@@ -19,17 +19,19 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.diffusion_families import fill
 from benchmarks.gpu.cells import Setting
 from sfumato.config.load import load_config
 from sfumato.models.diffusion import load as diffusion_load
 from sfumato.models.language import parts as language_parts
 from sfumato.parallel import memory
+from sfumato.parallel.weights import build_on_meta
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
 from sfumato.tracking.trackers import read_jsonl
@@ -180,9 +182,12 @@ def drawn_on(device: str) -> Iterator[None]:
             return make(*args)
 
     def pipeline_made(*args: Any) -> Any:
-        with torch.random.fork_rng(), torch.device(device):
-            family, pipeline = make_pipeline(*args)
-        redraw_zeros(getattr(pipeline, family.denoiser_name))
+        # on meta first: 20 B weights in float32 before they become bf16 would not fit on one GPU
+        family, pipeline = cast("Any", build_on_meta(lambda: cast("Any", make_pipeline(*args))))
+        generator = torch.Generator(device).manual_seed(1)
+        for component in pipeline.components.values():
+            if isinstance(component, torch.nn.Module):
+                fill(component, device, None, generator)
         return family, pipeline
 
     with (

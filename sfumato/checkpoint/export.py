@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from sfumato.checkpoint.saving import disk_error
 from sfumato.errors import CheckpointError, NonFiniteError
-from sfumato.models.exportable import Exportable, has_adapters
+from sfumato.models.exportable import Exportable, Streamable, has_adapters
 from sfumato.optim.ema import Ema, averaged_weights
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.weights import weights_not_finite, whole_weights
+from sfumato.parallel.weights import weights_not_finite, weights_on_first, whole_weights
 from sfumato.tracking.atomic_folders import (
     replace_folder,
 )
@@ -39,19 +40,37 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
         bad = weights_not_finite(model.trained, mesh)
         if bad:
             raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
-        weights = whole_weights(model.trained, mesh, only_adapters, share=True)
+        streamed = None
+        if isinstance(model, Streamable) and not has_adapters(model.trained):
+            streamed = model.streamed_export(mesh)
+        weights: dict[str, Tensor] = {}
+        arriving: Iterator[tuple[str, Tensor | None]] = iter(())
+        if streamed is None:
+            weights = whole_weights(model.trained, mesh, only_adapters, share=True)
+        else:
+            arriving = weights_on_first(model.trained, mesh, dtype_of=streamed.dtype_of)
+
+        def write(building: Path) -> None:
+            if streamed is None:
+                model.save_export(building, weights, merge)
+            else:
+                streamed.write(building, arriving)
+            _let_others_read(building)
+
         problem = ""
+        if mesh.is_first:
+            try:
+                replace_folder(folder, write)
+            except (OSError, SafetensorError) as error:
+                problem = f"the export {folder} could not be written: {disk_error(error) or error}"
+        for _ in arriving:  # on every rank, whatever has become of the files on the first
+            pass
         with mesh.first_rank_first():  # writing may take longer than a collective waits
-            if mesh.is_first:
-                try:
-                    replace_folder(folder, lambda building: _write(model, building, weights, merge))
-                except (OSError, SafetensorError) as error:
-                    problem = f"the export {folder} could not be written: {disk_error(error) or error}"
+            pass
         if problem := mesh.first(problem, among="world"):
             raise CheckpointError(problem)
 
 
-def _write(model: Exportable, folder: Path, weights: dict[str, Tensor], merge: bool) -> None:
-    model.save_export(folder, weights, merge)
+def _let_others_read(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)  # safetensors writes files that only their owner can read

@@ -11,14 +11,19 @@ import io
 import math
 import pickle
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -242,6 +247,35 @@ def _check_tensor(key: object, described: object, num_bytes: int) -> None:
         raise ValueError(f"the chunks of {key} do not make up its shape {size}")
 
 
+def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """Why chunks, offsets and sizes, do not make up a tensor of a size; empty if they do, each element once."""
+    for offsets, lengths in chunks:
+        if any(
+            not 0 <= offset <= offset + length <= whole
+            for offset, length, whole in zip(offsets, lengths, size, strict=True)
+        ):
+            return f"the chunk at {offsets} of shape {lengths} lies outside of its shape {size}"
+    if (covered := sum(math.prod(lengths) for _, lengths in chunks)) != math.prod(size):
+        return f"its chunks hold {covered} elements of {math.prod(size)}"
+    if not size:
+        return ""
+    # Sorted along the dimension with the most cuts, few chunks reach beyond the beginning of the next.
+    axis = max(range(len(size)), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}))
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, lengths in sorted(chunks, key=lambda chunk: chunk[0][axis]):
+        reaching = [other for other in reaching if other[0][axis] + other[1][axis] > offsets[axis]]
+        for other_offsets, other_lengths in reaching:
+            if all(
+                start < other_start + other_length and other_start < start + length
+                for start, length, other_start, other_length in zip(
+                    offsets, lengths, other_offsets, other_lengths, strict=True
+                )
+            ):
+                return f"its chunks at {other_offsets} and {offsets} overlap"
+        reaching.append((offsets, lengths))
+    return ""
+
+
 class TensorPart(NamedTuple):
     """One chunk of a tensor."""
 
@@ -273,6 +307,24 @@ class SavePlanner(DefaultSavePlanner):
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Chooses one rank for each part that several ranks hold. Called on rank 0 alone.
+
+        torch's own method also looks for chunks that overlap, along the longest dimension of a tensor: where that is
+        not the one that is cut, it compares each chunk with all others, which takes O(ranks^2).
+
+        Raises:
+            ValueError: when the chunks of a tensor do not make it up.
+        """
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans))
+        for key, described in metadata.state_dict_metadata.items():
+            chunks = cast("TensorStorageMetadata", described).chunks
+            parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+            if problem := chunks_problem(tuple(cast("TensorStorageMetadata", described).size), parts):
+                raise ValueError(f"the plan of a checkpoint is wrong: {key}: {problem}")
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The tensor that torch is to write for an item of the plan."""

@@ -20,12 +20,22 @@ from sfumato.commands.check_data import (
     check_text_data,
     check_text_prompt_data,
 )
-from sfumato.commands.check_model import ModelFindings, check_model, made_model, needed, smallest_number_of_ranks
+from sfumato.commands.check_host import HostFindings, check_host
+from sfumato.commands.check_model import (
+    ModelFindings,
+    check_model,
+    made_model,
+    needed,
+    planned_of,
+    smallest_number_of_ranks,
+)
+from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
+from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
@@ -33,6 +43,8 @@ from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import UserError
+from sfumato.models.diffusion.folder_parts import parts_without_weights
+from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
 from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
@@ -73,6 +85,7 @@ class Findings:
     on_gpu: bool
     data: DataFindings | None = None
     model: ModelFindings | None = None
+    host: HostFindings | None = None
     problems: list[str] = field(default_factory=list)
     """What would stop the run."""
     notes: list[str] = field(default_factory=list)
@@ -87,10 +100,14 @@ class Findings:
         """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
         if self.problems:
             return WRONG
+        return FITS if self.fits_devices and (self.host is None or self.host.fits) else DOES_NOT_FIT
+
+    @property
+    def fits_devices(self) -> bool:
+        """Whether the memory of devices is enough, as far as it is known."""
         needed_bytes = self.needed_bytes
-        if self.device_bytes is None or needed_bytes is None:
-            return FITS  # nothing to compare: an unknown machine, or a model whose memory is not predicted
-        return DOES_NOT_FIT if needed_bytes > self.device_bytes else FITS
+        # nothing to compare on an unknown machine, or with a model whose memory is not predicted
+        return self.device_bytes is None or needed_bytes is None or needed_bytes <= self.device_bytes
 
     def to_json(self) -> str:
         """All of it for machines."""
@@ -107,6 +124,7 @@ def check_config(
     device_gib: float | None = None,
     with_data: bool = True,
     show: bool = False,
+    host_gib: float | None = None,
 ) -> Findings:
     """Checks a configuration without starting anything.
 
@@ -118,6 +136,7 @@ def check_config(
         device_gib: memory of one GPU; None looks at this machine.
         with_data: look at the data.
         show: say on stderr what is being done.
+        host_gib: CPU memory of a machine; None looks at this one, unless ``device_gib`` says that it is another.
 
     Raises:
         ConfigError: when the configuration itself is wrong. What is wrong with data or model is in the findings.
@@ -152,8 +171,22 @@ def check_config(
     _print_progress("building the model without memory, and predicting what it needs", show)
     try:
         findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
+        is_here = device_gib is None and findings.device_bytes is not None
+        sizes = (findings.model, findings.data, findings.on_gpu)
+        findings.host = check_host(config, layout, *sizes, host_gib, is_here)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
+        if isinstance(config.model, ModelConfig):
+            findings.notes.extend(_describe_missing_weights(config.model))
+        if isinstance(config, TextRLConfig):
+            try:
+                config.refuse_described_model()
+            except UserError as error:
+                findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
+        if isinstance(config, TextRLConfig) and config.rollout.engine.is_server and findings.on_gpu:
+            planned = planned_of(config, layout, findings.on_gpu)
+            told, fits = describe_engine(config, planned, layout, findings.device_bytes)
+            (findings.notes if fits else findings.problems).append(told)
         if (
             isinstance(config, TextRLConfig)
             and not config.sampler_evaluates
@@ -165,6 +198,13 @@ def check_config(
     except UserError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _describe_missing_weights(model: ModelConfig) -> list[str]:
+    """A note where a pipeline was predicted from its configuration files alone."""
+    folder = Path(str(model.model_path))
+    without = parts_without_weights(folder, read_index(folder)) if model.model_path is not None else []
+    return [f"model.model_path {folder}: the run needs weights of {', '.join(without)}, too"] if without else []
 
 
 def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:

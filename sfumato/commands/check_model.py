@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.algorithms.decay import FROZEN
+from sfumato.commands.check_diffusion_rl import add_phases
 from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_maker
 from sfumato.config.parallel import ParallelConfig
-from sfumato.config.sections import LoraConfig, TrainConfig
+from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from sfumato.commands.find_task import TaskConfig
     from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
     from sfumato.config.dit import TrainDitConfig
-    from sfumato.config.sections import ModelConfig
     from sfumato.config.text_data import TextTrainConfig
     from sfumato.config.text_rl import TextRLTrainConfig
 
@@ -62,6 +62,12 @@ class ModelFindings:
     kind: str = ""
     num_parameters: int = 0
     num_trained: int = 0
+    whole_bytes: int = 0
+    """Bytes of all weights of the model, in the precision in which it is built."""
+    largest_weight: int = 0
+    """Numbers in the largest weight."""
+    frozen_bytes: int = 0
+    """Bytes of other networks, which are whole in each rank."""
     num_active: int | None = None
     """Parameters of matrices that a token is multiplied with; None for diffusion models."""
     flops_per_token: float | None = None
@@ -116,6 +122,9 @@ def check_model(
     findings = ModelFindings(type(module).__name__)
     findings.num_parameters = sum(parameter.numel() for parameter in module.parameters())
     findings.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    findings.whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    findings.largest_weight = max(parameter.numel() for parameter in module.parameters())
+    findings.frozen_bytes = sum(planned.frozen_bytes.values())
     if isinstance(config, TrainTextConfig):
         flops = FlopCount(module, planned.vision)
         length = config.data.max_seq_len
@@ -132,13 +141,16 @@ def check_model(
 def _plan_ranks(
     config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
 ) -> list[RankMemory]:
-    """The memory of the first rank of each pipeline stage; in RL of text with critic, engine and previous weights."""
+    """The memory of the first rank of each pipeline stage; in RL with what an iteration takes besides the update."""
     ranks = plan_memory(planned, _effective_train(config), layout.size)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
         add_previous(rank, config)
         add_critic(rank, config, made_model(config.model), layout, on_gpu)
         add_drawing(rank, config, planned, layout, limit)
+    if isinstance(config, DiffusionRLConfig):
+        (rank,) = ranks
+        add_phases(rank, config, planned, layout)
     return ranks
 
 
@@ -188,9 +200,10 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
             "guidance_scale": config.trained_guidance_scale,
             "has_reference": is_frozen,
             "num_policies": len(others) - is_frozen,
+            "drawn": (rollout.micro_batch_size, max(rollout.guidance_scale, config.eval.guidance_scale or 0.0)),
         }
     passes = math.ceil(per_rank / train.micro_batch_size)  # of a step: gradients are added up where it is above 1
-    return plan_diffusion_model(model, layout, num_micro_batches=passes, **settings)
+    return plan_diffusion_model(model, layout, num_micro_batches=passes, on_gpu=on_gpu, **settings)
 
 
 def made_model(model: LanguageModelConfig) -> LanguageModelConfig:
@@ -266,18 +279,28 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
         yield "train.data_parallel_mode fsdp2", {"data_parallel_mode": "fsdp2"}, True
     if train.optimizer == "adamw":
         yield "train.optimizer adamw8bit", {"optimizer": "adamw8bit"}, False
-    if layout.size > 1 and not train.enable_fsdp_offload and train.data_parallel_mode != "ddp":
+    can_offload = train.data_parallel_mode == "fsdp2" or (train.data_parallel_mode == "fsdp1" and layout.size > 1)
+    if can_offload and not train.enable_fsdp_offload:
         yield "train.enable_fsdp_offload true", {"enable_fsdp_offload": True}, False
-    if cast("LanguageModelConfig | ModelConfig", config.model).lora is None:
+    model = cast("LanguageModelConfig | ModelConfig", config.model)
+    if isinstance(model, ModelConfig) and not model.offload_idle and not isinstance(config, TrainAutoencoderConfig):
+        yield "model.offload_idle true", {"model.offload_idle": True}, True
+    is_sharded = layout.size > 1 and train.data_parallel_mode == "fsdp2"
+    if is_sharded and not train.enable_reduce_every_micro_batch and layout.pp == 1:
+        change = {"enable_reduce_every_micro_batch": True}
+        yield "train.enable_reduce_every_micro_batch true", change, False
+    if model.lora is None:
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 
 
 def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layout, on_gpu: bool, limit: int) -> int:
-    """Bytes that the largest rank needs with changed fields of ``train``, or another ``model.lora``."""
+    """Bytes that the largest rank needs with changed fields of ``train`` or ``model``."""
     changes = dict(changes)
     model = config.model
     if (lora := changes.pop("model.lora", None)) is not None:
         model = model.model_copy(update={"lora": lora, "dtype": "bf16"})
+    if (offload_idle := changes.pop("model.offload_idle", None)) is not None:
+        model = model.model_copy(update={"offload_idle": offload_idle})
     train = config.train.model_copy(update=changes)
     changed = config.model_copy(update={"train": train, "model": model})
     layout = Layout.of(train, layout.size)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from sfumato.commands.check import DOES_NOT_FIT, WRONG, Findings
 from sfumato.commands.check_data import DataFindings, SourceFindings
+from sfumato.commands.check_host import HostFindings
 from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
 from sfumato.config.characters import printable
 
@@ -26,6 +27,8 @@ def show_findings(findings: Findings, console: Console) -> None:
     if findings.model is not None:
         _show_model(findings, console)
         _show_memory(findings, console)
+    if findings.host is not None:
+        _show_host(findings.host, console)
     for note in findings.notes:
         _print(console, f"note: {note}")
     for problem in findings.problems:
@@ -36,6 +39,8 @@ def show_findings(findings: Findings, console: Console) -> None:
 def _format_verdict(findings: Findings) -> str:
     if findings.exit_code == WRONG:
         return f"{_plural(len(findings.problems), 'problem')}: the run would stop"
+    if findings.host is not None and not findings.host.fits and findings.fits_devices:
+        return f"does not fit: {'; '.join(_lacking(findings.host))}"
     if findings.exit_code == DOES_NOT_FIT:
         available = f"{_format_bytes(findings.device_bytes)} there ({findings.device})"
         return f"does not fit: {_format_bytes(findings.needed_bytes)} needed, {available}"
@@ -102,7 +107,9 @@ def _show_memory(findings: Findings, console: Console) -> None:
     for part in dict.fromkeys(part for rank in ranks for part, size in rank.parts.items() if size):
         table.add_row(part, *cells(rank.parts.get(part, 0) for rank in ranks))
     table.add_section()
-    table.add_row("all of it at once", *cells(rank.total for rank in ranks))
+    table.add_row("all of it at once", *cells(sum(rank.parts.values()) for rank in ranks))
+    for phase in dict.fromkeys(phase for rank in ranks for phase in rank.phases):
+        table.add_row(phase, *cells(rank.phases.get(phase, 0) for rank in ranks))
     if findings.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
         table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))
@@ -115,6 +122,35 @@ def _show_memory(findings: Findings, console: Console) -> None:
         for change, size in findings.model.advice:
             advice.add_row(change, *cells([size]), "fits" if size <= (findings.device_bytes or 0) else "")
         console.print(advice)
+
+
+def _lacking(host: HostFindings) -> list[str]:
+    """What a machine has too little of, with the largest part."""
+    lacking = []
+    for kind, parts, needed_bytes, available in (
+        ("CPU memory", host.always | host.moments, host.needed_bytes, host.memory_bytes),
+        ("disk", host.disk, sum(host.disk.values()), host.disk_bytes),
+    ):
+        if available is not None and needed_bytes > available:
+            largest = max(parts, key=lambda part: parts[part])
+            lacking.append(
+                f"{_format_bytes(needed_bytes)} of {kind} needed, {_format_bytes(available)} there; most by {largest}: "
+                f"{_format_bytes(parts[largest])}"
+            )
+    return lacking
+
+
+def _show_host(host: HostFindings, console: Console) -> None:
+    table = Table(f"CPU memory with {_plural(host.processes, 'process')}, and disk", "", title_justify="left")
+    rows = {name: size for name, size in (host.always | host.moments).items() if size}
+    for name, size in rows.items():
+        table.add_row(name, _format_bytes(size))
+    table.add_section()
+    table.add_row("most CPU memory at a time", _format_bytes(host.needed_bytes))
+    table.add_section()
+    for name, size in host.disk.items():
+        table.add_row(f"on disk: {name}", _format_bytes(size))
+    console.print(table)
 
 
 def _format_bytes(num_bytes: int | None) -> str:

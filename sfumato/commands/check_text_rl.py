@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.models.estimate.engine_memory import engine_memory
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES, DrawingLoad, drawing_bytes
 from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.estimate.meta_models import plan_critic
 from sfumato.parallel.layout import Layout
+from sfumato.rollout.engines.served_settings import ServedSettings
 from sfumato.rollout.engines.settings import Embedded
 
 PASSING = (
@@ -78,6 +82,44 @@ def drawn_at_a_time(config: TextRLConfig, layout: Layout) -> DrawingLoad:
     count = min(max(trained * rollout.n, evaluated), embedded.max_batch_size)
     limit = None if embedded.cache_gb is None else int(embedded.cache_gb * 2**30)
     return DrawingLoad(count, prompt + longest, limit)
+
+
+def describe_engine(
+    config: TextRLConfig, planned: Planned, layout: Layout, device_bytes: int | None
+) -> tuple[str, bool]:
+    """What an engine with weights of its own has room for on each of its GPUs, and whether one request fits at least.
+
+    Args:
+        config: of the task, with such an engine.
+        planned: the policy.
+        layout: the mesh of the actor, whose ranks each have an engine where roles share processes.
+        device_bytes: memory of a GPU; None is not known.
+    """
+    rollout, engine = config.rollout, config.rollout.engine
+    if device_bytes is None or not isinstance(engine, ServedSettings):
+        return f"not predicted: the memory of rollout.engine {engine.type}", True
+    dtype: torch.dtype = getattr(torch, engine.dtype)
+    parts = engine_memory(planned, dtype, engine.tensor_parallel_size, device_bytes, engine.gpu_memory_utilization)
+    told = (
+        f"rollout.engine {engine.type} on a GPU of {device_bytes / 2**30:.0f} GiB: {parts.weight_bytes / 2**30:.1f} "
+        f"GiB of {engine.dtype} weights, about {max(parts.free_bytes, 0) / 2**30:.1f} GiB left for keys and values"
+    )
+    if parts.token_bytes is None:
+        return f"{told}, which are not predicted for this model", parts.free_bytes > 0
+    length = engine.max_model_len or config.max_seq_len
+    fitting = parts.requests_of(length)
+    groups = rollout.over_sampling_batch_size or rollout.num_prompts
+    engines = config.runtime.pools.sampler.processes if config.runtime.backend == "ray" else layout.size
+    wanted = min(-(-groups * rollout.n // engines), engine.max_requests)
+    told += (
+        f": {parts.token_bytes / 2**10:.0f} KiB a token, room for {fitting:,.1f} requests of {length:,} tokens at a "
+        f"time, of {wanted} that are drawn by each engine"
+    )
+    if fitting < 1:
+        remedy = "raise tensor_parallel_size or gpu_memory_utilization, or lower max_model_len"
+        return f"{told}: it would not start; {remedy}", False
+    mean = fitting * length / wanted
+    return told + (f"; with all {wanted} at a time {mean:,.0f} tokens each" if fitting < wanted else ""), True
 
 
 def add_drawing(memory: RankMemory, config: TextRLConfig, planned: Planned, layout: Layout, limit: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -18,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from packaging.requirements import Requirement
 
 import sfumato
 from sfumato.config.writing import open_new, remove
+from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, known_release
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +45,8 @@ EXTRAS = {
     "torchao": ("train.optimizer: adamw8bit", "pip install torchao"),
     "flash-attn": ("model.attention: flash_attention_2", "pip install flash-attn --no-build-isolation"),
     "ray": ("runtime.backend: ray", "pip install 'sfumato[ray]'"),
-    "vllm": ("vLLM as rollout engine", "pip install vllm"),
 }
 """Packages that something optional needs, what that is, and how to install it."""
-
-SLOW = ("vllm",)
-"""Extras that take so long to import that it is not tried."""
 
 SMALL_DISK_GIB = 10
 SMALL_SHARED_MIB = 512
@@ -105,8 +103,10 @@ def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Fin
     yield from _check_packages()
     yield from _devices()
     yield from _check_process_groups()
+    yield from _check_infiniband()
     yield from _check_kernels()
     yield from _extras()
+    yield from _check_engines()
     yield from _check_storage()
     if folder is not None:
         yield _shared_folder(folder.expanduser())
@@ -276,14 +276,32 @@ def _extras() -> Iterator[Finding]:
         if version is None:
             yield Finding("extras", name, "missing", use, remedy)
             continue
-        wrong = "" if name in SLOW else _import_problem(name)
-        if wrong:
+        if wrong := _import_problem(name):
             yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", remedy)
         else:
             yield Finding("extras", name, "ok", f"{version}: {use}")
     program = shutil.which("tesseract")
     remedy = "" if program else "apt-get install tesseract-ocr"
     yield Finding("extras", "tesseract", "ok" if program else "missing", program or "the program, for OCR", remedy)
+
+
+def _check_engines() -> Iterator[Finding]:
+    """Engines of RL of text in this environment, which mostly are in one of their own: what each wants of it."""
+    for engine, packages in PACKAGES.items():
+        newest = [entry for entry in VERSIONS if entry.engine == engine][-1]
+        wants = f"torch {newest.torch} and transformers {newest.transformers} for {engine} {newest.release}"
+        remedy = f"pip install {packages[0]}, in an environment of its own: it wants {wants}"
+        installed = [package for package in packages if _version(package) is not None]
+        if not installed:
+            yield Finding("engines", engine, "missing", "rollout.engine, as far as it is in this environment", remedy)
+            continue
+        version = cast("str", _version(installed[0]))
+        if wrong := [text for package in installed for text in contradictions(package)]:
+            yield Finding("engines", engine, "broken", f"{version}: {'; '.join(wrong)}", remedy)
+            continue
+        known = known_release(engine, version)
+        how = "not known to this version of sfumato" if known is None else f"tested: {known.tested}"
+        yield Finding("engines", engine, "ok", f"{version}: {how}")
 
 
 def _check_storage() -> Iterator[Finding]:
@@ -368,6 +386,32 @@ def _check_reach() -> Iterator[Finding]:
         yield Finding("reach", "ports", "ok", "no run or server of yours listens on this machine")
     if problem := token_problem():
         yield Finding("reach", "token of Ray", "broken", problem, "chmod 600, RAY_AUTH_MODE=token, or a new token")
+
+
+def _check_infiniband(devices: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
+    """Whether NCCL can use the InfiniBand or RoCE cards of this machine; else it takes sockets, and is slow."""
+    cards = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if not cards:
+        return
+    missing = [name for name in ("libibverbs.so.1", "librdmacm.so.1") if not _is_loadable(name)]
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    problems = [f"no {name}" for name in missing]
+    problems += [] if Path("/dev/infiniband").is_dir() else ["no /dev/infiniband"]
+    problems += [] if soft == resource.RLIM_INFINITY else [f"only {soft // 2**10} KiB of memory may be locked"]
+    remedy = (
+        "libibverbs1, ibverbs-providers, librdmacm1; --device /dev/infiniband --ulimit memlock=-1" if problems else ""
+    )
+    state = "missing" if problems else "ok"
+    detail = f"{', '.join(cards)}{': ' if problems else ''}{', '.join(problems)}"
+    yield Finding("network", "InfiniBand", state, detail, remedy)
+
+
+def _is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _open_files() -> Finding:

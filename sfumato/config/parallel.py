@@ -51,7 +51,7 @@ class ParallelConfig(Section):
     """fsdp2: reduce gradients after each micro-batch, so that no rank keeps whole ones until the last; HSDP sums over
     its copies with the last all the same."""
     enable_fsdp_offload: bool = False
-    """fsdp1, fsdp2: keep sharded weights, gradients and optimiser state in CPU memory."""
+    """fsdp1, fsdp2: keep weights, gradients and optimiser state in CPU memory; with fsdp2 in one process, too."""
     enable_forward_prefetch: bool = False
     """fsdp1, fsdp2: gather the next block's weights while this one computes, ordered by hand."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -65,6 +65,10 @@ class ParallelConfig(Section):
     def compiles(self, device: str) -> bool:
         """Whether blocks are compiled on a type of device (cuda, cpu)."""
         return self.compile if self.compile is not None else device == "cuda" and self.pipeline_parallel_size == 1
+
+    def shards(self, num_processes: int) -> bool:
+        """Whether fsdp holds the weights: of several processes, or of one that keeps them in CPU memory."""
+        return self.data_parallel_mode != "ddp" and (num_processes > 1 or self.enable_fsdp_offload)
 
     @model_validator(mode="after")
     def _modes_fit(self) -> ParallelConfig:

@@ -86,6 +86,12 @@ class RuntimeConfig(Section):
     that share GPUs the weights, too."""
 
     @property
+    def shares_gpu_memory(self) -> bool:
+        """Whether actors hand GPU memory to samplers: by ``ipc``, which auto takes for roles on one GPU."""
+        near = self.weight_sync == "auto" and self.pools.shared_gpus
+        return self.backend == "ray" and (self.weight_sync == "ipc" or near)
+
+    @property
     def actor_processes(self) -> int:
         """Processes that train."""
         return self.pools.actor.processes if self.backend == "ray" else world_size()

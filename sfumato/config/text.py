@@ -35,9 +35,11 @@ class LanguageModelConfig(Section):
     """Regular expressions; weights whose names contain one are not trained, such as `visual` of Qwen-VL models."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: with LoRA the base weights, and the reference of preference training."""
-    attention: Literal["packed", "sdpa", "eager", "flex_attention", "flash_attention_2"] = "packed"
+    attention: Literal[
+        "packed", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    ] = "packed"
     """packed computes attention within each document of a packed row only, by torch's kernels on CPU and GPU; the
-    others are transformers' own; flash_attention_2 needs the package flash-attn."""
+    others are transformers' own; flash_attention_2, 3 and 4 need the package of that version, or kernels."""
     rows: Literal["auto", "packed", "documents"] = "auto"
     """How packed rows reach the model. packed: as they are. documents: a row for each document, which is right for
     every causal model, recurrent ones too. auto: packed where the model keeps documents apart, else documents."""

@@ -16,6 +16,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.errors import ConfigError
 
 SUM_OF_LENGTHS = "the sum of data.max_prompt_tokens and rollout.max_new_tokens (or eval.max_new_tokens)"
 """What a model must have positions for, in messages."""
@@ -50,9 +51,9 @@ class TextRolloutConfig(RolloutConfig):
     """Draw, score and dump, and learn nothing: the weights stay as they are."""
     load_dump: FilePath | None = None
     """Run folder whose rollouts are learned from, step by step, with their rewards, in the place of drawing."""
-    tolerance: float = Field(0.15, gt=0)
+    tolerance: float | None = Field(None, gt=0)
     """Largest difference of the log-probability of a token in an engine with weights of its own from the actor's, in
-    nats, beyond which the run stops after weights were sent; 1e-3 suits float32."""
+    nats, beyond which the run stops after weights were sent; null measures what rounding does to the model."""
     max_extra_groups: int = Field(0, ge=0)
     """Dynamic sampling (DAPO): most groups of an iteration that are drawn in the place of those without spread."""
     over_sampling_batch_size: int | None = Field(None, ge=2)
@@ -267,6 +268,17 @@ class TextRLConfig(RecipeRLConfig):
         sent."""
         return self.rollout.engine.is_server and not self.train.ema_decay
 
+    def refuse_described_model(self) -> None:
+        """Raises ConfigError where an engine would load a model of which there is a description alone.
+
+        No validator, so that ``sfumato check`` predicts such a run before its model is downloaded.
+        """
+        if self.rollout.engine.type != "embedded" and self.model.model_path is None:
+            raise ConfigError(
+                f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path in "
+                "the place of model.config_path"
+            )
+
     @property
     def num_updates(self) -> int:
         """Optimiser steps of the run, those that have nothing to learn from included."""
@@ -316,10 +328,6 @@ class TextRLConfig(RecipeRLConfig):
         if self.rollout.engine.type != "embedded" and self.rollout.hybrid_engine:
             raise ValueError(
                 f"rollout.engine {self.rollout.engine.type} has weights of its own: set rollout.hybrid_engine to false"
-            )
-        if self.rollout.engine.type != "embedded" and self.model.model_path is None:
-            raise ValueError(
-                f"rollout.engine {self.rollout.engine.type} loads the model from its folder: set model.model_path"
             )
         if self.rollout.load_dump is not None and self.runtime.backend == "ray":
             raise ValueError(

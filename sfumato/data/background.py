@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar, cast
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeVar, cast
 
 Item = TypeVar("Item")
 Read = TypeVar("Read")
@@ -29,15 +31,71 @@ def read_ahead(
     return in_background(((step, list(map(read, batches))) for step, batches in steps), STEPS_AHEAD)
 
 
-def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
+class Calls:
+    """What the thread of ``in_background`` has the thread that takes its items do, such as exchanges between ranks.
+
+    A call is done while an item is waited for, in the order of calls and items. So ranks that take equal items make
+    equal calls at the same points of a run, and none is under way when a run ends.
+    """
+
+    def __init__(self) -> None:
+        self._hand_over: Callable[[Future[Any], Callable[[], Any]], None] | None = None
+        self._closed = threading.Event()
+
+    def submit(self, function: Callable[..., Read], *args: Any) -> Future[Read]:
+        """Has a function called. Where no thread runs, it is called here and now."""
+        future: Future[Read] = Future()
+        if self._hand_over is None:
+            _call_into(future, partial(function, *args))
+        else:
+            self._hand_over(future, partial(function, *args))
+        return future
+
+    def wait(self, future: Future[Read]) -> Read:
+        """The result of a call, or what it raised.
+
+        Raises:
+            _Closed: when nobody takes items any more; the thread ends.
+        """
+        while not self._closed.is_set():
+            if wait([future], timeout=0.1).done:
+                return future.result()
+        raise _Closed
+
+    def attach(
+        self, hand_over: Callable[[Future[Any], Callable[[], Any]], None] | None, closed: threading.Event
+    ) -> None:
+        """Sets how calls reach the other thread."""
+        self._hand_over = hand_over
+        self._closed = closed
+
+
+class _Closed(BaseException):
+    """Ends the thread of ``in_background`` where it waits for a call that nobody will make."""
+
+
+def _call_into(future: Future[Any], call: Callable[[], Any]) -> None:
+    """Calls a function and gives the future its result, or what it raises."""
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def in_background(items: Iterator[Item], ahead: int, calls: Calls | None = None) -> Iterator[Item]:
     """Yields the items of an iterator that a thread advances, at most ``ahead`` items before they are asked for.
 
     What the iterator raises is raised here. The thread ends with the items, or when the returned generator is closed.
+
+    Args:
+        items: the iterator.
+        ahead: most items that wait.
+        calls: what the iterator has this thread do for it.
     """
-    ready: queue.Queue[tuple[str, Item | BaseException | None]] = queue.Queue(ahead)
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
     closed = threading.Event()
 
-    def hand_over(kind: str, item: Item | BaseException | None = None) -> None:
+    def hand_over(kind: str, item: Any = None) -> None:
         while not closed.is_set():
             try:
                 # A timeout, since a consumer that has gone away would leave the thread waiting at a full queue.
@@ -52,9 +110,13 @@ def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
                 if closed.is_set():
                     return
             hand_over("end")
+        except _Closed:
+            return
         except BaseException as error:  # raised again where the items are consumed
             hand_over("error", error)
 
+    if calls is not None:
+        calls.attach(lambda future, call: hand_over("call", (future, call)), closed)
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
@@ -64,7 +126,12 @@ def in_background(items: Iterator[Item], ahead: int) -> Iterator[Item]:
                 raise cast(BaseException, item)
             if kind == "end":
                 return
+            if kind == "call":
+                _call_into(*item)
+                continue
             yield cast(Item, item)
     finally:
         closed.set()
         thread.join()
+        if calls is not None:
+            calls.attach(None, threading.Event())

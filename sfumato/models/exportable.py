@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+
+from sfumato.parallel.mesh import Mesh
 
 
 class Exportable(Protocol):
@@ -28,6 +32,30 @@ class Exportable(Protocol):
                 written, else all. The dictionary may be emptied.
             merge: write a model with its adapters merged, instead of the adapters.
         """
+
+
+class StreamedExport(Protocol):
+    """An export that takes the weights one at a time, so that nobody holds all of them."""
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a weight is exported."""
+        ...
+
+    def write(self, folder: Path, weights: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Writes the folder, as ``Exportable.save_export`` does.
+
+        Args:
+            folder: an empty folder.
+            weights: as of ``weights_on_first``.
+        """
+
+
+@runtime_checkable
+class Streamable(Exportable, Protocol):
+    """A model whose export may take the weights one at a time."""
+
+    def streamed_export(self, mesh: Mesh) -> StreamedExport | None:
+        """The export; None where this model's weights must be there together. Every rank of the mesh must call it."""
 
 
 def has_adapters(module: nn.Module) -> bool:

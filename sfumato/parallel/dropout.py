@@ -1,8 +1,8 @@
 """Dropout whose masks belong to samples, not to ranks, micro-batches or a generator.
 
-Whether an element is dropped is a hash of (seed, module, step, sample, token, feature): splitmix64 (Steele and others,
-OOPSLA 2014) seeded for each token and counted over its features. Integer arithmetic alone, so a CPU and a GPU drop the
-same elements, however the batch is cut, and a block that is recomputed drops them again.
+Whether an element is dropped is a hash of (seed, module, step, sample, token, feature): splitmix64, seeded for each
+token and counted over its features. So a CPU and a GPU drop the same elements, however the batch is cut, and a block
+that is recomputed drops them again.
 
 Cost: about ten passes over an int64 tensor of the input's shape (fused into one under ``torch.compile``), and one byte
 for each element until the backward pass, as with torch's own dropout.
@@ -10,7 +10,6 @@ for each element until the backward pass, as with torch's own dropout.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.splitmix import GAMMA, key_of, mix
 
 FUNCTIONAL = (
     "attention_dropout",
@@ -33,10 +33,6 @@ FUNCTIONAL = (
     "decoder_layerdrop",
 )
 """Settings of model configurations whose dropout happens inside of functions, where no key reaches it."""
-
-# splitmix64; constants above 2^63 as negative int64, products wrap around.
-GAMMA = 0x9E3779B97F4A7C15 - 2**64
-FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
@@ -106,7 +102,7 @@ class DropoutKeys:
     def __init__(self, module: nn.Module, dropouts: Mapping[str, KeyedDropout], seed: int) -> None:
         self._module = module
         self._dropouts = list(dropouts.values())
-        self._names = torch.tensor([_hash(f"{int(seed)}/dropout/{name}") for name in dropouts])
+        self._names = torch.tensor([key_of(f"{int(seed)}/dropout/{name}") for name in dropouts])
         self._active = False
 
     @contextmanager
@@ -134,8 +130,8 @@ class DropoutKeys:
             raise ValueError(f"sample_ids must be one integer for each row, not of shape {tuple(ids.shape)}")
         if positions is not None and positions.ndim != 1 and positions.shape[:-1] != ids.shape:
             raise ValueError(f"positions {tuple(positions.shape)} must be [S] or [B, S] for {len(ids)} rows")
-        rows = _mix(self._names + (torch.tensor(int(step)) + 1) * GAMMA)[:, None]
-        rows = _mix(rows + (ids + 1)[None] * GAMMA)
+        rows = mix(self._names + (torch.tensor(int(step)) + 1) * GAMMA)[:, None]
+        rows = mix(rows + (ids + 1)[None] * GAMMA)
         parameter = next(self._module.parameters(), None)
         if parameter is not None:
             rows = rows.to(parameter.device)
@@ -215,21 +211,10 @@ def keep_mask(row_keys: Tensor, shape: Sequence[int], p: float, positions: Tenso
             counter = positions.to(device, torch.int64)
         else:
             counter = torch.arange(shape[axis], device=device)
-        keys = _mix(keys[..., None] + (counter + 1) * GAMMA)
-    bits = _mix(keys[..., None] + (torch.arange(shape[-1], device=device) + 1) * GAMMA)
+        keys = mix(keys[..., None] + (counter + 1) * GAMMA)
+    bits = mix(keys[..., None] + (torch.arange(shape[-1], device=device) + 1) * GAMMA)
     threshold = min(int(p * 2**64), 2**64 - 1) - 2**63  # bits are signed: the smallest share p of them is dropped
     return bits >= threshold
-
-
-def _mix(state: Tensor) -> Tensor:
-    """The finaliser of splitmix64. Its shifts are logical: the sign bits that int64 shifts in are masked off."""
-    state = (state ^ ((state >> 30) & (2**34 - 1))) * FIRST
-    state = (state ^ ((state >> 27) & (2**37 - 1))) * SECOND
-    return state ^ ((state >> 31) & (2**33 - 1))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def _input_features(module: nn.Module, name: str) -> int | None:

@@ -6,6 +6,7 @@ The kernels are called by their aten names, since torch's public function does n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -135,6 +136,14 @@ def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(later, -torch.inf) if causal else scores
 
 
+_in_packed_attention = ContextVar("in_packed_attention", default=False)
+
+
+def in_packed_attention() -> bool:
+    """Whether a function of ``packed_causal`` is running, which is never compiled."""
+    return _in_packed_attention.get()
+
+
 def packed_causal(
     attend: Callable[..., Tensor], known_by: str, remedy: str, knows: Sequence[str] | None = None
 ) -> Callable[..., tuple[Tensor, None]]:
@@ -186,7 +195,11 @@ def packed_causal(
         if position_ids is None or position_ids.ndim != 2:
             raise ConfigError(f"{name} does not hand position_ids [B, S] to its attention: {remedy}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(module, query, key, value, position_ids, scale, **extra), None
+        before = _in_packed_attention.set(True)
+        try:
+            return attend(module, query, key, value, position_ids, scale, **extra), None
+        finally:
+            _in_packed_attention.reset(before)
 
     disabled = cast("Any", torch.compiler.disable(attention))
     disabled.knows = tuple(knows or ())  # ``RowAttention.of`` reads it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -29,14 +30,20 @@ from torch.utils.checkpoint import (
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
-from sfumato.parallel.precision import Converted
+from sfumato.parallel.compiling import compiler_problem, first_paragraph
+from sfumato.parallel.kernels import in_packed_attention
+from sfumato.parallel.precision import converts, forward_converted
 from sfumato.parallel.shards import local
+
+LOGGER = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from sfumato.parallel.mesh import Mesh
 
     _DTensorLayout = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
     _Packed = Tensor | tuple["_HostCopy", _DTensorLayout | None]
@@ -93,8 +100,14 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 MIN_OFFLOAD_BYTES = 256 * 2**10
 """Smaller tensors stay: a copy of them takes longer to start than to run."""
 
+INDICES = (torch.int32, torch.int64)
+"""Types of tensors that stay: the host remembers the values of position ids by the tensor on the device."""
+
 RECOMPILE_LIMIT = 32
 """Number of variants of blocks that are compiled; more of them run uncompiled, with torch's warning."""
+
+KEEPS_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+"""Setting of the compiler that lets recomputed functions change attributes."""
 
 
 def apply_memory_savings(
@@ -104,6 +117,8 @@ def apply_memory_savings(
     backend: str = "inductor",
     *,
     device: str = "cpu",
+    graph_breaks: bool = False,
+    mesh: Mesh | None = None,
 ) -> None:
     """Makes blocks recompute, offload and compile as configured; changes them in place.
 
@@ -121,6 +136,9 @@ def apply_memory_savings(
         blocks: its repeated blocks by name.
         backend: of ``torch.compile``.
         device: type of device on which the blocks will run; the configuration may compile for some types only.
+        graph_breaks: whether something inside of the blocks is not compiled. Recomputation then stands around the
+            compiled parts, and ``selective`` keeps attention only.
+        mesh: the ranks, all of which must call this; where the compiler does not work on one of them, none compiles.
 
     Raises:
         ConfigError: when a block recomputes already or its forward has been replaced, or settings exclude each other.
@@ -139,14 +157,25 @@ def apply_memory_savings(
                 "gradient_checkpointing_disable() (transformers) on the model"
             )
     for name, block in blocks.items():
-        if not isinstance(vars(block).get("forward"), Converted | None):
+        replaced = vars(block).get("forward")
+        if replaced is not None and not converts(replaced):
             raise ConfigError(
                 f"the forward of {name} has been replaced already (a cache, a hook of diffusers?): remove that, or set "
                 "train.activation_checkpointing none, train.enable_activation_offload false and train.compile false"
             )
     offload = ActivationOffload() if config.enable_activation_offload else None
+    compiles = config.compiles(device) and _compiler_works(device, backend, mesh)
     for block in blocks.values():
-        block.forward = BlockForward(block, mode, backend if config.compiles(device) else None, offload)
+        block.forward = BlockForward(block, mode, backend if compiles else None, offload, graph_breaks)
+
+
+def _compiler_works(device: str, backend: str, mesh: Mesh | None) -> bool:
+    """Whether the compiler works on all ranks; if not, rank 0 says why. Blocks are then the same on all of them."""
+    problem = compiler_problem(device, backend)
+    problem = problem if mesh is None else mesh.first_problem(problem)
+    if problem is not None and (mesh is None or mesh.is_first):
+        LOGGER.warning(problem)
+    return problem is None
 
 
 class BlockForward:
@@ -155,24 +184,31 @@ class BlockForward:
     The original function becomes the block's attribute ``class_forward``.
     """
 
-    def __init__(self, block: nn.Module, mode: str, backend: str | None, offload: ActivationOffload | None) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        mode: str,
+        backend: str | None,
+        offload: ActivationOffload | None,
+        graph_breaks: bool = False,
+    ) -> None:
         self.block = block
         self.mode = mode
         self.backend = backend
         self.offload = offload
-        replaced = vars(block).get("forward")
-        if isinstance(replaced, Converted):
-            block.class_forward = replaced.of_block  # pyright: ignore[reportArgumentType]
-        else:
-            # An attribute, since the compiler cannot look ``forward`` up in every class.
-            block.class_forward = type(block).forward  # pyright: ignore[reportArgumentType]
-        run = MethodType(FORWARDS[mode], block)
-        self.run = (
-            run
-            if backend is None
-            else torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
-        )
-        self.uncompiled = run
+        self.graph_breaks = graph_breaks
+        is_converted = converts(vars(block).get("forward"))
+        # An attribute, since the compiler cannot look ``forward`` up in every class.
+        vars(block)["class_forward"] = forward_converted if is_converted else type(block).forward
+        self.uncompiled = MethodType(FORWARDS[mode], block)
+        self.run = self.uncompiled
+        if backend is not None and graph_breaks and mode != "none":
+            # Of a recomputed function the compiler compiles all or nothing. So where a part is not compiled, the
+            # recomputation stands around the compiled block, which then has a graph for each of the other parts.
+            compiled = _compile(MethodType(_plain, block), backend)
+            self.run = partial(_recompute, block, compiled, AROUND_COMPILED[mode])
+        elif backend is not None:
+            self.run = _compile(self.uncompiled, backend)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.backend is not None and any(kwargs.get(name) is not None for name in CACHES):
@@ -183,7 +219,24 @@ class BlockForward:
             return self.run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> BlockForward:
-        return BlockForward(copy.deepcopy(self.block, memo), self.mode, self.backend, self.offload)
+        block = copy.deepcopy(self.block, memo)
+        return BlockForward(block, self.mode, self.backend, self.offload, self.graph_breaks)
+
+
+def _compile(run: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A compiled function, which raises ConfigError where the compiler cannot compile it."""
+    compiled = torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds; ``torch.compile`` has just loaded it
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            block = type(cast("MethodType", run).__self__).__name__
+            reason = first_paragraph(error)
+            raise ConfigError(f"torch.compile cannot compile {block} ({reason}): set train.compile to false") from error
+
+    return call
 
 
 def _compile_settings() -> dict[str, int]:
@@ -191,6 +244,10 @@ def _compile_settings() -> dict[str, int]:
 
     All blocks share one cache, which holds each kind of block with and without gradients, of fixed and of any size.
     """
+    if hasattr(torch._dynamo.config, KEEPS_EFFECTS):
+        # Layers of ``compute_in`` convert their weights and take the converted ones away again; else the compiler would
+        # refuse to recompute them.
+        setattr(torch._dynamo.config, KEEPS_EFFECTS, True)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return {"recompile_limit": RECOMPILE_LIMIT}
     settings = torch._dynamo.config  # torch 2.11 has one limit for the whole process, 8 by default
@@ -202,22 +259,32 @@ def _plain(block: nn.Module, *args: object, **kwargs: object) -> Any:
     return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def _full(block: nn.Module, *args: object, **kwargs: object) -> object:
-    return _recompute(block, args, kwargs)
+def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _recompute(block, None, RECOMPUTATIONS["full"], *args, **kwargs)
 
 
-def _selective(block: nn.Module, *args: object, **kwargs: object) -> object:
-    return _recompute(block, args, kwargs, context_fn=_selective_contexts)
+def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _recompute(block, None, RECOMPUTATIONS["selective"], *args, **kwargs)
 
 
 FORWARDS: dict[str, Callable[..., object]] = {"none": _plain, "full": _full, "selective": _selective}
 """The forward of a block for each ``activation_checkpointing``."""
 
 
-def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object], **settings: Any) -> object:
-    """Runs a block under non-reentrant checkpointing; ``settings`` are arguments of torch's ``checkpoint``."""
+def _recompute(
+    block: nn.Module, compiled: Callable[..., Any] | None, settings: dict[str, Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a block under non-reentrant checkpointing.
+
+    Args:
+        block: the block.
+        compiled: its compiled forward; None for the plain one.
+        settings: arguments of torch's ``checkpoint``.
+        args, kwargs: of the block.
+    """
+    run = partial(block.class_forward, block) if compiled is None else compiled  # pyright: ignore[reportArgumentType]
     if not torch.is_grad_enabled():
-        return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+        return run(*args, **kwargs)
     for name in CACHES:
         if kwargs.get(name) is not None:
             raise ConfigError(
@@ -229,7 +296,7 @@ def _recompute(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object
 
     def forward(*values: object) -> Any:
         named = dict(zip(names, values[count:], strict=True))
-        return block.class_forward(block, *values[:count], **named)  # pyright: ignore[reportCallIssue]
+        return run(*values[:count], **named)
 
     # ``checkpoint`` saves tensors that it gets by position for the backward pass, where offload sees them, but holds
     # those that it gets by name. So all go by position.
@@ -259,13 +326,35 @@ def _selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return create_selective_checkpoint_contexts(policy)
 
 
+def _attention_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """As ``_selective_contexts`` around a compiled block: they save attention that is not compiled, and nothing else.
+
+    Of what is compiled nothing can be saved, since the compiler uses memory again as soon as its own code is done.
+    """
+
+    def policy(
+        context: SelectiveCheckpointContext, operation: OpOverload, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        is_attention = operation.name().partition(".")[0] in ATTENTION and in_packed_attention()
+        return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+RECOMPUTATIONS: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": _selective_contexts}}
+"""Arguments of torch's ``checkpoint`` for each ``activation_checkpointing``."""
+
+AROUND_COMPILED: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": _attention_contexts}}
+"""The same where ``checkpoint`` stands around a compiled block."""
+
+
 class ActivationOffload:
     """Keeps tensors that autograd saves inside blocks in pinned CPU memory until the backward pass needs them.
 
     Copies run on a stream of their own beside the computation; while one block's backward pass runs, the activations
     of the block before it come back. Neither direction runs ahead of the computation by more than two blocks, which
     bounds the memory of copies under way. A tensor that several operations save is copied once. Weights, also those
-    that autocast has converted, and tensors below ``min_bytes`` stay where they are.
+    that autocast has converted, indices such as position ids, and tensors below ``min_bytes`` stay where they are.
     """
 
     def __init__(self, min_bytes: int = MIN_OFFLOAD_BYTES, stay: tuple[str, ...] = ("cpu", "meta")) -> None:
@@ -300,6 +389,7 @@ class ActivationOffload:
             tensor.layout == torch.strided
             and tensor.device.type not in self.stay
             and tensor.nbytes >= self.min_bytes
+            and tensor.dtype not in INDICES
             and tensor.untyped_storage()._cdata not in weights
             and not is_converted_weight(tensor)
         )
@@ -307,7 +397,9 @@ class ActivationOffload:
     def _pack(self, call: _Call, tensor: Tensor) -> _Packed:
         shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
         if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
-            return tensor.detach()  # a hook must not return its argument: an operation's result would hold itself
+            # An operation's result that a hook returned as it is would hold itself. What has no gradient comes back as
+            # the same object, by which attention remembers where documents begin.
+            return tensor.detach() if tensor.requires_grad else tensor
         if shard.device not in self._streams:
             self._streams[shard.device] = torch.get_device_module(shard.device).Stream()
         host_copy = call.copy_of(shard.detach(), self._streams[shard.device])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sfumato.config.parallel import read_launched
 from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError, UserError
 from sfumato.parallel.layout import AXES, EXPERT_AXES, VIEWS, WEIGHT_AXES, Layout
 from sfumato.parallel.plain_values import from_bytes, to_bytes
-from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store
+from sfumato.parallel.rendezvous import bound_to_loopback, is_on_one_machine, join_store, raise_descriptors
 
 if TYPE_CHECKING:
     Value = TypeVar("Value")
@@ -32,13 +32,18 @@ BEFORE_THE_FIRST_STEP = 3
 """Factor of ``train.timeout_s`` for the wait of ranks for each other while they load and compile."""
 
 POLL_S = 0.1
-"""Longest pause in seconds between two queries of the store."""
+"""Longest pause in seconds between two queries of the store, for each 64 ranks: one process answers all of them."""
 
 PATIENCE_S = 120.0
 """Seconds that a rank with a problem waits for the others in ``first_problem``."""
 
 LEAVE_S = 30.0
 """Seconds that a rank waits for the others in ``close_mesh``."""
+
+CONNECTED_AT_ONCE = 64
+"""Most ranks that gloo connects with each other at the start, each with all, so that every rank sees at once when
+another one dies. Of more ranks two are connected when they first send each other something: all connections would be
+O(ranks^2) messages through the store, and O(ranks) descriptors for each process group of a rank."""
 
 
 class Mesh:
@@ -71,6 +76,10 @@ class Mesh:
     def size(self) -> int:
         """Number of processes."""
         return self.layout.size
+
+    @property
+    def _poll_s(self) -> float:
+        return POLL_S * max(1.0, self.size / 64)
 
     @property
     def is_first(self) -> bool:
@@ -159,7 +168,7 @@ class Mesh:
             if problem is not None and time.monotonic() > deadline:
                 raise ConfigError(f"rank {self.rank}, and not every rank: {problem}")
             time.sleep(pause)
-            pause = min(2 * pause, POLL_S)
+            pause = min(2 * pause, self._poll_s)
         return store.get(place).decode() if store.check([place]) else None
 
     def gather(self, value: Value, over: str = "data") -> list[Value]:
@@ -198,7 +207,15 @@ class Mesh:
 
     def first(self, value: object, among: str) -> Any:
         """The value of the first rank of an axis or view, on each of them. Values of the others are not used."""
-        return self.gather(value, among)[0]
+        if self.size_of(among) == 1:
+            return value
+        # a broadcast: gathering a value from each rank, for one to be used, costs O(ranks) on every rank
+        payload = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        length = torch.tensor([len(payload)])
+        dist.broadcast(length, group=self.group(among), group_src=0)
+        received = payload if len(payload) == int(length) else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(received, group=self.group(among), group_src=0)
+        return from_bytes(received.numpy().tobytes())
 
     def range_of_rank(self, count: int) -> range:
         """This data-parallel rank's part of ``count`` items, contiguous and as even as possible."""
@@ -222,6 +239,25 @@ class Mesh:
         for group in {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}:
             group.set_timeout(timedelta(seconds=seconds))
 
+    def value_of_first(self, make: Callable[[], Value]) -> Value:
+        """What ``make`` returns on rank 0, on every rank. Other ranks wait for it, however long it takes.
+
+        Raises:
+            UserError: on every rank, what ``make`` raises on rank 0.
+        """
+        value: Value | None = None
+        cause: UserError | None = None
+        with self.first_rank_first():
+            if self.is_first:
+                try:
+                    value = make()
+                except UserError as error:
+                    cause = error
+        value, problem = self.first((value, "" if cause is None else str(cause)), among="world")
+        if problem:
+            raise cause or DataError(problem)
+        return cast("Value", value)
+
     @contextmanager
     def first_rank_first(self) -> Iterator[None]:
         """Rank 0 runs the block before the others, such as one that writes files that the others then only read.
@@ -234,7 +270,7 @@ class Mesh:
         store = distributed_c10d._get_default_store()
         key = f"sfumato/first/{store.add(f'sfumato/turns/{self.rank}', 1)}"
         while not (self.is_first or store.check([key])):
-            time.sleep(POLL_S)  # not store.wait, which signals cannot interrupt
+            time.sleep(self._poll_s)  # not store.wait, which signals cannot interrupt
         try:
             yield
         finally:
@@ -249,8 +285,12 @@ def range_of_rank(count: int, rank: int, num_ranks: int) -> range:
     return range(start, start + base + (rank < extra))
 
 
-def build_mesh(config: TrainConfig) -> Mesh:
+def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
     """Joins the process group that torchrun describes, or stands alone.
+
+    Args:
+        config: of the run.
+        replays: whether what is computed without gradients is computed again with them, and compared (RL).
 
     Raises:
         ConfigError: when a GPU is asked for and there is none, the sizes do not fit the number of processes, the
@@ -268,8 +308,13 @@ def build_mesh(config: TrainConfig) -> Mesh:
     device = torch.device("cuda", launched.local_rank) if use_gpu else torch.device("cpu")
     if use_gpu:
         torch.cuda.set_device(device)
-        # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        if replays:
+            # cuDNN takes another attention plan with gradients than without, so a replay would differ from its rollout.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+    if size == 1 and config.enable_fsdp_offload and config.data_parallel_mode == "fsdp1":
+        raise ConfigError(
+            "train.enable_fsdp_offload in one process needs train.data_parallel_mode fsdp2: fsdp1 shards nothing there"
+        )
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it before its first product
         torch.use_deterministic_algorithms(True)
@@ -277,11 +322,16 @@ def build_mesh(config: TrainConfig) -> Mesh:
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if (threads := cpu_threads(config, use_gpu)) is not None:
         torch.set_num_threads(threads)
-    if size > 1 and not dist.is_initialized():
+    raise_descriptors(size)
+    is_local = size == 1 or is_on_one_machine()
+    # One process has a group, too, where fsdp is to keep its weights in CPU memory.
+    if (size > 1 or config.shards(1)) and not dist.is_initialized():
+        if size > CONNECTED_AT_ONCE:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout))
-            with bound_to_loopback() if is_on_one_machine() else nullcontext():
+            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout)) if size > 1 else dist.HashStore()
+            with bound_to_loopback() if is_local else nullcontext():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
                     store=store,
@@ -296,7 +346,7 @@ def build_mesh(config: TrainConfig) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    with bound_to_loopback() if is_on_one_machine() else nullcontext():
+    with bound_to_loopback() if is_local else nullcontext():
         return Mesh(layout, device, rank)
 
 

@@ -79,8 +79,29 @@ def parallelize(
         compute_in(module, param_dtype)
     kind = mesh.device.type
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compiles(kind):
-        apply_memory_savings(module, config, blocks, device=kind)
+        breaks = plan.graph_breaks or layout.ep > 1
+        apply_memory_savings(module, config, blocks, device=kind, graph_breaks=breaks, mesh=mesh)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
+
+
+def weights_device(mesh: Mesh, config: ParallelConfig) -> torch.device:
+    """Where the weights of a module that ``parallelize`` returned wait: with ``enable_fsdp_offload`` in CPU memory."""
+    return torch.device("cpu") if config.enable_fsdp_offload else mesh.device
+
+
+def move_to_devices(module: nn.Module, mesh: Mesh, config: ParallelConfig) -> None:
+    """Brings what ``parallelize`` returned to where passes need it, weights on meta excepted.
+
+    fsdp has put weights that it offloads into CPU memory. It gathers weights alone on the device, so that buffers
+    (frequencies of rotary embeddings, positions, biases of routers) must be there, where the batches are.
+    """
+    if not config.enable_fsdp_offload:
+        module.to(mesh.device)
+        return
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                submodule._buffers[name] = buffer.to(mesh.device)
 
 
 MicroBatch = TypeVar("MicroBatch")

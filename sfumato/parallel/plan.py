@@ -52,6 +52,8 @@ class ParallelPlan:
     decoder: str = ""
     """Name of the language model inside a multimodal model, which puts embeddings of images among those of tokens. The
     whole model is called with whole rows, which are cut where the language model begins."""
+    graph_breaks: bool = False
+    """Whether blocks compute something that is not compiled, such as the attention of packed rows."""
 
 
 def matcher(pattern: str) -> Callable[[str], object]:

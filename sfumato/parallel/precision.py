@@ -8,10 +8,10 @@ optimiser state stay float32.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,44 +38,46 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         dtype: the dtype of autocast.
     """
     for layer in module.modules():
-        names = [
-            name for name, weight in layer._parameters.items() if weight is not None and weight.is_floating_point()
-        ]
-        if names and not isinstance(layer, BY_AUTOCAST):
-            layer.forward = Converted(layer, dtype)
-        if type(layer).__name__ in TABLES:
-            layer.forward = Converted(layer, dtype, getattr(layer, TABLES[type(layer).__name__]))
+        weights = [weight for weight in layer._parameters.values() if weight is not None and weight.is_floating_point()]
+        table = TABLES.get(type(layer).__name__)
+        if table is None and (not weights or isinstance(layer, BY_AUTOCAST)):
+            continue
+        replaced = vars(layer).get("forward")
+        # The compiler tells functions apart by their identity. This method is one function for all layers, so that
+        # blocks of one kind share their graphs; an object for each layer would have each block compiled anew.
+        vars(layer).update(
+            converted_dtype=dtype,
+            converted_table=table,
+            unconverted_forward=type(layer).forward if replaced is None else _Replaced(replaced),
+            forward=MethodType(forward_converted, layer),
+        )
 
 
-class Converted:
-    """A callable in the place of one layer's ``forward``, which converts float32 weights for the time of the call."""
+@dataclass
+class _Replaced:
+    """An instance's own ``forward`` with the signature of a class's."""
 
-    def __init__(self, layer: nn.Module, dtype: torch.dtype, table: nn.Module | None = None) -> None:
-        """``table`` is a submodule whose weight is converted in place of the layer's own."""
-        self.layer = layer
-        self.dtype = dtype
-        self.table = table
-        self.replaced: Callable[..., Any] | None = vars(layer).get("forward")
-        """The layer's own replacement of ``forward`` before this one, if there was any."""
-        self._of_class = type(layer).forward  # stored, since the compiler cannot look it up in every class
+    forward: Callable[..., Any]
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
-            return (self.replaced or partial(self._of_class, self.layer))(*args, **kwargs)
-        forward = (self._of_class, self.layer) if self.replaced is None else (self.replaced,)
-        if self.table is not None:
-            return with_weights_in(self.table, self.dtype, *forward, *args, **kwargs)
-        return converted(self.layer, self.dtype, *forward, *args, **kwargs)
+    def __call__(self, _layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
-    def of_block(self, _block: nn.Module, *args: object, **kwargs: object) -> object:
-        """The same with the signature of a class's ``forward``, for ``BlockForward``."""
-        return self(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Converted:
-        layer = copy.deepcopy(self.layer, memo)
-        duplicate = Converted(layer, self.dtype, copy.deepcopy(self.table, memo))
-        duplicate.replaced = copy.deepcopy(self.replaced, memo)
-        return duplicate
+def converts(forward: object) -> bool:
+    """Whether this attribute ``forward`` of a layer is what ``compute_in`` put there."""
+    return isinstance(forward, MethodType) and forward.__func__ is forward_converted
+
+
+def forward_converted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a layer of ``compute_in``, which converts float32 weights for the time of the call."""
+    forward = cast("Callable[..., Any]", layer.unconverted_forward)
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        return forward(layer, *args, **kwargs)
+    dtype = cast("torch.dtype", layer.converted_dtype)
+    if layer.converted_table is not None:
+        table = cast("nn.Module", getattr(layer, cast("str", layer.converted_table)))
+        return with_weights_in(table, dtype, forward, layer, *args, **kwargs)
+    return converted(layer, dtype, forward, layer, *args, **kwargs)
 
 
 def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

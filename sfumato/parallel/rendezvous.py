@@ -14,16 +14,25 @@ import contextlib
 import errno
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from sfumato.errors import ConfigError
+
 STORE_VARIABLE = "SFUMATO_STORE"
 """Environment variable with the file in which ranks of one machine meet; only their user can open its folder."""
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
+
+OPEN_FILES = 1024
+"""Descriptors of a rank besides its connections: files of data and weights, logs, libraries."""
+
+CONNECTIONS_PER_RANK = 3
+"""Descriptors of rank 0 for each rank: at the store, for its heartbeats, and for what it sends rank 0 itself."""
 
 
 def is_loopback(address: str) -> bool:
@@ -127,6 +136,25 @@ def _address_of(name: str) -> tuple[socket.AddressFamily, str]:
     if is_loopback(address) and not is_loopback(name):
         return socket.AF_INET, "0.0.0.0"
     return family, address
+
+
+def raise_descriptors(size: int) -> None:
+    """Raises this process's limit of open files to what a run of ``size`` ranks needs.
+
+    Raises:
+        ConfigError: when the hard limit is below the number of connections.
+    """
+    connections = CONNECTIONS_PER_RANK * size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < connections:
+        raise ConfigError(
+            f"a run of {size} ranks needs {connections + OPEN_FILES} open files in one process, and the limit of this "
+            f"machine is {hard} (ulimit -Hn): raise it (limits.conf, LimitNOFILE of a service, --ulimit nofile of a "
+            "container)"
+        )
+    wanted = connections + OPEN_FILES if hard == resource.RLIM_INFINITY else min(connections + OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager

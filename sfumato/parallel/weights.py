@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +25,34 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.finite import listed, not_finite, together
+from sfumato.parallel.keyed_weights import (
+    SMALL,
+    WeightRecipe,
+    draw_chunk,
+    problems_of,
+    record_initialisation,
+    refusal,
+    share_values,
+)
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local, plain_name, trainable_parameters
+from sfumato.parallel.shards import (
+    Shards,
+    all_parameters,
+    chunks_of,
+    local,
+    plain_name,
+    trainable_parameters,
+    whole_chunk,
+    whole_shapes,
+)
 from sfumato.parallel.weight_files import Held, TensorSource, converted, file_of, open_weights, read_shard
 
 NAMED = 5
 """Tensors that an error names; the others are counted."""
+
+LARGEST_IN_SEQUENCE = 2**34
+"""Most numbers of a model whose random weights torch's generator draws in sequence: 64 GiB in float32 on the host of
+rank 0, and about two minutes. Larger models are drawn in parts, which gives other values at the same seed."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,7 @@ def load_weights(
         make_real(module, device or mesh.device)
         targets = _loadable(module)
         # With ``from_rank0`` all ranks loop over rank 0's names, since each of its tensors is a collective.
-        for name in mesh.gather(list(sources), over="world")[0] if shared else sources:
+        for name in mesh.first(list(sources), among="world") if shared else sources:
             source = _from_first(sources.get(name), mesh) if shared else sources[name]
             if name in targets:
                 _copy(read_shard(source, targets[name]), targets[name])
@@ -132,7 +155,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     if min(counts) != max(counts):
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
     _raise_everywhere(problems, mesh)
-    for name in mesh.gather(list(tensors) if mesh.is_first else [], over="world")[0] if shared else tensors:
+    for name in mesh.first(list(tensors) if mesh.is_first else [], among="world") if shared else tensors:
         held = Held(tensors[name]) if mesh.is_first or not shared else None
         whole_tensor = (_from_first(held, mesh) if shared else cast("Held", held)).tensor
         if name in parameters:
@@ -157,6 +180,29 @@ def whole_weights(
     Returns:
         On rank 0 whole tensors on the CPU, of all pipeline stages, by name; elsewhere an empty dictionary.
     """
+    weights: dict[str, Tensor] = {}
+    for name, tensor in weights_on_first(module, mesh, only_trainable):
+        if tensor is not None and name not in weights:
+            weights[name] = tensor.detach().to("cpu", copy=not share)
+    return weights
+
+
+def weights_on_first(
+    module: nn.Module,
+    mesh: Mesh,
+    only_trainable: bool = False,
+    dtype_of: Callable[[str, torch.dtype], torch.dtype] = lambda _, dtype: dtype,
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yields a module's whole weights one at a time. Every rank must take all of them.
+
+    Args:
+        module, mesh, only_trainable: see ``whole_weights``.
+        dtype_of: dtype in which a weight of this name and dtype is gathered.
+
+    Yields:
+        The name of a parameter or persistent buffer, of all pipeline stages, a second time where two stages hold it;
+        and on rank 0 the whole tensor, which may share memory with the module, elsewhere None.
+    """
     parameters = trainable_parameters(module) if only_trainable else all_parameters(module)
     shards = Shards(module, mesh, parameters)
     buffers = {} if only_trainable else persistent_buffers(module)
@@ -164,19 +210,52 @@ def whole_weights(
     own_specs |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
     ranks = dist.get_process_group_ranks(mesh.group("pp")) if mesh.layout.pp > 1 else [mesh.rank]
     stage = ranks.index(mesh.rank)
-    weights: dict[str, Tensor] = {}
     for owner_stage, specs in enumerate(mesh.gather(own_specs, over="pp")):
-        for name, (shape, dtype) in specs.items():
+        for name, (shape, stored_dtype) in specs.items():
+            dtype = dtype_of(name, stored_dtype)
+            tensor: Tensor | None = None
             if owner_stage == stage:
-                tensor = buffers[name] if name in buffers else shards.whole(name, local(parameters[name].detach()))
+                if name in buffers:
+                    tensor = buffers[name].detach().to(dtype)
+                else:
+                    tensor = shards.whole(name, local(parameters[name].detach()).to(dtype))
                 if stage > 0 and ranks[0] == 0:
                     dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
                 tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
                 dist.recv(tensor, src=ranks[owner_stage], group=mesh.group("pp"))
-            if mesh.is_first:
-                weights.setdefault(name, tensor.detach().to("cpu", copy=not share))
-    return weights
+            yield name, tensor if mesh.is_first else None
+
+
+def each_whole_weight(
+    module: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None, with_frozen: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields a module's whole weights one at a time, on every rank. Every rank must take all of them.
+
+    A rank holds one whole weight at a time besides those that the caller keeps. Not with pipeline parallelism. A tied
+    weight has the first of its names.
+
+    Args:
+        module: any that ``parallelize`` returned, adapters included.
+        mesh: the ranks.
+        dtype: float32 weights are cast to it before they are gathered; None casts none.
+        with_frozen: whether to gather parameters that require no gradients, too.
+
+    Yields:
+        The name of a parameter or persistent buffer and the whole tensor, on the mesh's device, which shares no memory
+        with the module.
+    """
+    assert mesh.layout.pp == 1, "a rank of a pipeline has no part of the other stages' weights"
+    parameters = all_parameters(module) if with_frozen else trainable_parameters(module)
+    shards = Shards(module, mesh, parameters)
+    for name, parameter in parameters.items():
+        held = local(parameter.detach())
+        shard = held.to(mesh.device, dtype if dtype is not None and held.dtype == torch.float32 else held.dtype)
+        tensor = shards.whole(name, shard)
+        is_shared = tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+        yield name, tensor.clone() if is_shared else tensor
+    for name, buffer in persistent_buffers(module).items():
+        yield name, buffer.detach().to(mesh.device, copy=True)
 
 
 def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]:
@@ -212,7 +291,7 @@ def refuse_not_finite(
         )
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module], smallest: int = 0) -> nn.Module:
     """Builds a module whose parameters take no memory, while its buffers have their values.
 
     Buffers that are computed when a module is built (frequencies of rotary embeddings) are in no file, so they must be
@@ -220,12 +299,13 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
 
     Args:
         build: builds the module on the CPU; each parameter has memory until it is registered.
+        smallest: parameters of fewer elements stay on the CPU.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         # A parameter on meta is kept as the object that it is: it may be registered again, as a tied weight.
-        if param is not None and not param.is_meta:
+        if param is not None and not param.is_meta and param.numel() >= smallest:
             attributes = param.__dict__
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
             cast("dict[str, Any]", param.__dict__).update(attributes)
@@ -265,8 +345,9 @@ def initialise_on_meta(
 ) -> None:
     """Gives a module on meta the random weights that one plain process would have, bit for bit, on any mesh.
 
-    Random numbers drawn in shards would depend on the mesh, so rank 0 builds the plain module, which must fit into its
-    CPU memory, and sends one weight at a time. Every rank must call it.
+    Up to ``LARGEST_IN_SEQUENCE`` numbers torch's generator draws them in the order of the plain module: rank 0 builds
+    that in its CPU memory and sends one weight at a time. Weights of larger models are keyed (``keyed_weights``), and
+    each rank draws its own shards. Every rank must call it.
 
     Args:
         module: the result of ``parallelize`` on ``build_on_meta(build)``.
@@ -276,9 +357,17 @@ def initialise_on_meta(
         device: see ``load_weights``.
 
     Raises:
-        ConfigError: when the two modules' weights differ in names or shapes, or the module is wrapped by fsdp1.
+        ConfigError: when the two modules' weights differ in names or shapes, the module is wrapped by fsdp1, or weights
+            of a large model are initialised in a way that cannot be repeated on parts of them.
     """
     _refuse_fsdp1(module)
+    shapes = mesh.merge(dict(whole_shapes(module)), over="pp")
+    # a weight that two stages hold counts twice here, and once where it matters
+    if sum(shape.numel() for shape in shapes.values()) > LARGEST_IN_SEQUENCE:
+        plain, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
+        if num_weights(plain) > LARGEST_IN_SEQUENCE:
+            _draw_shards(module, plain, recipes, mesh, seed, device or mesh.device)
+            return
     names = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -287,11 +376,72 @@ def initialise_on_meta(
             torch.manual_seed(seed)
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        missing = [name for name in names if name not in tensors]
-        problems = [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
+        problems = _missing(names, tensors)
     _raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
     load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
+
+
+def _draw_shards(
+    module: nn.Module,
+    plain: nn.Module,
+    recipes: Mapping[str, WeightRecipe],
+    mesh: Mesh,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Draws this rank's shards of a module's weights; ``plain`` is on meta, and its buffers have their values."""
+    parameters, buffers, plain_buffers = all_parameters(module), persistent_buffers(module), persistent_buffers(plain)
+    problems = _missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
+    if reasons := problems_of(recipes):
+        problems.append(refusal(reasons, LARGEST_IN_SEQUENCE))
+    _raise_everywhere(problems, mesh)
+    # values that the model computes when it is built may come from memory that it never wrote
+    share_values(recipes, partial(_from_first_rank, mesh=mesh))
+    make_real(module, device)
+    parameters, buffers = all_parameters(module), persistent_buffers(module)
+    shards = Shards(module, mesh, parameters)
+    for name, parameter in parameters.items():
+        for chunk in chunks_of(shards, name):
+            draw_chunk(local(parameter.detach())[chunk.place], chunk, recipes[name], seed)
+    for name, buffer in buffers.items():
+        _copy(plain_buffers[name], buffer)
+
+
+def _from_first_rank(values: list[Tensor], mesh: Mesh) -> list[Tensor]:
+    """Rank 0's tensors, on every rank, which has as many of the same shapes and dtypes on the CPU."""
+    if mesh.size == 1 or not values:
+        return values
+    joined = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
+    dist.broadcast(joined, src=0)
+    parts = joined.split([value.nbytes for value in values])
+    return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def build_with_random_weights(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A plain module in CPU memory with the random weights that ``initialise_on_meta`` gives it on any mesh."""
+    on_meta = build_on_meta(build)
+    if num_weights(on_meta) <= LARGEST_IN_SEQUENCE:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return build()
+    module, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
+    if reasons := problems_of(recipes):
+        raise ConfigError(f"weights: {refusal(reasons, LARGEST_IN_SEQUENCE)}")
+    make_real(module, torch.device("cpu"))
+    for name, parameter in module.named_parameters():
+        draw_chunk(parameter.detach(), whole_chunk(parameter.shape), recipes[name], seed)
+    return module
+
+
+def num_weights(module: nn.Module) -> int:
+    """Numbers in a module's parameters, of which tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
+    missing = [name for name in names if name not in of_plain]
+    return [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
 
 
 def make_real(module: nn.Module, device: torch.device) -> None:

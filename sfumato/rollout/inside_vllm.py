@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "sfumato_files"
@@ -98,6 +99,16 @@ class FilesWeightTransferEngine(WeightTransferEngine[VersionsInitInfo, FilesUpda
         """Called after the last file: brings the layers into the form that vLLM computes with."""
         finalize_layerwise_reload(self.model, self.model_config)
         self.has_begun = False
+        if self.device.type == "cpu":
+            self._pack_output_layer()
+
+    def _pack_output_layer(self) -> None:
+        """Packs the output layer anew, of which CPUs have a packed copy in half precision: vLLM does not
+        where the layer shares its weights with the embedding, since only that one is loaded."""
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
+                method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         """Does nothing: no connection or memory is held."""

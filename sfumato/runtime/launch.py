@@ -13,7 +13,7 @@ from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Build, Driver, LocalRo
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
-    from sfumato.runtime.weight_sync.sync import Rescoring
+    from sfumato.runtime.weight_sync.rescoring import Rescoring
 
 
 def main_mesh(config: RLConfig) -> Mesh:
@@ -24,7 +24,7 @@ def main_mesh(config: RLConfig) -> Mesh:
     """
     if config.runtime.backend == "ray":
         return Mesh(Layout(), torch.device("cpu"))
-    return build_mesh(config.train)
+    return build_mesh(config.train, replays=True)
 
 
 def launch_roles(

@@ -153,6 +153,11 @@ class Actor(Generic[Model]):
         del module
         return self.engine.rescore(self.model, tokens)
 
+    def rescore_rounded(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """As ``rescore``, off by what rounding does to the model."""
+        del module
+        return self.engine.rescore_rounded(self.model, tokens)
+
     def unfinished_groups(self, _nothing: object = None) -> Any:
         """Groups that the last iteration left unfinished, which the next one goes on from."""
         return self.engine.unfinished.groups

@@ -57,6 +57,8 @@ def environment_of(mesh: Mesh) -> dict[str, object]:
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_kernels": {"torch": torch.backends.cpu.get_cpu_capability(), "MKL_CBWR": os.environ.get("MKL_CBWR")},
+        "float32_products": torch.get_float32_matmul_precision(),
+        "float32_convolutions_tf32": mesh.device.type == "cuda" and torch.backends.cudnn.allow_tf32,
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "num_processes": mesh.size,
         "command": sys.argv,

@@ -174,6 +174,19 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
     return None if peak is None else peak * 1e12
 
 
+def describe_float32(device: torch.device) -> list[str]:
+    """A line on whether products of float32 numbers are rounded to TF32 (10 bits of 23); none on a CPU, which does
+    not."""
+    if device.type != "cuda":
+        return []
+    products = "in full float32" if torch.get_float32_matmul_precision() == "highest" else "rounded to TF32"
+    convolutions = "rounded to TF32" if torch.backends.cudnn.allow_tf32 else "in full float32"
+    return [
+        f"numbers of float32 on the GPU: matrix products are {products}, convolutions {convolutions} (environment: "
+        "NVIDIA_TF32_OVERRIDE=0 takes full float32 for both, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 TF32 for products)"
+    ]
+
+
 def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
     """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest key that fits."""
     words = f" {name.replace('-', ' ')} ".lower()

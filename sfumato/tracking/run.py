@@ -19,12 +19,13 @@ from sfumato.config.characters import printable
 from sfumato.config.trust import describe_code
 from sfumato.errors import CheckpointError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
+from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
-from sfumato.tracking.meters import Meter, StepProfiler, peak_flops
+from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.progress import Progress, quiet_libraries
 from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
@@ -89,6 +90,7 @@ class Run:
         self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}
         self._signs_said: set[str] = set()
+        self._graphs_said = compiler_figures().get("compile/graphs", 0)
         self._idle = IdleIterations()
         self._report_due = 0.0
         self._step_started = time.perf_counter()
@@ -119,6 +121,7 @@ class Run:
             self._timeline = Timeline(self.output_dir, keep, report=self._files.report)
             self._trackers = Trackers(build_trackers(trackers, self.output_dir, purge_step, self._config), self.say)
         self.is_open = True
+        self._say_compiled(compiler_figures(), f"before step {from_step + 1}")
         if self._profiler is not None:
             self._profiler.after_step(from_step)
         self._step_started = time.perf_counter()
@@ -180,7 +183,9 @@ class Run:
         training_s = seconds - sum(self._timings.get(phase.metric, 0.0) for phase in Phase if not phase.is_training)
         rates = self._meter.rates(training_s, self._timings)
         busy = self._timeline.end_step(step) if self._enabled else {}
-        timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **self._meter.memory()}
+        compiled = compiler_figures()
+        timings = {**self._timings, "time/step_s": seconds, **rates, **busy, **compiled, **self._meter.memory()}
+        self._say_compiled(compiled, f"by the end of step {step}")
         self._timings = {}
         self._step_started = self._step_started + seconds
         if self._profiler is not None and self._profiler.after_step(step):
@@ -343,6 +348,13 @@ class Run:
         if self.folder is not None:
             self.folder.add_environment(values)
 
+    def _say_compiled(self, figures: Mapping[str, float], when: str) -> None:
+        """Reports what compilation has cost so far, where graphs have come since the last report."""
+        graphs = figures.get("compile/graphs", 0)
+        if graphs != self._graphs_said:
+            self.say(f"torch.compile made {graphs} graphs in {figures['compile/seconds']:.0f} s {when}")
+            self._graphs_said = graphs
+
     def say(self, text: str) -> None:
         """Shows a line to the person who watches, and writes it to ``log.txt``."""
         if not self.mesh.is_first:
@@ -420,7 +432,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
-    for line in describe_code():
+    for line in (*describe_code(), *describe_float32(mesh.device)):
         run.say(line)
     Run.newest = run
     listen(run)

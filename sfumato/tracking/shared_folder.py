@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sfumato.config.writing import open_new
@@ -44,9 +45,11 @@ class Token:
             answers: what ``answer`` returned, by the name of the rank.
         """
         complaint_by_rank = {who: text for who, (_, text) in answers.items() if text}
-        for who in answers:
-            if who not in complaint_by_rank and not _appears(self.folder, f"{self.name}.{who}"):
-                complaint_by_rank[who] = f"writes to a folder of that name which {socket.gethostname()} does not see"
+        rank_of_file = {f"{self.name}.{who}": who for who in answers if who not in complaint_by_rank}
+        for name in sorted(_missing(self.folder, rank_of_file)):
+            complaint_by_rank[rank_of_file[name]] = (
+                f"writes to a folder of that name which {socket.gethostname()} does not see"
+            )
         complaints = "; ".join(f"{answers[who][0]} ({who}) {text}" for who, text in complaint_by_rank.items())
         remedy = "take a folder that all machines share (sfumato doctor --folder DIR on each, docs/cluster.md)"
         return f"train.output_dir {self.folder.resolve()}: {complaints}: {remedy}" if complaint_by_rank else ""
@@ -68,7 +71,7 @@ def answer(folder: Path, name: str, who: str) -> Answer:
         who: the name of the rank, such as ``rank 3``, which is part of the answer's file name.
     """
     host = socket.gethostname()
-    if not _appears(folder, name):
+    if _missing(folder, [name]):
         return host, "does not see what the first process of the run writes there"
     try:
         with open_new(folder / f"{name}.{who}") as file:
@@ -106,18 +109,17 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
         raise ConfigError(problem)
 
 
-def _appears(folder: Path, name: str) -> bool:
-    """Whether a file is in a folder, or appears there within ``SEE_S`` seconds.
+def _missing(folder: Path, names: Iterable[str]) -> set[str]:
+    """Those of some files that are not in a folder, and do not appear there within ``SEE_S`` seconds.
 
-    It lists the folder and does not ask for the file, since a network file system would cache that it is absent.
+    It lists the folder and does not ask for the files, since a network file system would cache that one is absent; once
+    for all of them, since a listing is as long as there are ranks.
     """
+    missing = set(names)
     deadline = time.monotonic() + SEE_S
     while True:
-        try:
-            if name in os.listdir(folder):
-                return True
-        except OSError:  # no such folder, or none that may be read: it may still appear
-            pass
-        if time.monotonic() > deadline:
-            return False
+        with contextlib.suppress(OSError):  # no such folder, or none that may be read: it may still appear
+            missing.difference_update(os.listdir(folder))
+        if not missing or time.monotonic() > deadline:
+            return missing
         time.sleep(0.1)

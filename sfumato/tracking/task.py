@@ -34,7 +34,7 @@ def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
     choose_kernels()
     try:
         config = parse_config(schema)
-        choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "weight_sync", "") == "ipc")
+        choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "shares_gpu_memory", False))
         run_again_when_lost(main, config)
         leave_peers()
         release_locks()

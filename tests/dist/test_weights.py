@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,16 +14,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sfumato.errors import ConfigError
-from sfumato.parallel import weight_files, weights
+from sfumato.parallel import keyed_weights, weight_files, weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize, shard_data_parallel
 from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.shards import all_parameters, local, ranges_of, shard_of, whole
 from sfumato.parallel.weights import (
     build_on_meta,
+    build_with_random_weights,
+    each_whole_weight,
     initialise_on_meta,
     load_weights,
     load_whole,
+    persistent_buffers,
     real_stand_ins,
     whole_weights,
 )
@@ -192,11 +196,17 @@ def there_and_back(kind: str, lora: bool, from_rank0: bool, **config: Any) -> tu
     module = cut(build(kind, lora), kind, mesh, parsed)
     found = whole_weights(module, mesh)
     differing = unlike(found, truth.state_dict())
+    buffers = persistent_buffers(truth)
+    as_computed = {name: each.bfloat16() for name, each in truth.state_dict().items()} | buffers
+    gathered = dict(each_whole_weight(module, mesh, torch.bfloat16))
+    differing += [*unlike(gathered, as_computed), *(gathered.keys() ^ as_computed.keys())]
     trained = whole_weights(module, mesh, only_trainable=True)
     changed = {name: each.detach() * 3 for name, each in truth.state_dict().items()}
     load_whole(module, changed if mesh.is_first or not from_rank0 else {"": torch.zeros(1)}, mesh, from_rank0)
     differing += unlike(whole_weights(module, mesh), changed)
     mine = [name for name, each in truth.named_parameters() if each.requires_grad]
+    gathered = dict(each_whole_weight(module, mesh, with_frozen=False))
+    differing += [*unlike(gathered, changed), *(gathered.keys() ^ {*mine, *buffers})]
     load_whole(module, {name: changed[name] / 3 for name in mine}, mesh, from_rank0)
     differing += [
         name
@@ -242,6 +252,28 @@ def start_on_meta(kind: str, **config: Any) -> list[str]:
 @pytest.mark.parametrize(("kind", "config"), [("wan", {}), ("moe", {"expert_parallel_size": 2})])
 def test_random_weights_do_not_depend_on_the_mesh(kind, config, ranks):
     assert ranks.run(4, functools.partial(start_on_meta, kind, **config)) == [[]] * 4
+
+
+def draw_in_parts(kind: str, smallest: int, **config: Any) -> list[str]:
+    """What differs from one process where weights count as too many to be drawn in sequence."""
+    with mock.patch.multiple(weights, LARGEST_IN_SEQUENCE=0, SMALL=smallest):
+        mesh, parsed = make_mesh(**config)
+        module = cut(build_on_meta(functools.partial(make, kind)), kind, mesh, parsed)
+        with mock.patch.object(keyed_weights, "PIECE", 97):
+            initialise_on_meta(module, functools.partial(make, kind), mesh, seed=7)
+        return unequal(module, build_with_random_weights(functools.partial(make, kind), seed=7))
+
+
+@pytest.mark.parametrize(
+    ("kind", "smallest", "config"),
+    [
+        ("wan", 1000, {}),
+        ("moe", 200, {"expert_parallel_size": 2}),
+        ("tied", 0, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_weights_that_are_drawn_in_parts_do_not_depend_on_the_mesh(kind, smallest, config, ranks):
+    assert ranks.run(4, functools.partial(draw_in_parts, kind, smallest, **config)) == [[]] * 4
 
 
 def load_beside_adapters(folder: str) -> list[str]:

@@ -21,6 +21,7 @@ BOUND = 2
 
 TEXT: dict[str, Any] = {"train": {"max_steps": 2}, "eval": {"every_steps": 9}}
 RL: dict[str, Any] = {"train": {"max_steps": 2}, "eval": {"every_steps": 9}}
+OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offload": True}
 UPDATES = {"rl": 2, "rl forward": 2}
 """Optimiser steps of an iteration."""
 FORWARD = {"recipe": "diffusion_nft"}
@@ -47,6 +48,10 @@ CONFIGS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
     "text, chunked loss": (
         "train_text",
         lambda folder: tiny_text_config(folder, **{**TEXT, "train": {"max_steps": 2, "chunked_loss": True}}),
+    ),
+    "text, recomputed and offloaded": (
+        "train_text",
+        lambda folder: tiny_text_config(folder, **{**TEXT, "train": {"max_steps": 2, **OFFLOADED}}),
     ),
     "dpo": ("train_text_dpo", lambda folder: tiny_text_config(folder, data={"data_type": "preference"}, **TEXT)),
     "kto": ("train_text_kto", lambda folder: tiny_text_config(folder, data={"data_type": "unpaired"}, **TEXT)),

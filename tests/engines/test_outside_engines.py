@@ -27,6 +27,7 @@ from sfumato.parallel.weights import build_on_meta
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
 from sfumato.rollout.engines.served import host_memory, weight_files
 from sfumato.rollout.engines.served.engine import seed_of
+from sfumato.rollout.engines.served.environment import engine_environment, inside, visible_devices
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.vllm_calls import WORKER_FILE
@@ -214,7 +215,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 def started(tmp_path, code=SERVER, **changes):
     port = free_port()
-    environment = {"COLOUR": "blue", "TAKEN": None}
+    environment = {"COLOUR": "blue"}
     given = {"command": [sys.executable, "-c", code, str(port)], "environment": environment, "start_timeout_s": 60.0}
     process = ServerProcess("the server", log=tmp_path / "a" / "server.log", **{**given, **changes})
     http = HttpServer("the server", f"http://127.0.0.1:{port}", timeout_s=20, process=process)
@@ -223,7 +224,7 @@ def started(tmp_path, code=SERVER, **changes):
 
 
 def pids_of(process):
-    return [child.pid for child in psutil.Process(process._process.pid).children(recursive=True)]
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def wait_for_end(pids):
@@ -271,10 +272,12 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
         "import os, pathlib, psutil, sys\n"
         "from sfumato.rollout.engines.served.server_process import ServerProcess\n"
         f"log = pathlib.Path({str(tmp_path)!r}, 'log')\n"
-        f"server = ServerProcess('it', [sys.executable, '-c', {SERVER!r}, '{free_port()}'], {{}}, log, 60)\n"
+        f"command = [sys.executable, '-c', {SERVER!r}, '{free_port()}']\n"
+        "server = ServerProcess('it', command, dict(os.environ), log, 60)\n"
         "server.start(lambda: log.exists() and 'children' in log.read_text())\n"
-        "children = psutil.Process(server._process.pid).children(recursive=True)\n"
+        "children = psutil.Process(server.pid).children(recursive=True)\n"
         "print(*(each.pid for each in children), flush=True)\n"
+        "[child.kill() for child in psutil.Process().children()]\n"  # as Ray does with what it ends
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -333,6 +336,61 @@ def test_requests_are_asked_side_by_side_and_ended(slow):
     http.close()
 
 
+class OneAtATime(BaseHTTPRequestHandler):
+    """Draws each completion in half a second, one after the other, and hangs on what comes after ``num_drawn``."""
+
+    room, num_drawn = threading.Lock(), 4
+
+    def do_POST(self):
+        with self.room:
+            type(self).num_drawn -= 1
+            time.sleep(0.5 if self.num_drawn >= 0 else 3)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_completion_that_waits_in_the_engine_is_not_late():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), OneAtATime)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    http = HttpServer("it", f"http://127.0.0.1:{server.server_port}", timeout_s=1)
+
+    async def drawn(count):
+        return await asyncio.gather(*(http.ask_async("POST", "/", {}) for _ in range(count)), return_exceptions=True)
+
+    assert asyncio.run(drawn(4)) == [None] * 4, "the last waits for 1.5 s"
+    started = time.monotonic()
+    assert all(isinstance(each, EngineError) for each in asyncio.run(drawn(2)))
+    assert time.monotonic() - started < 2, "an engine that ends nothing is late"
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_engine_has_nothing_of_the_run_s_process_group(monkeypatch):
+    group = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "TORCHELASTIC_USE_AGENT_STORE": "1"}
+    ours = {"LOCAL_STORE": "x", "NCCL_DEBUG": "WARN", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name, value in {**group, **ours}.items():
+        monkeypatch.setenv(name, value)
+    environment = engine_environment(sleeps=False, tensor_parallel_size=1)
+    assert not group.keys() & environment.keys() and ours.items() <= environment.items()
+    environment = engine_environment(sleeps=True, tensor_parallel_size=1)
+    assert "PYTORCH_ALLOC_CONF" not in environment
+    with inside(environment):
+        os.environ["SET_INSIDE"] = "stays"
+        assert not group.keys() & os.environ.keys()
+    assert {**group, **ours, "SET_INSIDE": "stays"}.items() <= os.environ.items()
+    del os.environ["SET_INSIDE"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert visible_devices(1) == {"CUDA_VISIBLE_DEVICES": "1"} and visible_devices(8) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a, GPU-b")
+    assert visible_devices(1) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: each rank starts an engine"):
+        visible_devices(2)
+
+
 def test_a_completion_that_goes_on_has_noise_of_its_own():
     requests = [GenerationRequest([1], seed, 5, first) for seed in (0, 7, 2**63 - 1) for first in (0, 1, 2)]
     seeds = [seed_of(each) for each in requests]
@@ -384,8 +442,9 @@ def test_the_command_of_a_server(tmp_path):
     arguments = settings._arguments(settings._options("/models/tiny", 16, 2048))
     text = " ".join(arguments)
     assert text.startswith("/models/tiny --dtype bfloat16 --tensor-parallel-size 2 --max-num-seqs 256")
-    for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode", "--x 1"):
+    for part in ("--max-model-len 2048", "--enable-lora --max-lora-rank 16", "--enable-sleep-mode"):
         assert part in text
+    assert text.endswith("--distributed-executor-backend mp --x 1"), "what a person gives comes last, and wins"
     assert "--logprobs-mode processed_logprobs --generation-config vllm" in text
     for kind, wrong in (("use_dora", True), ("target_parameters", ["mlp.experts.down_proj"]), ("r", 1000)):
         module = adapted_template()

@@ -23,7 +23,8 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.sync import Rescoring, WeightSync
+from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import (
     CPU_ENVIRONMENT,
     MAX_LENGTH,
@@ -128,7 +129,7 @@ def sync_of(engine, actor=None, tolerance=1e-3):
 
 
 def server_processes(engine):
-    owner = psutil.Process(engine.calls._process._process.pid)
+    owner = psutil.Process(engine.calls._process.pid)
     return owner.children(recursive=True)
 
 

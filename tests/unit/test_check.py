@@ -6,13 +6,17 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 from rich.console import Console
 
+from benchmarks import memory_of_configs
+from sfumato.commands import check_host
 from sfumato.commands.check import DOES_NOT_FIT, FITS, WRONG, Findings, check_config
 from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
+from sfumato.commands.check_diffusion_rl import DECODING, DRAWING, EMBEDDING
 from sfumato.commands.check_model import smallest_number_of_ranks
 from sfumato.commands.check_tables import show_findings
 from sfumato.commands.find_task import load_for_task
@@ -20,6 +24,7 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config, read_yaml
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import TrainTextConfig
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.files.sources import open_sources
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.loader import build_text_loader
@@ -30,9 +35,12 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
 from tests.tiny import (
     ROOT,
+    load_task,
+    run_task_here,
     tiny_dit_config,
     tiny_dit_dpo_config,
     tiny_rl_config,
+    tiny_text_rl_config,
     write_config,
     write_tiny_pipeline,
 )
@@ -173,6 +181,32 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: 
     assert "does not fit" in text and "what would help" in text and "chunked_loss true" in text
 
 
+def test_host_memory_and_disk_are_predicted_and_compared(tmp_path: Path) -> None:
+    path = text_config(tmp_path, train={"max_steps": 1, "save_steps": 1, "export_steps": 1})
+    small = check_config(path, device_gib=100, host_gib=1)
+    assert small.exit_code == DOES_NOT_FIT and small.host.disk_bytes is None
+    assert "does not fit: 3." in shown(small) and "of CPU memory needed, 1.0 GiB there; most by processes" in shown(
+        small
+    )
+    enough = check_config(path, device_gib=100, host_gib=8)
+    assert enough.exit_code == FITS and "on disk: checkpoints" in shown(enough)
+
+    found = check_config(path)
+    assert found.host.memory_bytes and found.host.disk_bytes and found.exit_code == FITS
+    run = run_task_here("train_text", read_yaml(path))
+    for name, folder, copies in (("checkpoints", "checkpoints", 4), ("hf_ckpt", "hf_ckpt", 2)):
+        written = sum(
+            file.stat().st_size for file in (run / folder).rglob("*") if file.suffix in (".distcp", ".safetensors")
+        )
+        assert 1 <= copies * written / found.host.disk[name] < 1.15
+    meta = {"train": {"init_device": "meta"}}
+    drawn = check_config(path, meta, device_gib=100, with_data=False)
+    assert drawn.host.moments["start: rank 0 draws the whole model"] == 4 * drawn.model.num_parameters
+    with mock.patch.object(check_host, "LARGEST_IN_SEQUENCE", 100):
+        drawn = check_config(path, meta, device_gib=100, with_data=False)
+    assert not any(name.startswith("start") and size for name, size in drawn.host.moments.items())
+
+
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
     found = check_config(text_config(tmp_path, kind="qwen3_moe"))
     model = found.model
@@ -299,3 +333,38 @@ def test_videos_and_edits(tmp_path: Path) -> None:
     wrong = found_of(tiny_wan(), num_frames=6)
     assert wrong.exit_code == WRONG and "rollout.num_frames 6: WanPipeline cannot make that" in wrong.problems[0]
     assert found_of(tiny_flux_kontext()).exit_code == FITS
+
+
+def test_rl_with_vllm_is_predicted_before_its_model_is_downloaded(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model_type": "qwen3", **KINDS["qwen3"]}))
+    settings = tiny_text_rl_config(tmp_path)
+    settings["model"] = {"config_path": str(tmp_path / "model.yaml"), "tokenizer_path": "bytes"}
+    settings["rollout"] |= {"hybrid_engine": False, "engine": {"type": "vllm"}}
+    path = write_config(settings, tmp_path / "run.yaml")
+    found = check_config(path, with_data=False)
+    assert found.exit_code == FITS and found.model.largest.parts["weights"] > 0, found.problems
+    assert "set model.model_path in the place of model.config_path" in found.notes[-1]
+    with pytest.raises(ConfigError, match=r"vllm loads the model from its folder: set model\.model_path"):
+        load_task("rl_text").main(load_config(TextRLConfig, path))
+
+
+def test_a_pipeline_is_predicted_by_its_configuration_files_alone(tmp_path: Path) -> None:
+    path = write_config(tiny_rl_config(tmp_path), tmp_path / "run.yaml")
+    before = check_config(path, with_data=False).model.largest
+    folder = Path(str(load_config(TrajectoryRLConfig, path).model.model_path))
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    found = check_config(path, with_data=False)
+    assert found.exit_code == FITS and found.model.largest == before, found.problems
+    assert "the run needs weights of" in found.notes[-1] and "transformer" in found.notes[-1]
+    assert set(before.phases) == {DRAWING, DECODING, EMBEDDING} and DECODING in shown(found)
+    with pytest.raises(ConfigError, match="has no weights: copy or download"):
+        build_diffusion_model(load_config(TrajectoryRLConfig, path).model)
+
+
+def test_a_line_of_the_page_of_all_configurations_is_as_the_page_has_it(tmp_path: Path) -> None:
+    line = str(memory_of_configs.line_of(ROOT / "configs" / "text" / "qwen3_8b_sft.yaml", tmp_path))
+    page = memory_of_configs.PAGE.read_text()
+    assert line in page and memory_of_configs.filled(page, line) == page, (
+        "python -m benchmarks.memory_of_configs --write"
+    )

@@ -131,6 +131,8 @@ def test_the_image_copies_what_is_there_and_is_no_root() -> None:
     extras = next(each[1] for each in words if each[0] == "ARG" and each[1].startswith("EXTRAS="))
     known = importlib.metadata.metadata("sfumato").get_all("Provides-Extra")
     assert set(extras.removeprefix("EXTRAS=").split(",")) - {"ray"} <= set(known)
+    installed = next(each for each in words if each[:2] == ["RUN", "apt-get"])
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed), "what NCCL needs for InfiniBand"
     assert "://" not in "\n".join(lines), "addresses of registries are build arguments"
 
 

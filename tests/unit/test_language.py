@@ -181,8 +181,13 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="finds no tokenizer"):
         build(describe(tmp_path) | {"tokenizer_path": str(tmp_path / "empty")})
-    with pytest.raises(MissingDependencyError, match="pip install flash-attn"):
-        build(describe(tmp_path) | {"attention": "flash_attention_2"})
+    for version, remedy in (
+        ("2", "pip install flash-attn "),
+        ("3", "the folder hopper"),
+        ("4", "install flash-attn-4"),
+    ):
+        with pytest.raises(MissingDependencyError, match=f"{remedy}.*pip install kernels"):
+            build(describe(tmp_path) | {"attention": f"flash_attention_{version}"})
 
 
 def test_what_packed_attention_cannot_do_is_refused(tmp_path):

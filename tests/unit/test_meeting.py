@@ -1,6 +1,7 @@
 """Where processes of a run find each other: which addresses are listened at, and who can open what."""
 
 import os
+import resource
 import socket
 import stat
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from sfumato.errors import ConfigError
 from sfumato.parallel import rendezvous as meeting
-from sfumato.parallel.rendezvous import bound_to_loopback, join_store, serve_store
+from sfumato.parallel.rendezvous import bound_to_loopback, join_store, raise_descriptors, serve_store
 from sfumato.runtime.cluster.token import require_token
 from tests.tiny import ROOT
 
@@ -44,6 +46,21 @@ def test_the_name_of_a_machine_that_leads_to_itself_is_not_for_others(monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: found)
     assert meeting._address_of("node7") == (socket.AF_INET, "0.0.0.0")
     assert meeting._address_of("localhost") == (socket.AF_INET, "127.0.1.1")
+
+
+def test_open_files_are_raised_to_what_ranks_need_or_refused_with_the_remedy(monkeypatch):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        raise_descriptors(2)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1030, hard)
+        raise_descriptors(1)  # lowers nothing
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1030, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(ConfigError, match=r"2048 ranks needs 7168 open files.* limit of this machine is 4096.*ulimit"):
+        raise_descriptors(2048)
 
 
 def test_a_port_that_is_taken_is_said():

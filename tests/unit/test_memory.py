@@ -12,6 +12,7 @@ import torch._dynamo
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
@@ -228,6 +229,23 @@ def test_weights_and_small_tensors_stay():
     assert offload.moves(torch.ones(20, 20).bfloat16().repeat(2, 2), weights)
     assert not offload.moves(layer.weight.bfloat16().t(), weights)  # autocast's conversion
     assert not ActivationOffload(min_bytes=0).moves(torch.ones(100), weights)  # already in CPU memory
+
+
+def test_indices_and_small_tensors_without_gradients_come_back_as_they_are():
+    """By the object attention knows where documents begin; for another one it would have to ask the device."""
+    offload, seen = ActivationOffload(min_bytes=64, stay=()), []
+    positions, small, hidden = torch.arange(100), torch.ones(2), torch.ones(100, requires_grad=True)
+
+    def block(*tensors: torch.Tensor) -> torch.Tensor:
+        seen.append(tensors)
+        return tensors[0] * tensors[1] * tensors[2].sum()
+
+    with offload.hold(nn.Identity()):
+        result = checkpoint(block, hidden, positions, small, use_reentrant=False)
+    result.sum().backward()
+    forward, again = seen
+    assert again[1] is positions and again[2] is small
+    assert again[0].data_ptr() != forward[0].data_ptr() and torch.equal(hidden.grad, 2.0 * positions)
 
 
 def test_a_changed_tensor_is_copied_again():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,21 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
+from sfumato.config.text_rl import TextRLTrainConfig
+from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.models.estimate.memory_plan import RankMemory, count_activations, plan_memory
-from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model, plan_language_model
+from sfumato.models.estimate.cuda_autocast import IN_FLOAT32, TO_FLOAT32, as_on_cuda
+from sfumato.models.estimate.frozen_passes import decoding_bytes, encoding_bytes
+from sfumato.models.estimate.memory_plan import RankMemory, count_activations, count_drawing, plan_memory
+from sfumato.models.estimate.meta_models import (
+    diffusion_model_on_meta,
+    plan_diffusion_model,
+    plan_language_model,
+    plan_text_policy,
+)
+from sfumato.models.estimate.peak_memory import PeakBytes, peak_bytes
 from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.scores import TokenScores
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
@@ -211,9 +223,10 @@ def test_stages_hold_their_layers_and_the_micro_batches_under_way(tmp_path: Path
     assert stages[1].parts["activations of blocks"] == 6 * per_block[1]
 
 
-def test_offload_moves_to_the_host(tmp_path: Path) -> None:
-    planned, train = predicted(tmp_path, "qwen3", 2, enable_fsdp_offload=True, enable_activation_offload=True)
-    (memory,) = plan_memory(planned, train, 2)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offload_moves_to_the_host(tmp_path: Path, ranks: int) -> None:
+    planned, train = predicted(tmp_path, "qwen3", ranks, enable_fsdp_offload=True, enable_activation_offload=True)
+    (memory,) = plan_memory(planned, train, ranks)
     assert set(memory.host) == {"weights", "gradients", "optimiser state", "activations"}
     assert not {"weights", "gradients", "optimiser state"} & set(memory.parts)
 
@@ -249,3 +262,80 @@ def test_diffusion_models_are_predicted_the_same_way(tmp_path: Path, source: str
         model.predict_velocity(torch.zeros(2, 4, 8, 8), torch.ones(2), conditioning)
     found = memory.parts["activations of blocks"] + memory.parts["activations outside blocks"]
     assert found == pytest.approx(saved.total, rel=0.1)
+
+
+def test_autocast_is_counted_as_cuda_computes() -> None:
+    """The rules are those of torch's own list; norms, softmax and powers save float32 where a CPU's save bf16."""
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    for names, title in ((IN_FLOAT32, "AT_FORALL_FP32("), (TO_FLOAT32, "AT_FORALL_FP32_SET_OPT_DTYPE(")):
+        listed = header.split(f"#define {title}")[1].split("\n\n")[0]
+        assert set(names) == {entry.replace(", ", ".") for entry in re.findall(r"_\(([\w, ]+)\)", listed)}
+    linear, norm, tokens = nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False), torch.zeros(4, 8)
+
+    def computed(on_gpu: bool) -> tuple[int, list[torch.dtype]]:
+        saved = Saved(linear)
+        with (
+            as_on_cuda(on_gpu),
+            torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            results = [linear(tokens), norm(linear(tokens)), linear(tokens).softmax(-1), linear(tokens) ** 2]
+        return saved.total, [result.dtype for result in results]
+
+    on_cpu, on_gpu = computed(on_gpu=False), computed(on_gpu=True)
+    assert on_cpu[1] == [torch.bfloat16] * 4 and on_gpu[1] == [torch.bfloat16, *[torch.float32] * 3]
+    assert on_gpu[0] >= on_cpu[0] + 3 * 2 * tokens.numel()
+    assert computed(on_gpu=False) == on_cpu, "and afterwards a CPU's rules are its own"
+
+
+@pytest.mark.parametrize(("task", "per_logit"), [("train_text", 14), ("rl_text", 18)])
+def test_logits_take_what_is_predicted(
+    task: str, per_logit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a logit in bf16: itself, what its loss saves, and gradients, while the backward pass is in the loss."""
+    vocabulary = 4800
+    monkeypatch.setitem(KINDS["llama"], "vocab_size", vocabulary)
+    head, hidden = nn.Linear(8, vocabulary, bias=False), torch.zeros(1, LENGTH, 8)
+    labels = torch.zeros(1, LENGTH, dtype=torch.int64)
+    with PeakBytes() as counted, as_on_cuda():
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = TokenScores(head(hidden), (1, LENGTH))
+            is_rl = task == "rl_text"
+            loss, held = scores.log_probs_and_entropy(labels) if is_rl else scores.cross_entropy(labels)
+        loss.sum().backward()
+    del held  # until here, as the task holds the entropies
+    logits = LENGTH * vocabulary
+    assert counted.peak / logits == pytest.approx(per_logit, abs=1)
+    planned, train = predicted(tmp_path, "llama", mixed_precision="bf16", rmpad_with_pos_ids=True)
+    if task == "rl_text":
+        section = load_config(TextRLTrainConfig, overrides={"output_dir": str(tmp_path), "mixed_precision": "bf16"})
+        planned = plan_text_policy(described(tmp_path, "llama"), LENGTH, 1, section, Layout(), on_gpu=True)
+    (memory,) = plan_memory(planned, train, 1)
+    found = memory.parts["loss"] + memory.parts["activations outside blocks"]
+    assert found / logits == pytest.approx(per_logit, abs=1)
+
+
+def test_drawing_decoding_and_embedding_take_what_is_predicted(tmp_path: Path) -> None:
+    """Peaks of the tiny model at work against those that are found without memory."""
+    folder = write_tiny_pipeline(tmp_path / "pipeline")
+    config = ModelConfig(model_path=str(folder), max_sequence_length=7)
+    described = diffusion_model_on_meta(config, "no")
+    planned = plan_diffusion_model(described, Layout(), 2, (16, 16), drawn=(3, 4.5))
+    model = build_diffusion_model(config)
+    latents = torch.zeros(3, *model.latent_shape(16, 16))
+    with torch.no_grad():
+        conditioning = model.encode_prompts(["write", "a", "b"])
+        drawing = peak_bytes(lambda: model.predict_velocity(latents, torch.ones(3), conditioning, 4.5))
+        decoding = peak_bytes(lambda: model.decode(latents))
+        embedding = peak_bytes(lambda: model.embed_prompts(["write"] * EMBED_BATCH))
+    assert count_drawing(planned, train_section(tmp_path), Layout()) == pytest.approx(drawing, rel=0.15)
+    assert decoding_bytes(described, (16, 16)) == pytest.approx(decoding, rel=0.15)
+    assert encoding_bytes(described, (16, 16)) == pytest.approx(embedding, rel=0.3)
+    larger = plan_diffusion_model(described, Layout(), 2, (32, 32), drawn=(3, 4.5))
+    assert count_drawing(larger, train_section(tmp_path), Layout()) > 3 * drawing
+    assert decoding_bytes(described, (32, 32)) > decoding
+
+
+def test_a_phase_counts_where_it_takes_more_than_an_update() -> None:
+    assert RankMemory({"weights": 3, "activations": 4}).total == 7
+    assert RankMemory({"weights": 3, "activations": 4}, phases={"drawing": 5, "decoding": 9}).total == 9

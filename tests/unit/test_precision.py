@@ -84,15 +84,16 @@ def test_recomputed_blocks_convert_again(kind, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense", "wan"])
-def test_the_compiler_follows_without_a_break(kind):
+@pytest.mark.parametrize(("kind", "recompute"), [("dense", "none"), ("wan", "none"), ("wan", "selective")])
+def test_the_compiler_follows_without_a_break(kind, recompute):
     plain = build(kind).train()
     eager = loss_of(kind, parallel(kind, copy.deepcopy(plain)))
     compute_in(plain, torch.bfloat16)
     torch._dynamo.reset()
     counters.clear()
     blocks = find_blocks(plain, CASES[kind].plan(plain))
-    apply_memory_savings(plain, ParallelConfig(compile=True), blocks, backend="eager")
+    config = ParallelConfig(compile=True, activation_checkpointing=recompute)
+    apply_memory_savings(plain, config, blocks, backend="eager")
     assert loss_of(kind, plain) == eager
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
 

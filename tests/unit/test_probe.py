@@ -15,7 +15,8 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
-from sfumato.models.language.probe import make_documents, probe
+from sfumato.models.language.probe import Checks, make_documents, probe
+from sfumato.parallel import parallelize
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 
@@ -51,6 +52,30 @@ class Foresighted(LlamaForCausalLM):
         embeddings = self.model.embed_tokens(input_ids)
         after = torch.cat([embeddings[:, 1:], torch.zeros_like(embeddings[:, :1])], 1)
         return super().forward(inputs_embeds=embeddings + 0.5 * after, position_ids=position_ids, **kwargs)
+
+
+class TwoGraphs(LlamaForCausalLM):
+    """As where blocks are compiled: the graph of the first length gives way to one of any length, which rounds
+    otherwise."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: object) -> object:
+        lengths = vars(self).setdefault("lengths", set())
+        lengths.add(input_ids.shape[1])
+        output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        output.logits = output.logits * (1 + 1e-6 * (len(lengths) > 1))
+        return output
+
+
+class Scattering(LlamaForCausalLM):
+    """As with kernels that add in any order: each pass rounds a little differently."""
+
+    passes = 0
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: object) -> object:
+        self.passes += 1
+        output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        output.logits = output.logits * (1 + 1e-6 * (-1) ** (self.passes // 2))
+        return output
 
 
 class Capped(LlamaForCausalLM):
@@ -155,6 +180,18 @@ def test_the_numbers_of_the_run_are_those_without_a_probe() -> None:
     unprobed, _ = make(Plain)
     theirs = dict(unprobed.module.named_parameters())
     assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.module.named_parameters())
+
+
+def test_passes_of_two_graphs_are_not_taken_for_a_leak(monkeypatch) -> None:
+    monkeypatch.setattr(parallelize, "apply_memory_savings", lambda *_, **__: None)
+    monkeypatch.setattr(Checks, "_find_scatter", lambda *_: pytest.fail("both passes are of the same graph"))
+    model, messages = look(TwoGraphs, compile=True, pad_to_multiple_of=1)
+    assert len(model.plain.lengths) > 1 and not messages
+
+
+def test_kernels_that_add_in_any_order_are_not_taken_for_a_leak() -> None:
+    model, messages = look(Scattering)
+    assert model.plain.passes > 4 and not messages
 
 
 def test_documents_that_leak_get_rows_of_their_own() -> None:

@@ -13,8 +13,10 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.parallel import parallelize
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.rollout.diffusion import trajectories
 from sfumato.rollout.diffusion.policy import build_policy
 from sfumato.rollout.diffusion.self_check import RowProbe, batch_sizes, compare_rows
 from tests.rows import ROUNDING
@@ -86,6 +88,10 @@ def test_what_the_self_check_asks_for() -> None:
         assert exact.bound(rows, 1e-5, torch.float32) == 1e-5, "never more than a tenth of the clip range"
         assert exact.bound(rows, 1e-5, torch.bfloat16) == 1e-5
     assert RowProbe({3: 0.0, 8: 1e-7}, sampled=(8,)).bound(3, 1e-3, torch.float32) > 0
+    compiled = RowProbe(reason="compiled", is_compiled=True)
+    assert compiled.bound(8, 1e-5, torch.bfloat16, 16 * 64 * 64) == pytest.approx(4.9e-4, rel=1e-2)
+    assert compiled.bound(8, 1e-5, torch.float32, 64) == pytest.approx(3.05e-5, rel=1e-2)
+    assert compiled.bound(8, 2e-2, torch.bfloat16, 16 * 64 * 64) == 2e-2
     assert RowProbe(reason="compiled").bound(8, 1e-4, torch.float32) == 1e-4 and not RowProbe().message
 
 
@@ -118,6 +124,37 @@ def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) ->
     found = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert found["row_probe"] == {"rows_independent_of_batch": True, "differences": {"2 rows": 0.0, "8 rows": 0.0}}
     assert found["cpu_kernels"]["MKL_CBWR"]
+
+
+@pytest.mark.parametrize(("error", "updates"), [(2e-6, 1), pytest.param(2e-6, 2, marks=pytest.mark.slow), (1e-2, 1)])
+def test_compiled_graphs_may_differ_by_rounding_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, updates: int
+) -> None:
+    """The replay is the graph with gradients, which is off by a relative error; an actual compiler is not needed."""
+    monkeypatch.setattr(parallelize, "apply_memory_savings", lambda *_, **__: None)
+    train = {"max_steps": 1, "compile": True, "global_batch_size": 16 // updates}
+    task, config = load_task("rl_diffusion"), tiny_rl_config(tmp_path, train=train)
+    replay, passes = trajectories.replay_trajectories, []
+
+    def off(model: DiffusionModel, sampled: Any, *given: Any) -> Any:
+        step = replay(model, sampled, *given)
+        if torch.is_grad_enabled():
+            passes.append(len(step.mean))
+            object.__setattr__(step, "mean", step.mean * (1 + error))
+        return step
+
+    monkeypatch.setattr(task, "replay_trajectories", off)
+    monkeypatch.setattr(trajectories, "replay_trajectories", off)
+    if error > 1e-3:
+        with pytest.raises(SelfCheckError, match=r"allowed: 1\.00e-04"):
+            run_task_here(task, config)
+        return
+    run = run_task_here(task, config)
+    (line,) = [line for text in (run / "metrics.jsonl").read_text().splitlines() if (line := json.loads(text))["step"]]
+    assert 0 < line["ratio/replay_error"] < 3e-5
+    assert len(passes) == (4 if updates == 1 else 6), "one for each micro-batch, and another for the second update's"
+    if updates == 1:
+        assert line["ratio/mean"] == 1.0, "the ratio is taken to what the same graph says"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import random
+import time
 import warnings
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sfumato.checkpoint import state as state_module
-from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.parts import StoredCheckpoint, chunks_problem
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.dit import DitTrainConfig
@@ -348,3 +349,21 @@ def test_rates_and_betas_come_from_the_configuration_of_the_resumed_run(tmp_path
     before = first.schedule.get_last_lr()[0]
     assert resumed.schedule.get_last_lr()[0] == pytest.approx(10 * before)
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(10 * before)
+
+
+def test_chunks_that_do_not_make_up_a_tensor_are_named_without_comparing_all_with_all() -> None:
+    def chunks(count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [((4 * row, 0), (4, 10**6)) for row in range(count)]  # cut along the shorter dimension
+
+    good = chunks(8)
+    assert chunks_problem((32, 10**6), good) == "" and chunks_problem((), [((), ())]) == ""
+    assert "hold 28000000 elements of 32000000" in chunks_problem((32, 10**6), good[1:])
+    assert "lies outside" in chunks_problem((31, 10**6), good)
+    assert "overlap" in chunks_problem((32, 10**6), [((2, 0), (4, 10**6)), *good[1:]])
+    seconds = []
+    for count in (256, 4096):
+        cut = chunks(count)
+        started = time.process_time()
+        assert chunks_problem((4 * count, 10**6), cut) == ""
+        seconds.append(time.process_time() - started)
+    assert seconds[1] < 64 * max(seconds[0], 1e-3), "16 times the chunks, not 256 times the work"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,10 +13,12 @@ from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import find_files, refuse_twice
+from sfumato.data.files.late_rows import LateRows
 from sfumato.data.files.row_blocks import RowFile, Table
 from sfumato.data.files.rows import RowTable, join_rows
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.errors import DataError
+from sfumato.parallel.mesh import Mesh
 
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -97,6 +99,41 @@ def open_sources(config: TextDataConfig) -> Sources:
     return _open(str(config.train_path), config, "data.train_path", config.datasets_type == "iterable")
 
 
+def open_sources_once(config: TextDataConfig, mesh: Mesh) -> Sources:
+    """As ``open_sources``, but rank 0 alone opens the files; other ranks open each when they first read a row of it.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: on every rank, what ``open_sources`` raises on rank 0.
+    """
+    if mesh.size == 1 or config.synthetic is not None or config.datasets_type == "iterable":
+        return open_sources(config)
+    opened: list[Sources] = []
+
+    def describe() -> tuple[Any, ...]:
+        sources = open_sources(config)
+        opened.append(sources)
+        parts = [getattr(rows, "parts", [rows]) for rows in sources.rows]
+        files = [[(str(part.path), len(part)) for part in source] for source in parts]
+        fingerprints = [rows.fingerprint() for rows in sources.rows]
+        return sources.names, files, fingerprints, sources.weights, sources.level, sources.stopping
+
+    names, files, fingerprints, *mixture = mesh.value_of_first(describe)
+    if opened:
+        return opened[0]
+    column = _text_column(config)
+    rows: list[RowTable] = [
+        LateRows(
+            [RowFile(Path(path), column, "data.train_path") for path, _ in source],
+            [length for _, length in source],
+            fingerprint,
+        )
+        for source, fingerprint in zip(files, fingerprints, strict=True)
+    ]
+    return Sources(names, rows, *mixture)
+
+
 def open_validation(config: TextDataConfig) -> Sources | None:
     """Validation data: the files of ``eval_path``, or problems that training never shows; None when there is none.
 
@@ -108,7 +145,7 @@ def open_validation(config: TextDataConfig) -> Sources | None:
 
 
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
-    text_column = config.text_keys[0] if config.text_keys else "text"
+    text_column = _text_column(config)
     if Path(path).suffix.lower() not in (".yaml", ".yml"):
         file = SourcesFile(sources=[path], names=[Path(path).stem])  # pyright: ignore[reportCallIssue]  # has a default
         places = [(path, option)]
@@ -123,6 +160,11 @@ def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, hel
     mixture = (weights, file.level, file.stopping_strategy)
     rows: list[RowTable] = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
+
+
+def _text_column(config: TextDataConfig) -> str:
+    """Name of the only column of a .txt file."""
+    return config.text_keys[0] if config.text_keys else "text"
 
 
 def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:

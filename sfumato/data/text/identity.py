@@ -18,17 +18,31 @@ from sfumato.data.media.pictures import File
 from sfumato.data.text.format import TextTransform, source_of
 from sfumato.data.text.row_samples import filed_row
 from sfumato.errors import DataError
+from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.identity import Identity, identify
 
 if TYPE_CHECKING:
     from sfumato.data.files.rows import RowTable
 
 
-def identify_text(config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform) -> Identity:
+def identify_text(
+    config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform, mesh: Mesh | None = None
+) -> Identity:
     """The identity of a text task; see ``identify``.
 
-    The size of a step is not part of it and may change, since the position in the data counts samples.
+    The size of a step is not part of it and may change, since the position in the data counts samples. With a mesh,
+    whose every rank must then call it, rank 0 alone reads the files.
     """
+
+    def digests() -> dict[str, str]:
+        return _digest_content(config, sources, held_out, transform)
+
+    return identify(config, digests() if mesh is None else mesh.value_of_first(digests))
+
+
+def _digest_content(
+    config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform
+) -> dict[str, str]:
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
     source_note = ", the file of data.data_type" if source_of(config.data.data_type) else ""
@@ -36,7 +50,7 @@ def identify_text(config: Any, sources: Sources, held_out: Sources | None, trans
     if getattr(transform, "has_images", False) and sources.files is None:
         files = [file for rows in sources.rows for file in media_of_rows(rows, transform)]
         tokens |= content_of_media(config, files, "data.train_path (its images and other media)")
-    return identify(config, content | tokens | content_of_named_files(config, content_of_model_file))
+    return content | tokens | content_of_named_files(config, content_of_model_file)
 
 
 def media_of_rows(rows: RowTable, transform: Any) -> list[File]:

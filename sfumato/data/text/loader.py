@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
-from sfumato.data.background import STEPS_AHEAD, in_background
+from sfumato.data.background import STEPS_AHEAD, Calls, in_background
 from sfumato.data.epoch_order import refuse_repetition
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.files.mixing import Order
 from sfumato.data.files.row_blocks import RowFile
-from sfumato.data.files.sources import Sources, open_sources, open_validation
+from sfumato.data.files.sources import Sources, open_sources_once, open_validation
 from sfumato.data.files.stored import digest_of
 from sfumato.data.media.cache import MediaCache, build_media_cache
 from sfumato.data.media.threads import open_ahead
@@ -26,7 +26,7 @@ from sfumato.data.text.format import TextSample, TextTransform, build_transform
 from sfumato.data.text.identity import identify_text
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.packing import make_batch, placeholder_tokens
-from sfumato.data.text.row_samples import samples_of
+from sfumato.data.text.row_samples import SharedWork, samples_of
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.data.text.token_source import RunLength, State, Step, StepRule, StoreSteps, StreamSteps, TextStream
 from sfumato.data.text.token_store import Watch, build_token_store
@@ -58,8 +58,10 @@ class TextLoader:
         cost: Callable[[int], float],
         sight: SightedCost | None = None,
         media: MediaCache | None = None,
+        calls: Calls | None = None,
     ) -> None:
         """Use ``build_text_loader``."""
+        self._calls = calls
         self._sight = sight
         self._media = media
         self.source_names = source_names
@@ -131,7 +133,7 @@ class TextLoader:
         if from_step != self._state["step"]:
             raise ValueError(f"the data is at step {self._state['step']}, not {from_step}: restore the loader's state")
         prepared = ((step, self._micro_batches(step)) for step in self._steps.steps(self._state))
-        for number, (step, batches) in enumerate(in_background(prepared, STEPS_AHEAD), start=from_step):
+        for number, (step, batches) in enumerate(in_background(prepared, STEPS_AHEAD, self._calls), start=from_step):
             # Set only now: the thread is steps ahead, and a checkpoint must hold the position of the steps taken.
             self._state = step.after
             self.epoch_ended = step.epoch_ended
@@ -182,7 +184,8 @@ def build_text_loader(
     """Builds the loader that a configuration asks for. Every rank must call it.
 
     With ``data.datasets_type: mapping`` rank 0 tokenises all data here, unless that was done before. With ``iterable``
-    every rank reads and tokenises all rows while steps are taken, and trains on its part of the samples.
+    rows are read while steps are taken; each rank tokenises its share of them, and the ranks exchange what they made.
+    Rows with images or sound, whose samples hold open files, every rank prepares for itself.
 
     Args:
         data, train: the task's sections.
@@ -203,6 +206,7 @@ def build_text_loader(
     rule = StepRule(global_batch * (num_tokens if train.dyn_bsz else 1), by_tokens=train.dyn_bsz)
     length = RunLength(train.max_steps, data.train_size, train.num_train_epochs)
     media: MediaCache | None = None
+    calls: Calls | None = None
     order_key = [train.seed if data.shuffle else None, sources.mixing]  # what the order depends on besides the samples
     if data.datasets_type == "mapping":
         folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
@@ -227,7 +231,11 @@ def build_text_loader(
             )
         assert isinstance(data.max_bad_rows, int)  # a share is refused by the configuration
         bad_rows = BadRows(data.max_bad_rows, say)
-        stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows)
+        shared = None
+        if mesh.distributed and mesh.size > 1 and not getattr(transform, "has_images", False):
+            calls = Calls()
+            shared = SharedWork(mesh.rank, mesh.size, calls, partial(mesh.gather, over="world"))
+        stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows, shared)
         # A stream is not read before the run: sizes of files stand for their content.
         sizes = [
             [item.path.stat().st_size if isinstance(item, RowFile) else len(item) for item in tables]
@@ -236,7 +244,7 @@ def build_text_loader(
         content = [transform.fingerprint, sources.names, sizes]
         order_key = [data.shuffle_buffer if data.shuffle else None, *order_key]
         steps = StreamSteps(stream, digest_of(["stream", content, order_key]), rule, length)
-    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight, media)
+    return TextLoader(steps, list(sources.names), data, train, tokenizer_pad_id, mesh, cost, sight, media, calls)
 
 
 @dataclass(frozen=True)
@@ -301,11 +309,11 @@ def open_text_data(
     ends = adopt_answer_end(transform, tokenizer).describe()
     for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
         say(line)
-    sources, held_out = open_sources(data), open_validation(data)
+    sources, held_out = open_sources_once(data, mesh), open_validation(data)
     if mesh.is_first:  # it alone writes the log, and all rows may be read for these lines
         for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
             say(line)
-    identity = identify_text(config, sources, held_out, transform)
+    identity = identify_text(config, sources, held_out, transform, mesh)
     loader = build_text_loader(data, train, pad_token_id, transform, sources, mesh, say, watch, cost, sight)
     vision = None if sight is None else sight.vision
     validation = build_validation(held_out, data, train, config.eval, transform, pad_token_id, mesh, say, vision)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from sfumato.data.background import Calls
 from sfumato.data.files.rows import RowTable
 from sfumato.data.text.format import TextSample, TextTransform
 from sfumato.data.text.tokenise import Asking, Tokens
-from sfumato.errors import DataError
+from sfumato.errors import DataError, OverlongError
 
 if TYPE_CHECKING:
     from sfumato.data.files.rows import FiledRows
@@ -26,6 +28,10 @@ BATCH_ROWS = 64
 
 BATCH_CHARACTERS = 2**18
 """A batch takes no more rows once so many characters wait to be encoded: encodings take about 100 bytes per token."""
+
+
+SHARED_ROWS = 64
+"""Rows that each of several ranks transforms before they exchange their samples."""
 
 
 class FiledRow(dict[str, Any]):
@@ -80,6 +86,89 @@ def samples_of(
             if isinstance(result, Exception) and not isinstance(result, DataError):
                 raise result
             yield index, result
+
+
+@dataclass(frozen=True)
+class SharedWork:
+    """Ranks that make the samples of different rows, and give them to each other."""
+
+    rank: int
+    num_ranks: int
+    calls: Calls
+    """Of the thread that reads rows."""
+    gather: Callable[[list[_RowResult]], list[list[_RowResult]]]
+    """Exchanges the results of all ranks, in rank order; every rank calls it with those of its rows."""
+
+    def samples_of(
+        self, transform: TextTransform, rows: RowTable, indices: Iterable[int]
+    ) -> Iterator[tuple[int, list[TextSample] | DataError]]:
+        """``samples_of``, of which this rank does its share. Every rank must go through the same rows.
+
+        Raises:
+            Exception: on the rank that did a row, what that raised; on the others a DataError that says so.
+        """
+        remaining = iter(indices)
+        chunk = list(islice(remaining, SHARED_ROWS * self.num_ranks))
+        results = self._do_share(transform, rows, chunk)
+        while chunk:
+            exchanged = self.calls.submit(self.gather, [result.sent() for result in results])
+            following = list(islice(remaining, SHARED_ROWS * self.num_ranks))
+            own_results, results = results, self._do_share(transform, rows, following)
+            for rank, received in enumerate(self.calls.wait(exchanged)):
+                for result in own_results if rank == self.rank else received:
+                    if result.error is not None:
+                        raise result.error
+                    if result.failure:
+                        raise DataError(f"rank {rank}: {result.failure}")
+                    yield result.index, result.samples if result.problem is None else result.data_error()
+            chunk = following
+
+    def _do_share(self, transform: TextTransform, rows: RowTable, chunk: list[int]) -> list[_RowResult]:
+        """The results of this rank's part of some rows; after an unexpected error no more."""
+        share = chunk[slice(*_share(len(chunk), self.rank, self.num_ranks))]
+        results: list[_RowResult] = []
+        try:
+            for index, samples in samples_of(transform, rows, share):
+                results.append(_RowResult.of(index, samples))
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            results.append(_RowResult(share[len(results)], failure=failure, error=error))
+        return results
+
+
+def _share(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """First and last position, exclusive, of a rank's part of so many rows."""
+    return count * rank // num_ranks, count * (rank + 1) // num_ranks
+
+
+@dataclass(frozen=True)
+class _RowResult:
+    """What a row has given, as a value that ranks may exchange."""
+
+    index: int
+    samples: list[TextSample] = field(default_factory=list)
+    problem: str | None = None
+    """The message of its DataError."""
+    is_fatal: bool = False
+    failure: str = ""
+    """An unexpected error, in words."""
+    error: Exception | None = None
+    """The same, on the rank that had it."""
+
+    @classmethod
+    def of(cls, index: int, result: list[TextSample] | DataError) -> _RowResult:
+        """The result of ``samples_of`` for a row."""
+        if isinstance(result, DataError):
+            return cls(index, problem=str(result), is_fatal=result.fatal)
+        return cls(index, result)
+
+    def data_error(self) -> DataError:
+        """The DataError of a row that has no samples."""
+        return (OverlongError if self.is_fatal else DataError)(self.problem)
+
+    def sent(self) -> _RowResult:
+        """The part that other ranks get."""
+        return replace(self, error=None)
 
 
 class _Batch:

@@ -19,7 +19,7 @@ from sfumato.data.files.mixing import Mixer, Order
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks
 from sfumato.data.files.sources import Sources
 from sfumato.data.text.format import TextSample, TextTransform
-from sfumato.data.text.row_samples import samples_of
+from sfumato.data.text.row_samples import SharedWork, samples_of
 from sfumato.data.text.token_store import TokenStore
 from sfumato.errors import DataError
 
@@ -234,6 +234,7 @@ class TextStream:
         shuffle: bool,
         block_rows: int,
         bad_rows: BadRows,
+        shared: SharedWork | None = None,
     ) -> None:
         """Reads nothing yet.
 
@@ -244,7 +245,10 @@ class TextStream:
             shuffle: false keeps the order of the files.
             block_rows: rows that are shuffled among themselves.
             bad_rows: counts the rows that cannot be used, and raises their DataError beyond its limit.
+            shared: the ranks that share the work on the rows, each of which reads the same stream; None where each of
+                them does it for itself.
         """
+        self._samples_of = samples_of if shared is None else shared.samples_of
         self.sources = sources
         self.transform = transform
         self.bad_rows = bad_rows
@@ -300,7 +304,7 @@ class TextStream:
             block = self.readers[reader].read(place.block, self.block_rows)
             num_done = place.row % self.block_rows
             order = self._order(reader, place, len(block.rows))[num_done:]
-            for index, samples in samples_of(self.transform, block.rows, order):
+            for index, samples in self._samples_of(self.transform, block.rows, order):
                 where = block.rows.describe(index)
                 row = place.row
                 num_done += 1

@@ -28,7 +28,7 @@ from sfumato.models.lora import merge_adapters, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import parallelize
+from sfumato.parallel.parallelize import move_to_devices, parallelize, weights_device
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.weights import load_weights, weights_not_finite
 
@@ -250,14 +250,14 @@ class DiffusionModel(FrozenParts):
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
         check_dropout_is_whole(parallel)
         self.set_denoiser(parallel)
-        device = torch.device("cpu") if config.enable_fsdp_offload else self.device
         if any(parameter.is_meta for parameter in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0
             assert self.source is not None, "weights on meta are read from the folder of the pipeline"
+            device = weights_device(mesh, config)
             for name, part in self.split_denoiser(self.denoiser).items():
                 load_weights(part, self.source / name, mesh, from_rank0, device=device)
             start_magnitudes(self.denoiser)
-        self.denoiser.to(device)
+        move_to_devices(self.denoiser, mesh, config)
 
     def dropout_of(self, step: int, sample_ids: Sequence[int]) -> AbstractContextManager[None]:
         """Inside, dropout masks of forward and backward pass depend on (seed, step, sample), and not on ranks."""

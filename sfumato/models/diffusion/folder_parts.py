@@ -56,13 +56,14 @@ def describe_other_folder(folder: Path) -> str:
     )
 
 
-def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str]) -> None:
+def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str], needs_weights: bool = True) -> None:
     """Checks that a pipeline folder has the components that its family needs, with weights in files that are read.
 
     Args:
         folder: the folder with ``model_index.json``.
         index: the content of that file.
         needed: names of components that must be there.
+        needs_weights: whether a network without any weights is refused; without them its size can be predicted.
 
     Raises:
         ConfigError: when a component is missing or cannot be read; the message names it and the remedy.
@@ -85,10 +86,17 @@ def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str]) -
         )
     for name, value in index.items():
         if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value):
-            _check_part(folder, name, component_class(*value), str(index.get("_class_name")))
+            _check_part(folder, name, component_class(*value), str(index.get("_class_name")), needs_weights)
 
 
-def _check_part(folder: Path, name: str, cls: object, pipeline_class: str) -> None:
+def parts_without_weights(folder: Path, index: dict[str, object]) -> list[str]:
+    """Names of the networks of a pipeline folder that have a configuration and no weights."""
+    names = [name for name, value in index.items() if isinstance(value, list) and has_part(index, name)]
+    networks = [name for name in names if (folder / name / "config.json").is_file()]
+    return [name for name in networks if not any((folder / name).glob("*.safetensors"))]
+
+
+def _check_part(folder: Path, name: str, cls: object, pipeline_class: str, needs_weights: bool) -> None:
     """Raises ConfigError for a network that is quantised, or whose files of weights have names that are not read."""
     part_folder = folder / name
     if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)) or not part_folder.is_dir():
@@ -109,6 +117,8 @@ def _check_part(folder: Path, name: str, cls: object, pipeline_class: str) -> No
     safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))
     # The variant stands before the number of the shard and the extension, as in model.fp16-00001-of-00002.safetensors.
     variants = {file.split(".")[1].split("-")[0] for file in safetensors_files if file.count(".") > 1}
+    if not safetensors_files and not needs_weights:
+        return
     if not safetensors_files:
         raise ConfigError(
             f"model.model_path {folder}: {name} has no weights: copy or download {' or '.join(WEIGHTS[::2])} into it"

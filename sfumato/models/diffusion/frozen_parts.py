@@ -155,7 +155,7 @@ class FrozenParts(ABC):
 
         Rounding to uint8 turns NaN into an ordinary black pixel, so it must be looked for before.
         """
-        chunk_size = max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
+        chunk_size = self.decoded_at_a_time(latents)
         pixels = []
         is_finite = []
         with self.at_work(*self.autoencoder_names):
@@ -168,6 +168,11 @@ class FrozenParts(ABC):
                 pixels.append(((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8))
                 is_finite.append(finite_rows(decoded))
         return torch.cat(pixels), torch.cat(is_finite)
+
+    @staticmethod
+    def decoded_at_a_time(latents: Tensor) -> int:
+        """How many of such latents ``[B, C, ...]`` are decoded together."""
+        return max(1, min(DECODE_BATCH, DECODE_POSITIONS // latents[0, 0].numel()))
 
     def encode_prompts(
         self, prompts: Sequence[str], with_negative: bool = True, images: Sequence[np.ndarray] | None = None

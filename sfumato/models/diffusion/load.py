@@ -59,8 +59,12 @@ def find_families() -> dict[str, type[DiffusionModel]]:
     return dict(sorted(family_of_pipeline.items()))
 
 
-def family_of(config: ModelConfig) -> type[DiffusionModel]:
+def family_of(config: ModelConfig, needs_weights: bool = True) -> type[DiffusionModel]:
     """The family named by ``config.family``, or else the built-in one for the pipeline class of the configuration.
+
+    Args:
+        config: the model section.
+        needs_weights: see ``check_parts``.
 
     Raises:
         ConfigError: when the folder or description is missing, there is no family for it, or something in the folder
@@ -94,7 +98,7 @@ def family_of(config: ModelConfig) -> type[DiffusionModel]:
             )
         family = known_families[pipeline_class]
     if config.config_path is None:
-        check_parts(folder, index, family.needed_parts())
+        check_parts(folder, index, family.needed_parts(), needs_weights)
     if config.max_sequence_length < family.shortest_prompt:
         raise ConfigError(
             f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "

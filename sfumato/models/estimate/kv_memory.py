@@ -47,9 +47,15 @@ def drawing_bytes(planned: Planned, drawn: DrawingLoad, layout: Layout, data_par
     is_sharded = layout.fsdp > 1 and data_parallel_mode != "ddp"
     bytes_by_part = {}
     if is_sharded or layout.tp > 1 or layout.ep > 1:
-        # The engine needs whole weights: it has a copy of the model where the update's weights are cut.
-        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        bytes_by_part[COPY] = sum(tensor.nbytes for tensor in tensors.values())
+        # The engine needs whole weights: it has a copy of the model where the update's weights are cut, with float32
+        # weights in the dtype of forward passes.
+        weights = {id(weight): weight for weight in module.parameters()}.values()
+        sizes = [
+            weight.numel()
+            * (planned.dtype if planned.dtype and weight.dtype == torch.float32 else weight.dtype).itemsize
+            for weight in weights
+        ]
+        bytes_by_part[COPY] = sum(sizes) + sum(buffer.nbytes for buffer in module.buffers())
     per_token = cached_bytes_per_token(planned)
     if per_token is not None:
         # The cache keeps a multiple of COLUMNS tokens of each sequence.

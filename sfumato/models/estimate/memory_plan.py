@@ -9,8 +9,10 @@ kernels and NCCL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from sfumato.config.sections import TrainConfig
 from sfumato.data.media.vision import Vision
-from sfumato.models.estimate.activation_memory import SavedBytes, count_saved, make_fake
+from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.estimate.activation_memory import SavedBytes, count_saved, make_fake, run_some
+from sfumato.models.estimate.cuda_autocast import as_on_cuda
+from sfumato.models.estimate.peak_memory import peak_bytes
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, pretended_mesh
@@ -52,6 +57,8 @@ class Planned:
     """Runs forward pass and loss of one rank's micro-batch, given the module of ``build`` with fake weights."""
     loss_bytes: int
     """Bytes that the loss takes besides the tensors that it saves."""
+    draw: Callable[[Any], object] | None = None
+    """Runs a pass without gradients in which RL draws a micro-batch, given the module as ``run``."""
     num_micro_batches: int = 1
     """Micro-batches in a step of one data-parallel rank; with more than one, gradients are accumulated."""
     reference: torch.dtype | None = None
@@ -64,8 +71,12 @@ class Planned:
     """Number of ranks that divide a sample's activations among them: ring x ulysses, without tensor parallelism."""
     encoder_bytes: int = 0
     """Bytes that encoders save for the backward pass, which are not divided among the ranks that share a sample."""
+    diffusion: DiffusionModel | None = None
+    """The whole pipeline on meta, of a diffusion model."""
     vision: Vision | None = None
     """The reader of images or audio of a model that takes them."""
+    on_gpu: bool = False
+    """Whether it will run on a GPU, whose autocast computes norms, softmax and losses in float32."""
     num_policies: int = 0
     """Copies of the trained weights that RL keeps as other policies; one more is needed while they are in use."""
 
@@ -78,11 +89,13 @@ class RankMemory:
     """Bytes on the device."""
     host: dict[str, int] = field(default_factory=dict)
     """Bytes in CPU memory, when something is offloaded."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Bytes on the device at other times than in a training step, by what is done then."""
 
     @property
     def total(self) -> int:
-        """Bytes on the device, as if all were in use at once."""
-        return sum(self.parts.values())
+        """Bytes on the device: of the parts as if all were in use at once, or of the largest other phase."""
+        return max(sum(self.parts.values()), *self.phases.values(), 0)
 
 
 def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[RankMemory]:
@@ -115,11 +128,31 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
 
     Other parallelism, checkpointing and offload are taken into account afterwards, in ``_add_activations``.
     """
+    with _fake_module(planned, train, layout) as (module, blocks):
+        return count_saved(module, blocks, lambda: planned.run(module))
+
+
+def count_drawing(planned: Planned, train: TrainConfig, layout: Layout) -> int:
+    """Most bytes of the tensors that one pass of ``planned.draw`` makes, without gradients, with tensor parallelism."""
+    assert planned.draw is not None
+    with (
+        _fake_module(planned, train, layout) as (module, blocks),
+        torch.no_grad(),
+        run_some(blocks, lambda _index, _outputs: None, lambda _index, _outputs, _result: None),
+    ):
+        return peak_bytes(partial(planned.draw, module.eval()))
+
+
+@contextmanager
+def _fake_module(
+    planned: Planned, train: TrainConfig, layout: Layout
+) -> Iterator[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Inside, the model with fake weights in the dtypes of the run, and those of its blocks that a rank has or runs."""
     module = planned.build()
     tensor_settings = ("sequence_parallel", "tensor_parallel_size")
     settings = _switch_off_parallelism(train, tensor_settings)
     config = type(train).model_construct(**dict(train)).model_copy(update=settings)
-    gathers_low = layout.size > 1 and train.data_parallel_mode != "ddp"
+    gathers_low = train.shards(layout.size)
     with pretended_mesh(Layout(tp=layout.tp)) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module, planned.dtype if gathers_low else None)
         decoder = f"{planned.plan.decoder}." if layout.pp > 1 and planned.plan.decoder else ""
@@ -128,7 +161,8 @@ def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> S
             module = parallelize(module, mesh, config, planned.plan)
         if planned.dtype is not None and not gathers_low:
             compute_in(module, planned.dtype)
-        return count_saved(module, blocks, lambda: planned.run(module))
+        with as_on_cuda(planned.on_gpu):
+            yield module, blocks
 
 
 def _switch_off_parallelism(train: TrainConfig, unchanged: tuple[str, ...] = ()) -> dict[str, object]:
@@ -148,7 +182,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
     """Adds the bytes of weights, gathered weights, gradients, optimiser state, averages, and a frozen copy."""
     module = planned.build()
     blocks = [f"{name}." for name in find_blocks(module, planned.plan)]
-    uses_fsdp = mesh.distributed and train.data_parallel_mode != "ddp"
+    uses_fsdp = train.shards(mesh.size)
     plain = _switch_off_parallelism(train, ("data_parallel_mode", "tensor_parallel_size", "sequence_parallel"))
     if train.data_parallel_mode == "fsdp1":
         plain["data_parallel_mode"] = "ddp"  # its flat shards cannot be made on meta: counted below

@@ -23,6 +23,7 @@ from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
+from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.estimate.memory_plan import Planned
 from sfumato.models.estimate.meta_vision import encoder_bytes, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
@@ -217,7 +218,8 @@ def _plan_tokens(
             return cross_entropy_sum(output, ids)
 
     vocabulary, width = cast("nn.Linear", module.get_output_embeddings()).weight.shape
-    loss_bytes = loss_copies * rows * length * vocabulary * 4  # gradients of log-probabilities, logits, entropies
+    # the logits, which their scores hold, and in float32 gradients of log-probabilities, logits, entropies
+    loss_bytes = rows * length * vocabulary * ((dtype or torch.float32).itemsize + 4 * loss_copies)
     if chunked:
         chunk = min(CHUNK_TOKENS, rows * length)
         loss_bytes = 4 * (vocabulary * (3 * chunk + width) + rows * length * width)
@@ -226,7 +228,8 @@ def _plan_tokens(
     if media_format is not None:
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
-        encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
+        with as_on_cuda(on_gpu):
+            encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
         encoder_bytes=encoder,
@@ -238,6 +241,7 @@ def _plan_tokens(
         num_micro_batches=num_micro_batches,
         reference=DTYPES[model.dtype] if has_reference and model.lora is None else None,
         shares_samples=layout.cp,
+        on_gpu=on_gpu,
     )
 
 
@@ -320,6 +324,7 @@ def _plan_values(
         loss_bytes=2 * rows * length * 4,  # values and their gradients
         num_micro_batches=num_micro_batches,
         shares_samples=layout.cp,
+        on_gpu=on_gpu,
     )
 
 
@@ -330,7 +335,7 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
         ConfigError: when the folder or description is missing or of an unknown family.
     """
     dtype = DTYPES[config.dtype]
-    family = family_of(config)
+    family = family_of(config, needs_weights=False)
     if config.config_path is not None:
         description = read_description(config.config_path)
         try:
@@ -364,6 +369,8 @@ def plan_diffusion_model(
     num_policies: int = 0,
     keep_encoders: bool = True,
     offload_idle: bool = False,
+    on_gpu: bool = False,
+    drawn: tuple[int, float] | None = None,
 ) -> Planned:
     """Describes a diffusion model in training, for the prediction of its memory.
 
@@ -378,28 +385,31 @@ def plan_diffusion_model(
         num_policies: copies of the trained weights that RL keeps as other policies.
         keep_encoders: ``model.keep_encoders``.
         offload_idle: ``model.offload_idle``.
+        on_gpu: see ``Planned``.
+        drawn: of RL, samples that are drawn together, and their guidance scale.
 
     Raises:
         ConfigError: when the size does not fit the model.
     """
     try:
-        shape = (rows, *model.latent_shape(*size, model.frames))
+        latent_shape = model.latent_shape(*size, model.frames)
     except ValueError as error:
         raise ConfigError(f"height and width: {error}") from error
     embeddings = model.embedding_shapes(*size)
-    is_guided = guidance_scale != 1.0 and layout.cfg == 1
 
-    def run(module: nn.Module) -> Tensor:
+    def predict(module: nn.Module, rows: int, guidance_scale: float) -> Tensor:
         shadow = with_denoiser(model, module)
         shadow.device = torch.device("cpu")
         shadow.mesh = None
         tensors = {name: torch.empty(rows, *row_shape, dtype=dtype) for name, (row_shape, dtype) in embeddings.items()}
         negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
-        scale = guidance_scale if is_guided else 1.0
-        velocity = shadow.predict_velocity(
-            torch.empty(shape), torch.empty(rows), Conditioning(tensors, negative, model.takes_image), scale
-        )
-        return flow_matching_loss(velocity, torch.empty(shape), torch.empty(shape)).sum()
+        scale = guidance_scale if layout.cfg == 1 else 1.0
+        latents, sigma = torch.empty(rows, *latent_shape), torch.empty(rows)
+        return shadow.predict_velocity(latents, sigma, Conditioning(tensors, negative, model.takes_image), scale)
+
+    def run(module: nn.Module) -> Tensor:
+        velocity = predict(module, rows, guidance_scale)
+        return flow_matching_loss(velocity, torch.empty_like(velocity), torch.empty_like(velocity)).sum()
 
     not_frozen = {model.denoiser_name, *(() if keep_encoders else model.encoder_names)}
     return Planned(
@@ -414,6 +424,9 @@ def plan_diffusion_model(
         frozen_idle=offload_idle,
         shares_samples=layout.cp,
         num_policies=num_policies,
+        on_gpu=on_gpu,
+        diffusion=model,
+        draw=None if drawn is None else lambda module: predict(module, *drawn),
     )
 
 

@@ -28,6 +28,7 @@ from sfumato.models.language.packed_model import RowLayout as RowLayout
 from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_router_settings
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
+from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
 from sfumato.models.lora import merge_adapters, save_adapter
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
@@ -251,6 +252,34 @@ class LanguageModel(PackedModel[TokenScores]):
         name_ends(plain.config, self.tokenizer, self.source is not None)
         plain.save_pretrained(folder)
         save_generation_config(folder, self.source, self.tokenizer)
+
+    def streamed_export(self, mesh: Mesh) -> TransformersExport | None:
+        """The export of ``save_export`` without adapters, which takes one weight at a time; None where it needs all at
+        once. Every rank must call it."""
+        if type(self).save_export is not LanguageModel.save_export:
+            return None
+        plain = cast("PreTrainedModel", build_on_meta(self._build))
+        # the first rank alone looks into the folder that was trained
+        float32_weights = sorted(float32_names(plain, self.source)) if mesh.is_first else []
+        float32_weights = mesh.first(float32_weights, among="world")
+        set_dtypes(plain, self.autocast_dtype, float32_weights)
+        layout = lay_out(plain)
+        if layout is None:
+            return None
+
+        def begin(folder: Path) -> None:
+            if self.vision is not None:
+                self.vision.reader.save(folder, self.source)
+            save_tokenizer(self.tokenizer, folder)
+            plain.config.dtype = self.autocast_dtype or torch.float32
+            name_ends(plain.config, self.tokenizer, self.source is not None)
+
+        def end(folder: Path, biases: dict[str, Tensor]) -> None:
+            if biases:  # of the balancer
+                save_file(biases, folder / "expert_biases.safetensors")
+            save_generation_config(folder, self.source, self.tokenizer)
+
+        return TransformersExport(plain, layout, self.autocast_dtype, frozenset(float32_weights), begin, end)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         module = cast("PreTrainedModel", self.module)  # not on the mesh yet

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, cast
 
@@ -26,11 +26,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sfumato.algorithms.device import on_host, to_device
 from sfumato.errors import ConfigError
+from sfumato.models.language.capped_attention import attend_capped
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.positions import document_bounds, lengths_between
 
 ATTENTION = "sfumato_packed"
 """Name in transformers' registries."""
+
+WIDTHS = {"cuda": 8}
+"""The number by which kernels of a type of device want the widths of heads to be divisible; of others any will do."""
 
 OTHERS = "set model.attention to sdpa"
 """The remedy in messages about what this attention does not compute."""
@@ -117,12 +121,16 @@ class Pattern:
         """Whether the pattern is plainly causal in a document of this length."""
         return self.local_size is not None and length <= self.local_size
 
-    def mask(self, documents: _Run) -> Tensor:
-        """Whether a query (dim 2) sees a key (dim 3) in documents of length L: bool ``[1 or count, 1, L, L]``."""
-        columns = torch.arange(documents.length, device=documents.device)
+    def mask(self, documents: _Run, queries: range | None = None) -> Tensor:
+        """Whether a query (dim 2) sees a key (dim 3) in documents of length L: bool ``[1 or count, 1, L, L]``.
+
+        Of some queries, the keys are those up to the last of them.
+        """
+        queries = range(documents.length) if queries is None else queries
+        columns = torch.arange(queries.stop, device=documents.device)
         # a local pattern is the same in each document
         masks = [
-            _call_mask_function(self.sees, row, start + columns[:, None], start + columns[None])
+            _call_mask_function(self.sees, row, start + columns[queries.start :, None], start + columns[None])
             for row, start in (documents.places if self.local_size is None else documents.places[:1])
         ]
         return torch.stack(masks)[:, None]
@@ -213,6 +221,12 @@ class _Run:
         """Which keys a query of a branch sees, first those of the stem: bool ``[1, 1, L, first + L]``."""
         all_keys = torch.ones(self.length, self.first + self.length, dtype=torch.bool, device=self.device)
         return all_keys.tril(self.first)[None, None]
+
+    def causal_mask(self, queries: range) -> Tensor:
+        """Which keys, up to the last of them, these queries see, first those of the stem: bool ``[1, 1, n, keys]``."""
+        keys = self.first + queries.stop
+        all_keys = torch.ones(len(queries), keys, dtype=torch.bool, device=self.device)
+        return all_keys.tril(self.first + queries.start)[None, None]
 
 
 class _Rows:
@@ -359,6 +373,8 @@ def _attention(
     if torch.is_autocast_enabled(kind):  # as torch's own attention does
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
     if rows.whole:  # one row of position ids may stand for all
+        if scoring.window is not None and _has_flash(query, scoring):
+            return _attend_windows(query, key, value, scoring)
         if scoring.pattern is not None or not _has_flash(query, scoring):  # the flash kernel groups heads itself
             key, value = _repeat_heads(key, value, query.shape[1])
         return _attend(query, key, value, scoring, rows.runs[0]).transpose(1, 2)
@@ -373,40 +389,32 @@ def _attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, documents: _Run) -> Tensor:
     """Attention within documents of equal length, ``[count, H, L, D]``; returns ``[count, H, L, Dv]``.
 
-    Values are padded to the width of the keys: for another width torch keeps whole score matrices.
+    Values are padded to the width of the keys: for another width torch keeps whole score matrices. So it does on CUDA
+    for widths that are no multiples of 8.
     """
     pattern = scoring.pattern
+    if scoring.softcap is not None:
+        is_patterned = pattern is not None and not pattern.is_causal_for(documents.length)
+        sees = partial(pattern.mask, documents) if pattern is not None and is_patterned else documents.causal_mask
+        return attend_capped(query, key, value, sees, scoring.sinks, scoring.scale, scoring.softcap)
     mask = None
     if documents.first:
         mask = documents.seen
     elif pattern is not None and not pattern.is_causal_for(documents.length):
         mask = pattern.mask(documents)
-    # with these no causal kernel of torch's will do, so that even a plainly causal mask is made
-    if scoring.softcap is not None or scoring.sinks is not None:
-        length = documents.length
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-    if scoring.softcap is not None:
-        assert mask is not None
-        return _attend_capped(query, key, value, mask, scoring)
+    value_width = value.shape[-1]
     if scoring.sinks is not None:
-        assert mask is not None
+        if mask is None:  # with a sink no causal kernel of torch's will do
+            length = documents.length
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
         query, key, value, mask = _add_sink_key(query, key, value, mask, scoring)
-    value_width, width = value.shape[-1], query.shape[-1]
+    width = query.shape[-1] + -query.shape[-1] % WIDTHS.get(query.device.type, 1)
+    query, key, value = (_pad_width(tensor, width) for tensor in (query, key, value))
     is_grouped = key.shape[1] != query.shape[1]
     out = functional.scaled_dot_product_attention(
-        query, key, _pad_width(value, width), mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=is_grouped
+        query, key, value, mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=is_grouped
     )
     return out[..., :value_width] if value_width != width else out
-
-
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: _Scoring) -> Tensor:
-    """Attention with scores ``cap tanh(score / cap)``; keeps whole score matrices, in float32."""
-    assert scoring.softcap is not None
-    scores = scoring.softcap * torch.tanh((query @ key.mT).float() * (scoring.scale / scoring.softcap))
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if scoring.sinks is not None:
-        scores = torch.cat([scores, scoring.sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 def _add_sink_key(
@@ -452,11 +460,26 @@ def _attend_run_by_run(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, s
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
+def _attend_windows(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
+    """Attention with a window where each row is one document, ``[B, H, S, D]``, by a CUDA kernel; returns
+    ``[B, S, H, Dv]``."""
+    assert scoring.window is not None
+    length, value_width = query.shape[2], value.shape[-1]
+    width = max(query.shape[-1], value_width)
+    width += -width % WIDTHS["cuda"]
+    inputs = [_pad_width(tensor.transpose(1, 2), width) for tensor in (query, key, value)]
+    window = {"window_size_left": scoring.window - 1, "window_size_right": 0}
+    out = torch.ops.aten._flash_attention_forward(
+        *inputs, None, None, length, length, 0.0, True, False, scale=scoring.scale, **window
+    )
+    return out[0][..., :value_width]
+
+
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Scoring) -> Tensor:
     """Attention of all rows joined, ``[H, T, D]``, in one call of a CUDA kernel. Returns ``[T, H, Dv]``."""
     value_width = value.shape[-1]
     width = max(query.shape[-1], value_width)
-    width += -width % 8  # the kernel takes widths that are multiples of 8
+    width += -width % WIDTHS["cuda"]
     inputs = [_pad_width(tensor.transpose(0, 1), width) for tensor in (query, key, value)]
     longest = rows.longest
     window = {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}

@@ -31,7 +31,7 @@ from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.parallelize import accumulate, parallelize
+from sfumato.parallel.parallelize import accumulate, move_to_devices, parallelize, weights_device
 from sfumato.parallel.pipeline import Pipeline, StageArguments, build_pipeline, positions_alone
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.positions import remember_whole
@@ -184,7 +184,7 @@ class PackedModel(ABC, Generic[Output]):
             raise ConfigError(
                 "train.pipeline_parallel_size and dropout exclude each other: set model.lora.dropout to 0"
             )
-        plan = language_plan(self.module)
+        plan = replace(language_plan(self.module), graph_breaks=self.attention == ATTENTION or mesh.layout.cp > 1)
         dtype = self.autocast_dtype
         if mesh.layout.pp > 1:
             self._pipeline = build_pipeline(self.module, mesh, config, plan, dtype)
@@ -193,7 +193,7 @@ class PackedModel(ABC, Generic[Output]):
             self.module = parallelize(self.module, mesh, config, plan, dtype)
         check_dropout_is_whole(self.module)
         # weights on meta are read after sharding, so that no rank holds the whole model
-        device = torch.device("cpu") if config.enable_fsdp_offload else mesh.device
+        device = weights_device(mesh, config)
         if any(parameter.is_meta for parameter in self.module.parameters()):
             if self.source is not None:
                 from_rank0 = config.broadcast_model_weights_from_rank0
@@ -201,7 +201,7 @@ class PackedModel(ABC, Generic[Output]):
             else:
                 initialise_on_meta(self.module, self._build, mesh, config.seed, device)
             start_magnitudes(self.module)  # DoRA's are the norms of the weights that have just been read
-        self.module.to(device)
+        move_to_devices(self.module, mesh, config)
         self.module.train()
         if config.expert_bias_rate > 0:
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)

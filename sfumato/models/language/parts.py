@@ -7,6 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +32,7 @@ from sfumato.models.language.source_folder import (
 )
 from sfumato.models.lora import refuse_adapter
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.weights import build_on_meta, refuse_not_finite
+from sfumato.parallel.weights import build_on_meta, build_with_random_weights, refuse_not_finite
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -139,9 +140,7 @@ def build_module(
         return cast("PreTrainedModel", build_on_meta(make)), make
     if source is None:
         # random weights depend on the run's seed alone, not on what has been drawn before
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)
-            return make(), make
+        return cast("PreTrainedModel", build_with_random_weights(make, train.seed)), make
     # transformers draws weights that the folder lacks before ``finish`` sets them: the run's generator must not move
     with torch.random.fork_rng(devices=[]):
         module = _load(
@@ -406,16 +405,33 @@ def _choose_attention(config: LanguageModelConfig, described: PreTrainedConfig, 
         if cls is None or can_set_attention(cls):
             return register_packed_attention()
         return "sdpa" if cls._supports_sdpa else "eager"
-    if config.attention == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available  # pyright: ignore[reportPrivateImportUsage]
-
-        if not is_flash_attn_2_available():
-            raise MissingDependencyError(
-                "model.attention flash_attention_2 needs a CUDA GPU and the package flash-attn: "
-                "pip install flash-attn --no-build-isolation; or take packed, which needs neither"
-            )
+    if config.attention.startswith("flash_attention_"):
+        check_flash_attention(config.attention)
     return config.attention
 
+
+def check_flash_attention(attention: str) -> None:
+    """Raises MissingDependencyError where a version of FlashAttention is neither installed nor can be loaded.
+
+    transformers takes it from the package of that name, or by the package kernels from the Hub or its cache.
+    """
+    from transformers.utils import import_utils
+
+    version = attention.removeprefix("flash_attention_")
+    is_installed = getattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)()
+    if not is_installed and find_spec("kernels") is None:
+        raise MissingDependencyError(
+            f"model.attention {attention} needs a CUDA GPU and {FLASH_PACKAGES[version]}; or pip install kernels, "
+            "which loads compiled code from the Hub; or take packed, which needs neither"
+        )
+
+
+FLASH_PACKAGES = {
+    "2": "the package flash-attn: pip install flash-attn --no-build-isolation",
+    "3": "the package flash-attn-3, built from the folder hopper of the flash-attention repository",
+    "4": "the package flash-attn-4: pip install flash-attn-4",
+}
+"""What has each version of FlashAttention."""
 
 BYTES = "bytes"
 """The value of ``model.tokenizer_path`` for the tokenizer of bytes."""

@@ -251,6 +251,11 @@ class Checks:
 
     def measure(self) -> Measured:
         """The model's results for the documents, with its current row layout and attention."""
+        if self.train.compiles(self.model.mesh.device.type):
+            # The graph of the first length gives way to one of any length when a second one comes. A pass before makes
+            # both, so that passes that are compared are of one graph.
+            for batch in self.batches:
+                self._log_probs(batch)
         log_probs = torch.cat([self._log_probs(batch) for batch in self.batches])
         states = _generator_states()
         loss, grad_norm = self._train()
@@ -351,12 +356,22 @@ class Checks:
         by_document = differences.split([document.num_tokens - 1 for document in changed])
         largest = float(torch.cat(by_document[::2]).max())
         # rows of one shape are rounded alike, unless other documents change how many tokens an expert gets
-        if not largest <= (self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES):
+        allowed = self.tolerance.log_probs[1] if has_experts(self.model.module) else SAME_SHAPES
+        if self.model.mesh.any(not largest <= allowed):
+            allowed = max(allowed, self._find_scatter(measured))
+        if not largest <= allowed:
             return (
                 f"a token notices what comes after it, or what stands beside its document ({self.model.output_name[0]} "
                 f"moves by {largest:.2g}): this is no causal model of separate documents"
             )
         return None
+
+    def _find_scatter(self, measured: Measured) -> float:
+        """Nats by which kernels that add in any order may move a log-probability, in the dtype of this model: four
+        times what the same documents move by when they are computed again, and no more than rounding explains."""
+        again = self._log_probs(self.batches[0])
+        scatter = float((again - measured.log_probs[: len(again)]).abs().max())
+        return min(4 * scatter, self.tolerance.log_probs[0])
 
     @contextmanager
     def _temporarily(self, way: Way) -> Iterator[None]:

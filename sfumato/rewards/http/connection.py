@@ -14,7 +14,7 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import cast
@@ -45,8 +45,8 @@ class BaseUrl:
 class Limits:
     """What one request may do."""
 
-    deadline: float
-    """Value of ``time.monotonic()`` at which it ends, whatever has arrived by then."""
+    deadline: float | Callable[[], float]
+    """Value of ``time.monotonic()`` at which it ends, whatever has arrived by then; a function gives one that moves."""
     max_response_bytes: int
     allow_private: bool
     """Whether addresses that are not reachable from the internet may be connected to."""
@@ -273,8 +273,8 @@ def _read(response: http.client.HTTPResponse, base: BaseUrl, max_bytes: int) -> 
     return b"".join(pieces)
 
 
-def _remaining(deadline: float) -> float:
-    remaining_s = deadline - time.monotonic()
+def _remaining(deadline: float | Callable[[], float]) -> float:
+    remaining_s = (deadline() if callable(deadline) else deadline) - time.monotonic()
     if remaining_s <= 0:
         raise TimeoutError("the deadline has passed")
     return remaining_s
@@ -283,7 +283,7 @@ def _remaining(deadline: float) -> float:
 class _TimedSocket:
     """As much of a socket as http.client uses, with one deadline over all it does, however small the pieces."""
 
-    def __init__(self, opened: socket.socket, deadline: float) -> None:
+    def __init__(self, opened: socket.socket, deadline: float | Callable[[], float]) -> None:
         self._opened = opened
         self._deadline = deadline
 
@@ -302,7 +302,7 @@ class _TimedSocket:
 
 
 class _TimedStream(io.RawIOBase):
-    def __init__(self, opened: socket.socket, deadline: float) -> None:
+    def __init__(self, opened: socket.socket, deadline: float | Callable[[], float]) -> None:
         self._opened = opened
         self._deadline = deadline
 
@@ -310,5 +310,9 @@ class _TimedStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        self._opened.settimeout(_remaining(self._deadline))
-        return self._opened.recv_into(buffer)
+        while True:
+            self._opened.settimeout(_remaining(self._deadline))
+            try:
+                return self._opened.recv_into(buffer)
+            except TimeoutError:  # unless the deadline has moved meanwhile, ``_remaining`` raises it again
+                continue

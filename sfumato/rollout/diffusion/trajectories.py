@@ -151,39 +151,46 @@ def replay_trajectories(
     return dynamics.step(velocity, rows, sigma, sigma_next, float(on_host(trajectories.sigmas)[1]))
 
 
+def sampled_on_policy(batch: DiffusionRollout, config: TrajectoryRLConfig, mesh: Mesh, step: int) -> bool:
+    """Whether the processes that train drew all samples of all ranks, with the weights that they have now.
+
+    Args:
+        batch: this rank's samples of iteration ``step``.
+        config, mesh: of the run.
+        step: finished iterations.
+    """
+    return config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
+
+
 def with_proximal_means(
     model: DiffusionModel,
     batch: DiffusionRollout,
     passes: Sequence[Passes],
     config: TrajectoryRLConfig,
-    mesh: Mesh,
-    step: int,
+    is_on_policy: bool,
+    rounds_apart: bool,
 ) -> DiffusionRollout:
-    """The batch with ``proximal_means``, where the off-policy correction needs them and some samples are older.
+    """The batch with ``proximal_means`` for optimiser steps after the first, in which the trained policy still is the
+    proximal one.
 
-    Compiled blocks are another case. They round differently with gradients than without, by more than a narrow clip
-    range. So even the means of samples of this very policy are computed again, with the graph of the update.
+    They are computed where the off-policy correction needs them, and some samples are older. Compiled blocks are
+    another case. They round differently with gradients than without, by more than a narrow clip range. So even the
+    means of samples of this very policy are computed again, with the graph of the update.
 
     Args:
         model: the policy, before any optimiser step of the update.
-        batch: this rank's samples of iteration ``step``.
+        batch: this rank's samples of an iteration.
         passes: this rank's micro-batches by optimiser step, of ``optimizer_passes``.
-        config, mesh: of the run.
-        step: finished iterations.
+        config: of the run.
+        is_on_policy: see ``sampled_on_policy``. A separate sampler never is: it may be sharded otherwise, or compute
+            otherwise.
+        rounds_apart: whether the policy that trains drew them, but with other graphs.
     """
-    is_same = config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
-    if config.train.compiles(model.device.type) and is_same:
-        micro_batches = [rows for optimizer_step in passes for rows in optimizer_step.parts]
-        dynamics = config.algorithm.dynamics
-        guidance_scale = config.rollout.guidance_scale
-        means = proximal_means(model, batch, micro_batches, dynamics, guidance_scale, with_gradients=True)
-        return replace(batch, kept=replace(batch.kept, means=means))
-    if not config.algorithm.off_policy.uses_proximal or is_same:
-        # a separate sampler is never the same: it may be sharded otherwise, or compute otherwise
+    if not rounds_apart and (is_on_policy or not config.algorithm.off_policy.uses_proximal):
         return batch
-    # in the first optimiser step the trained policy is the proximal one
     later = [rows for optimizer_step in passes[1:] for rows in optimizer_step.parts]
-    means = proximal_means(model, batch, later, config.algorithm.dynamics, config.rollout.guidance_scale)
+    dynamics, guidance_scale = config.algorithm.dynamics, config.rollout.guidance_scale
+    means = proximal_means(model, batch, later, dynamics, guidance_scale, with_gradients=rounds_apart)
     return replace(batch, kept=replace(batch.kept, proximal_means=means))
 
 

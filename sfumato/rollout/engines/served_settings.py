@@ -38,7 +38,8 @@ class ServedSettings:
     sleep: bool = False
     """Give GPU memory to others while nothing is drawn (vLLM's sleep mode, SGLang's memory saver)."""
     timeout_s: float = 600.0
-    """Longest that a completion, or any other answer, may take."""
+    """Longest that an answer may take; of completions, since the last one ended, so that those that wait for room in
+    the engine are not late."""
     start_timeout_s: float = 900.0
     """Longest that the start may take."""
     max_requests: int = 256

@@ -7,7 +7,7 @@ needs a GPU. Its deterministic mode is required, which keys noise by (seed, posi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine
+from sfumato.rollout.engines.served.environment import engine_environment
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
@@ -245,9 +246,11 @@ class SglangSettings(ServedSettings):
                 *self.arguments,
             ]
             # The server has an environment of its own, which must not import from this one's paths.
-            environment: Mapping[str, str] = {"PYTHONPATH": "", **self.environment}
+            inherited = engine_environment(sleeps=self.sleep, tensor_parallel_size=self.tensor_parallel_size)
+            environment = {**inherited, "PYTHONPATH": "", **self.environment}
             log = folder / f"sglang-{process_name()}.log"
-            process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s)
+            leftovers = [files.folder]
+            process = ServerProcess("the SGLang server", command, environment, log, self.start_timeout_s, leftovers)
         name = f"the SGLang server at {url}" if self.url else "the SGLang server"
         http = HttpServer(
             name, url, api_key=key, timeout_s=self.timeout_s, max_requests=self.max_requests, process=process

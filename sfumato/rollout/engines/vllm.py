@@ -17,6 +17,7 @@ from sfumato.data.media.vision import ImageReader
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine, seed_of
+from sfumato.rollout.engines.served.environment import engine_environment
 from sfumato.rollout.engines.served.http_server import NOT_SENT
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.served.vllm_images import RenderedImages, limits_of
@@ -195,12 +196,15 @@ class VllmSettings(ServedSettings):
         if reader is not None:
             options["mm_processor_kwargs"] = limits_of(reader)
         arguments = self._arguments(options)
+        inherited = engine_environment(sleeps=self.sleep, tensor_parallel_size=self.tensor_parallel_size)
         if self.url or self.program:
             calls: VllmCalls = ServerCalls(
                 url=self.url,
                 api_key=self.api_key,
                 command=[self.program, "serve", *arguments] if self.program else [],
+                inherited=inherited,
                 environment=self.environment,
+                leftovers=[files.folder],
                 model_path=model_path,
                 log=folder / f"vllm-{process_name()}.log",
                 timeout_s=self.timeout_s,
@@ -209,7 +213,7 @@ class VllmSettings(ServedSettings):
                 has_adapter=bool(rank),
             )
         else:
-            calls = InProcessCalls(arguments, self.timeout_s, self.start_timeout_s)
+            calls = InProcessCalls(arguments, inherited, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep, reader)
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, object]:
@@ -232,6 +236,8 @@ class VllmSettings(ServedSettings):
             "enable_sleep_mode": self.sleep or None,
             "enable_lora": bool(rank) or None,
             "max_lora_rank": rank or None,
+            # inside a process of Ray vLLM would ask Ray for processes, which has given its GPUs to this one
+            "distributed_executor_backend": "mp" if self.tensor_parallel_size > 1 else None,
         }
         return {name: value for name, value in options.items() if value is not None}
 

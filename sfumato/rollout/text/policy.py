@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of, tokens_without_text
@@ -21,7 +20,6 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
-from sfumato.data.text.token_ids import padding_token
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.critic import Critic
@@ -29,6 +27,7 @@ from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model, build_reader, read_model_config
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.probe import probe
+from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
 from sfumato.models.policies import Policies
 from sfumato.parallel.loss import IGNORED
@@ -37,7 +36,8 @@ from sfumato.rewards.base import Sample
 from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.batch import Drawn, SampleRequest
 from sfumato.rollout.debug.replay import DumpedRollouts
-from sfumato.rollout.engines.base import Engine, EngineError, Sampling
+from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.of_policy import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.oversampling.first_finished import OtherRankError
@@ -103,6 +103,10 @@ def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say:
 
 
 LOGGER = logging.getLogger(__name__)
+
+NUM_BEGINNINGS, BEGINNING_TOKENS, DRAWN_TOKENS = 4, 96, 48
+"""Texts by which an engine with weights of its own is compared with the policy, most tokens of a prompt in each, and
+fewest that are drawn. Their logits are all in memory at a time."""
 
 EVALUATION = "evaluation"
 """The purpose of samples that are not learned from; others are drawn for ``rollout``."""
@@ -183,6 +187,31 @@ class TextEngine:
         batch = make_batch(samples, list(range(count)), [0] * count, True, 0, placeholder_tokens(model.mesh))
         log_probs = model.token_log_probs([batch])[0].cpu()
         return log_probs[batch.labels != IGNORED].view(count, -1)
+
+    def rescore_rounded(self, model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+        """As ``rescore``, with what rounding to the coarser precision of engine and policy does to the model."""
+        engine_dtype: torch.dtype = getattr(torch, getattr(self.config.rollout.engine, "dtype", "bfloat16"))
+        dtypes = (engine_dtype, model.module.dtype, model.autocast_dtype or torch.float32)
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        with model.whole_output(), rounding_noise(model.module, coarsest):  # logits are rounded, too
+            return self.rescore(model, tokens)
+
+    def draw_tokens(self, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Texts of equal lengths that go on from these tokens, int64 ``[N, T]``, drawn by the engine with weights of
+        its own."""
+        assert self.served is not None
+        length = min(max(map(len, beginnings)) + DRAWN_TOKENS, self.config.max_seq_len - 1)
+        shortened = [beginning[: length - 1] for beginning in beginnings]
+        requests = [
+            GenerationRequest(beginning, seed, length - len(beginning)) for seed, beginning in enumerate(shortened)
+        ]
+        completions = complete(self.served, requests, Sampling())
+        tokens = torch.tensor(
+            [[*beginning, *drawn.token_ids] for beginning, drawn in zip(shortened, completions, strict=True)]
+        )
+        # a token that stands for an image cannot be scored without one
+        media = torch.tensor(sorted(self.template.media_tokens), dtype=torch.int64)
+        return tokens.masked_fill(torch.isin(tokens, media), self.template.tokenizer.pad_token_id)
 
     def draw(
         self,
@@ -441,13 +470,12 @@ def build_served(config: TextRLConfig) -> _EngineWithWeights:
         raise RoleLostError("engine", (), str(error)) from error
 
 
-def fixed_tokens(config: TextRLConfig, template: PromptTemplate) -> torch.Tensor:
-    """Random tokens, int64 ``[4, 16]``. An engine with weights of its own must give them the policy's log-probs."""
-    generator = keyed_generator(config.train.seed, "rescoring")
-    tokens = torch.randint(len(template.tokenizer), (4, 16), generator=generator)
-    media = torch.tensor(sorted(template.media_tokens), dtype=torch.int64)
-    # a token that stands for an image cannot be scored without one
-    return tokens.masked_fill(torch.isin(tokens, media), padding_token(template.tokenizer))
+def beginnings_of(prompts: Sequence[TextPrompt], template: PromptTemplate) -> list[list[int]]:
+    """Beginnings of the shortest prompts, which an engine with weights of its own goes on from, and by which it is then
+    compared with the policy."""
+    without_media = ([token for token in prompt.token_ids if token not in template.media_tokens] for prompt in prompts)
+    shortest = sorted(without_media, key=len)[:NUM_BEGINNINGS]
+    return [tokens[:BEGINNING_TOKENS] for tokens in shortest]
 
 
 def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:

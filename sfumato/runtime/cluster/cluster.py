@@ -33,7 +33,7 @@ from sfumato.tracking.run import Run
 if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.roles import Role
-    from sfumato.runtime.weight_sync.sync import Rescoring
+    from sfumato.runtime.weight_sync.rescoring import Rescoring
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
@@ -249,7 +249,7 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
     variables = {**_WORKER_ENVIRONMENT, **only_here, **choose_kernels(), **_import_path()}
-    variables |= choose_allocator(shares_memory=config.weight_sync == "ipc")
+    variables |= choose_allocator(shares_memory=config.shares_gpu_memory)
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,17 @@ SHARED_BYTES = 64 * 1024
 
 END_S = 2.0
 """Seconds that Ray may take to end a process before it is killed."""
+
+
+CLOSE_S = 20.0
+"""Seconds that engines may take to end before their processes are killed; their servers have half of it."""
+
+
+def close_engine(state: Any) -> None:
+    """Closes the state's engine, if it has one."""
+    close = getattr(getattr(state, "engine", None), "close", None)
+    if close is not None:
+        close()
 
 
 class RayRole:
@@ -125,9 +137,20 @@ class RayRole:
         """Ends the processes and frees their places; unfinished and later calls raise RoleLostError."""
         if self not in self.loop.roles or self.loop.is_broken:
             return
+        self._close_engines()
         self.fail(RoleLostError(self.name, range(len(self.processes)), "closed"))
         self.loop.roles.remove(self)
         self.plan.places.free()
+
+    def _close_engines(self) -> None:
+        """Has states end their engines, whose processes and files outlive a process that Ray kills; not for long."""
+        starts = [start for starts in self._starts.values() for start in starts]
+        if self._failure is not None or any(not start.settled or start.error is not None for start in starts):
+            return
+        closing = self.call_concurrently(close_engine)
+        deadline = time.monotonic() + CLOSE_S
+        while not closing.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def flush(self) -> None:
         """Sends, in order, the calls whose arguments are there or have failed.

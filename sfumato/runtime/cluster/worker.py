@@ -364,7 +364,7 @@ def build_state(
     try:
         quiet_libraries()
         seed_generators(train.seed)
-        mesh = build_mesh(train)
+        mesh = build_mesh(train, replays=True)
         worker.run_of_role.mesh = mesh
         worker.peak_flops = peak_flops(mesh.device, train.mixed_precision, train.peak_tflops)
         worker.state = build(config, mesh, worker.run_of_role)

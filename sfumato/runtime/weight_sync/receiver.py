@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import ClassVar, Protocol, cast
 
@@ -272,6 +272,12 @@ def join_receiving(state: ReceivingState) -> None:
     _end(state).transport.join()
 
 
+def draw_tokens(state: ReceivingState, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Fixed tokens ``[N, T]`` that go on from these beginnings, as the first rank's ``engine`` draws them."""
+    tokens = state.engine.draw_tokens(beginnings)  # type: ignore[attr-defined]
+    return state.mesh.gather(tokens, over="world")[0]  # ranks that share a batch must score the same
+
+
 def receive(state: ReceivingState, version: int, delivery: object) -> None:
     """Loads a version. Runs in every process of the sampler, in any thread.
 
@@ -282,7 +288,7 @@ def receive(state: ReceivingState, version: int, delivery: object) -> None:
 
 
 @torch.no_grad()
-def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None) -> list[torch.Tensor] | None:
     """Takes a received version into use. Runs in the main thread of every process.
 
     Args:
@@ -291,7 +297,7 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
         tokens: int64 ``[N, T]``, for a receiver that rescores.
 
     Returns:
-        Log-probs of the tokens, float32 ``[N, T - 1]``, if the receiver rescores, else None.
+        Log-probs of the tokens, float32 ``[N, T - 1]`` by each rank's receiver, if receivers rescore, else None.
 
     Raises:
         WeightSyncError: on every rank, when some rank has not received the version, or weights differ from the actor's.
@@ -313,7 +319,28 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
     if not end.receiver.rescores:
         return None
     assert tokens is not None, "WeightSync gives tokens to a receiver that rescores"
-    return end.receiver.rescore(tokens)
+    return _rescore_all(end, tokens)
+
+
+def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Log-probs of the tokens by the receiver of every rank: each has an engine of its own, any of which may be wrong.
+
+    Raises:
+        Exception: what a receiver raised, on its rank.
+        WeightSyncError: on the others.
+    """
+    log_probs: torch.Tensor | None = None
+    failure: Exception | None = None
+    try:
+        log_probs = end.receiver.rescore(tokens)
+    except Exception as error:  # raised below: a rank that left alone would keep the others waiting
+        failure = error
+    ranks = end.mesh.gather((log_probs, "" if failure is None else str(failure)), over="world")
+    if failure is not None:
+        raise failure
+    if problems := [text for _, text in ranks if text]:
+        raise WeightSyncError(f"another rank's engine could not score the fixed tokens: {problems[0]}")
+    return [scored for scored, _ in ranks if scored is not None]
 
 
 def set_version(state: ReceivingState, version: int) -> None:

@@ -39,6 +39,11 @@ class SendingState(Protocol):
         """
         ...
 
+    def rescore_rounded(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        """As ``rescore``, with each layer's result off by up to half a unit in the last place of the coarsest precision
+        that actor or engine computes in. Needed only if the tolerance is measured (``Rescoring``)."""
+        ...
+
     def sent_weights(self, version: int) -> AbstractContextManager[nn.Module]:
         """Yields the module; inside the block its trainable parameters are the weights to be sent, on every rank."""
         ...
@@ -80,18 +85,20 @@ class Sent:
     """Checksums of whole tensors: those that were sent, and at the first version all others, too."""
     log_probs: torch.Tensor | None = None
     """float32 ``[N, T - 1]``: of the fixed tokens, where the receiver rescores them."""
+    rounded: torch.Tensor | None = None
+    """The same as rounding moves them, where the tolerance is measured."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Eight bytes for each checksum: the length of a pickled integer depends on its value, and the bytes that pass
         # through the driver are counted.
         sums = b"".join(value.to_bytes(8, "little") for value in self.checksums.values())
-        return _sent_again, (self.version, tuple(self.checksums), sums, self.log_probs)
+        return _sent_again, (self.version, tuple(self.checksums), sums, self.log_probs, self.rounded)
 
 
-def _sent_again(version: int, names: tuple[str, ...], sums: bytes, log_probs: torch.Tensor | None) -> Sent:
+def _sent_again(version: int, names: tuple[str, ...], sums: bytes, *log_probs: torch.Tensor | None) -> Sent:
     """Unpickles a ``Sent``."""
     values = {name: int.from_bytes(sums[8 * at : 8 * at + 8], "little") for at, name in enumerate(names)}
-    return Sent(version, values, log_probs)
+    return Sent(version, values, *log_probs)
 
 
 @dataclass
@@ -137,7 +144,13 @@ def join_sending(state: SendingState) -> None:
     _sender(state).transport.join()
 
 
-def send(state: SendingState, version: int, everything: bool, tokens: torch.Tensor | None = None) -> tuple[Sent, Any]:
+def send(
+    state: SendingState,
+    version: int,
+    everything: bool,
+    tokens: torch.Tensor | None = None,
+    is_measured: bool = False,
+) -> tuple[Sent, Any]:
     """Sends the trainable parameters. Runs in every process of the actor.
 
     Args:
@@ -145,6 +158,7 @@ def send(state: SendingState, version: int, everything: bool, tokens: torch.Tens
         version: of the weights.
         everything: whether checksums of the tensors that are not sent are taken as well.
         tokens: int64 ``[N, T]``, by which a receiver that rescores is verified.
+        is_measured: whether the distance that it may have is measured, too.
 
     Returns:
         What receivers are verified by, and what the transport delivers to them through the driver.
@@ -170,11 +184,12 @@ def send(state: SendingState, version: int, everything: bool, tokens: torch.Tens
             shapes = {name: sender.specs[name].shape for name in (*names, *buffers)}
             totals = add_up(ranks, shapes, f"weights of version {version} in the actor")
             log_probs = None if tokens is None else state.rescore(module, tokens)
+            rounded = None if tokens is None or not is_measured else state.rescore_rounded(module, tokens)
             delivery = sender.transport.send(version, source)
     except BaseException:
         close_way(state)  # so that receivers fail at once instead of after their timeout
         raise
-    return Sent(version, totals, log_probs), delivery
+    return Sent(version, totals, log_probs, rounded), delivery
 
 
 def release(state: SendingState, version: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.runtime.roles import Future, Role
 from sfumato.runtime.weight_sync import receiver, sender
+from sfumato.runtime.weight_sync.rescoring import Rescored, Rescoring
 from sfumato.runtime.weight_sync.sender import Handshake, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
 
@@ -45,51 +46,6 @@ class SyncReport:
     """Number of tensors whose checksums are taken, and compared when the version is applied."""
     seconds: float
     """Seconds from the beginning until all ranks had loaded it, without those of connecting."""
-
-
-@dataclass(frozen=True)
-class Rescoring:
-    """Fixed tokens whose log-probs verify a receiver that fuses or quantises its weights."""
-
-    tokens: torch.Tensor
-    """int64 ``[N, T]``."""
-    tolerance: float
-    """Largest difference between the log-probs of actor and sampler, in nats."""
-
-
-class Rescored:
-    """The future of a version that is being applied; its ``result`` compares the log-probs of both sides."""
-
-    def __init__(self, applying: Future, sent: Sent, tolerance: float) -> None:
-        self.applying = applying
-        self.sent = sent
-        self.tolerance = tolerance
-
-    def done(self) -> bool:
-        """Whether it has been applied."""
-        return self.applying.done()
-
-    def result(self) -> None:
-        """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
-        log_probs = self.applying.result()
-        expected = self.sent.log_probs
-        assert expected is not None, "the actor has rescored the tokens, too"
-        if log_probs.shape != expected.shape:
-            difference = f"have shape {tuple(log_probs.shape)} instead of {tuple(expected.shape)}"
-        else:
-            differences = (log_probs - expected).abs().nan_to_num(torch.inf)
-            if differences.max() <= self.tolerance:
-                return
-            sequence, token = divmod(int(differences.argmax()), differences.shape[1])
-            difference = (
-                f"differ by up to {differences.max():.3g} nats, {self.tolerance:g} are allowed (sequence {sequence}, "
-                f"token {token + 1}: {log_probs[sequence, token]:.6g} instead of {expected[sequence, token]:.6g})"
-            )
-        raise WeightSyncError(
-            f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor "
-            f"{difference}: the engine does not have the weights that were sent. Look at how it fuses, casts or "
-            "quantises them, whether both were built from one model, and whether it keeps values of the weights before"
-        )
 
 
 class WeightSync:
@@ -131,6 +87,8 @@ class WeightSync:
         self.rescoring = rescoring
         self._tokens: torch.Tensor | None = None
         """The fixed tokens, once connected with a receiver that rescores."""
+        self._rescored: Rescored | None = None
+        """The last version that was applied to such a receiver since it was connected."""
         self._is_first = True
         self._sent: Sent | None = None
         self._applying: Future | None = None
@@ -161,7 +119,8 @@ class WeightSync:
         self._is_first = True
         self._sent = None
         self._applying = None
-        self._tokens = cast("Rescoring", self.rescoring).tokens if wanted.rescores else None
+        self._rescored = None
+        self._tokens = self._fixed_tokens(cast("Rescoring", self.rescoring)) if wanted.rescores else None
 
     def transfer(self, version: int) -> SyncReport:
         """Sends a version, and waits until every process of the sampler has it in staging memory.
@@ -181,7 +140,8 @@ class WeightSync:
         assert self._handshake is not None
         started = time.perf_counter()
         self._sent = None
-        arguments = sender.send, version, self._is_first, self._tokens
+        is_measured = self.rescoring is not None and self.rescoring.tolerance is None
+        arguments = sender.send, version, self._is_first, self._tokens, is_measured
         if sending_side(self._handshake.transport).streams:  # both sides take part at the same time
             receiving = self.sampler.call_concurrently(receiver.receive, version, None, kind=SYNC)
             sent, _ = self._both(self.actor.call(*arguments, kind=SYNC), receiving)
@@ -215,7 +175,10 @@ class WeightSync:
         self._applying = self.sampler.call(receiver.apply, self._sent, self._tokens, kind=SYNC)
         if self._tokens is not None:
             assert self.rescoring is not None
-            self._applying = Rescored(self._applying, self._sent, self.rescoring.tolerance)
+            before = None if self._rescored is None else self._rescored.scores
+            first = before if self._rescored is None or self._rescored.first is None else self._rescored.first
+            self._rescored = Rescored(self._applying, self._sent, self.rescoring.tolerance, before, first)
+            self._applying = self._rescored
         return self._applying
 
     def publish(self, version: int) -> SyncReport:
@@ -237,6 +200,12 @@ class WeightSync:
             self._applying = None
             self.actor.call(sender.close_way).result()  # first: it frees receivers that still wait
             self.sampler.call(sender.close_way).result()
+
+    def _fixed_tokens(self, rescoring: Rescoring) -> torch.Tensor:
+        """The tokens that both sides score, drawn by the sampler's engine where beginnings were given."""
+        if isinstance(rescoring.tokens, torch.Tensor):
+            return rescoring.tokens
+        return self.sampler.call(receiver.draw_tokens, rescoring.tokens).result()
 
     def _while_actor_lives(self, call: Future) -> Any:
         """Waits for a call of the sampler that needs a living actor, and returns its result.

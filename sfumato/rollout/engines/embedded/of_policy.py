@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sfumato.models.language.model import LanguageModel
-from sfumato.parallel.weights import whole_weights
+from sfumato.parallel.weights import each_whole_weight
 from sfumato.rollout.engines.base import Engine
 
 
 class PolicyEngine:
     """The embedded engine of a policy. Where a rank holds all weights, the engine draws by these; else by a copy of the
-    whole model, which is gathered when they have changed."""
+    whole model in the dtype of its forward passes, which is gathered when they have changed, tensor by tensor."""
 
     def __init__(self, model: LanguageModel, build: Callable[[nn.Module], Engine]) -> None:
         """Makes nothing yet.
@@ -54,17 +54,19 @@ class PolicyEngine:
             else:
                 self._engine.flush()
             return
-        gathered = whole_weights(model.trained, model.mesh, share=True)
-        gathered = model.mesh.first(gathered, among="world")
+        # as fsdp gathers them for a forward pass, so that the copy computes what the policy does in half the memory
+        compute_dtype = model.autocast_dtype
         if self._engine is None or self._copy is None:
-            # transformers' annotation of ``to`` has lost its first parameter
-            copied = cast("nn.Module", model.plain_with(gathered))
+            copies = dict(each_whole_weight(model.trained, model.mesh, compute_dtype))
+            # transformers wraps the method, of which its annotations lose the instance
+            copied = cast("nn.Module", model.plain_with(copies))
             self._copy = copied.to(model.mesh.device).requires_grad_(False)
             self._engine = self._build(self._copy)
             return
-        for name, tensor in self._copy.state_dict().items():
-            if name in gathered:
-                tensor.copy_(gathered[name])
+        places = self._copy.state_dict()
+        for name, tensor in each_whole_weight(model.trained, model.mesh, compute_dtype, with_frozen=False):
+            if name in places:
+                places[name].copy_(tensor)
         self._engine.flush()
 
     def close(self) -> None:

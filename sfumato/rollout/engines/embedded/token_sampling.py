@@ -87,7 +87,7 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
     scores = scores - scores.amax(-1, keepdim=True)
     if not settings.is_plain:
         scores = _without_unlikely(scores, settings)
-    cumulative = scores.exp().cumsum(-1)
+    cumulative = running_sums(scores.exp())
     total = cumulative[:, -1:]
     # Rounding may raise the product to the total, which lies beyond the last token.
     threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -102,6 +102,25 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
     return tokens[:, 0], log_probs[:, 0]
 
 
+STEPS_OF_ONE = 2.0**44
+"""Parts of 1 that ``running_sums`` counts; the sum of 2^18 of them fits into int64."""
+
+
+def running_sums(probabilities: Tensor) -> Tensor:
+    """Sums of each row up to each column, of float64 numbers from 0 to 1.
+
+    Under ``train.deterministic`` torch refuses those of floating-point numbers on GPUs, where they may be added in any
+    order. Whole numbers add up to the same in each, so that probabilities are rounded to 2^-44 there.
+    """
+    if not _must_keep_order(probabilities):
+        return probabilities.cumsum(-1)
+    return (probabilities * STEPS_OF_ONE).round().long().cumsum(-1).double() / STEPS_OF_ONE
+
+
+def _must_keep_order(numbers: Tensor) -> bool:
+    return numbers.is_cuda and torch.are_deterministic_algorithms_enabled()
+
+
 def _without_unlikely(scores: Tensor, settings: DrawSettings) -> Tensor:
     """Scores ``[n, V]`` with -inf for the tokens that top_k, and then top_p, leave out. Of equally likely tokens those
     with smaller ids are preferred."""
@@ -109,6 +128,6 @@ def _without_unlikely(scores: Tensor, settings: DrawSettings) -> Tensor:
     places = torch.arange(scores.shape[1], device=scores.device)
     ordered = ordered.masked_fill((places >= settings.top_k) & (settings.top_k > 0), -torch.inf)
     probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs  # probability of all likelier tokens: the one that crosses top_p stays
+    before = running_sums(probs) - probs  # probability of all likelier tokens: the one that crosses top_p stays
     ordered = ordered.masked_fill((before >= settings.top_p) & (settings.top_p < 1) & (places > 0), -torch.inf)
     return torch.empty_like(scores).scatter_(-1, order, ordered)

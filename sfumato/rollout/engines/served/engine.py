@@ -167,8 +167,10 @@ class ServedEngine(ABC):
 
         Raises:
             ConfigError: when this run did not start them.
-            EngineError: when they do not start.
+            EngineError: when they do not start, or the engine is closed.
         """
+        if self._is_closed:
+            raise EngineError(f"{self.name} is closed")
         self._restart()
         self._is_paused = self._waits_for_weights = False
         if self.applied is not None:

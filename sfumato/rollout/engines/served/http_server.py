@@ -18,6 +18,7 @@ from typing import Any
 from sfumato.errors import ConfigError
 from sfumato.rewards.http.connection import AttemptError, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.served.progress import Progress
 from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.serving.bounded_json import JSONLimitError, load_json
 
@@ -55,7 +56,7 @@ class HttpServer:
             name: what messages call it.
             url: ``http[s]://host[:port][/path]``.
             api_key: sent as bearer token; empty: none.
-            timeout_s: longest that a request may take.
+            timeout_s: longest that a request may take; of completions, see ``ask_async``.
             max_requests: most requests that are sent at a time; others wait here.
             process: the server, if this run started it: errors then say how it ended.
 
@@ -74,9 +75,17 @@ class HttpServer:
         self._lock = threading.Lock()
         self._num_open = 0  # requests of ``ask_async`` that were sent and are not answered
         self._num_ends = 0  # calls of ``end_all``
+        self._progress = Progress(timeout_s)
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="engine-request")
 
-    def ask(self, method: str, path: str, body: object = None, timeout_s: float | None = None) -> Any:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout_s: float | None = None,
+        deadline: Callable[[], float] | None = None,
+    ) -> Any:
         """Sends a request and waits.
 
         Args:
@@ -84,6 +93,7 @@ class HttpServer:
             path: begins with a slash.
             body: what is sent as JSON; None sends nothing.
             timeout_s: longest that it may take; None: the client's own limit.
+            deadline: gives the value of ``time.monotonic()`` at which it ends now, in the place of ``timeout_s``.
 
         Returns:
             The decoded JSON of the answer; None if it is empty, the text if it is no JSON.
@@ -95,7 +105,7 @@ class HttpServer:
         data = b"" if body is None else json.dumps(body).encode()
         headers = {**self._headers, **({} if body is None else {"Content-Type": "application/json"})}
         limits = Limits(
-            deadline=time.monotonic() + (timeout_s or self.timeout_s),
+            deadline=deadline or time.monotonic() + (timeout_s or self.timeout_s),
             max_response_bytes=MAX_RESPONSE_BYTES,
             allow_private=True,
         )
@@ -118,7 +128,7 @@ class HttpServer:
             return answer.decode(errors="replace")
 
     async def ask_async(self, method: str, path: str, body: object = None) -> Any:
-        """As ``ask``, without blocking the event loop. The timeout counts from when the request is sent.
+        """As ``ask``, without blocking the event loop, for a completion, whose deadline is ``Progress``'s.
 
         Returns:
             As ``ask``; ``NOT_SENT`` when ``end_all`` was called before.
@@ -134,7 +144,8 @@ class HttpServer:
                 return NOT_SENT
             self._num_open += 1
         try:
-            return self.ask(method, path, body)
+            with self._progress.begin() as deadline:
+                return self.ask(method, path, body, deadline=deadline)
         finally:
             with self._lock:
                 self._num_open -= 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from sfumato.config.trust import refuse_code
 from sfumato.config.writing import open_to_append
@@ -39,6 +42,48 @@ def free_port() -> int:
         return int(opened.getsockname()[1])
 
 
+class Owner:
+    """A process of ``owner_process``, which owns a server, and the pipes to and from it."""
+
+    def __init__(self, command: Sequence[str], leftovers: Sequence[str], log: IO[bytes], environment: dict[str, str]):
+        """Starts the server, without waiting for it. ``log`` takes the output of both."""
+        told, pipe = os.pipe()
+        self._told = os.fdopen(told, "rb", buffering=0)  # so that ``select`` sees what was not read
+        try:
+            first = subprocess.Popen(
+                [sys.executable, owner_process.__file__, str(pipe), *leftovers, "--", *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[pipe],
+            )
+        finally:
+            os.close(pipe)
+        assert first.stdin is not None
+        self._stdin = first.stdin
+        first.wait()  # it has left the server to a process that is not this one's child
+        self.pid = int(self._told.readline() or 0)
+        self._code: int | None = None
+
+    def exit_code(self, within_s: float) -> int | None:
+        """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed."""
+        if self._code is None and select.select([self._told], [], [], within_s)[0]:
+            self._code = int(self._told.readline() or -signal.SIGKILL)
+        return self._code
+
+    def end(self) -> None:
+        """Ends the server, and waits for it."""
+        try:
+            self._stdin.write(b"e")  # so that it is not taken for the end of this process
+            self._stdin.close()
+        except BrokenPipeError:
+            LOGGER.debug("its owner has ended already")
+        self.exit_code(owner_process.GRACE_S + 30)
+        self._told.close()
+
+
 class ServerProcess:
     """Owns a server's process. It ends with its children when ``stop`` is called or this process ends in any way."""
 
@@ -46,26 +91,34 @@ class ServerProcess:
         self,
         name: str,
         command: Sequence[str],
-        environment: Mapping[str, str | None],
+        environment: Mapping[str, str],
         log: Path,
         start_timeout_s: float,
+        leftovers: Sequence[Path] = (),
     ) -> None:
         """Nothing is started yet.
 
         Args:
             name: what messages call it.
             command: program and arguments.
-            environment: variables added to those of this process; None removes one.
+            environment: all of its variables, see ``engine_environment``.
             log: file that its output is appended to.
             start_timeout_s: how long it may take to become ready.
+            leftovers: folders of this process that are removed with the server if this process dies.
         """
         self.name = name
         self.command = list(command)
         self.log = log
         self.start_timeout_s = start_timeout_s
-        self.environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
-        self._process: subprocess.Popen[bytes] | None = None
+        self.environment = dict(environment)
+        self.leftovers = [str(folder.absolute()) for folder in leftovers]
+        self._owner: Owner | None = None
         self._log_start = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server's parent (``owner_process``); None while there is none."""
+        return None if self._owner is None else self._owner.pid
 
     def start(self, is_ready: Callable[[], bool]) -> None:
         """Starts the server and waits until it is ready.
@@ -82,7 +135,6 @@ class ServerProcess:
         if not Path(self.command[0]).is_file():
             raise ConfigError(f"{self.name}: {self.command[0]} is not there, so the server cannot be started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        owner = [sys.executable, owner_process.__file__, *self.command]
         try:
             opened = open_to_append(self.log)
         except OSError as error:
@@ -91,9 +143,7 @@ class ServerProcess:
             ) from error
         with opened as log:
             self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                owner, stdin=subprocess.PIPE, stdout=log, stderr=log, env=self.environment, start_new_session=True
-            )
+            self._owner = Owner(self.command, self.leftovers, log, self.environment)
         started = told = time.monotonic()
         try:
             while not is_ready():
@@ -120,23 +170,17 @@ class ServerProcess:
         Args:
             within_s: how long this waits for the process to end.
         """
-        process = self._process
-        deadline = time.monotonic() + within_s
-        if process is None:
+        if self._owner is None:
             return f"{self.name} was ended"
-        while (code := process.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        code = self._owner.exit_code(within_s)
         return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
 
     def stop(self) -> None:
         """Ends the server with its children. A second call does nothing."""
-        process = self._process
-        self._process = None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()  # which is how ``owner_process`` learns that it is to end the server
-        process.wait(owner_process.GRACE_S + 30)
+        owner = self._owner
+        self._owner = None
+        if owner is not None:
+            owner.end()
 
     def _tail(self) -> str:
         """The last lines of the log since this start, for a message; empty if there are none."""

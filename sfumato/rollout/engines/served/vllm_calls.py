@@ -6,6 +6,7 @@ caches exist in development mode alone (``VLLM_SERVER_DEV_MODE=1``).
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import tempfile
@@ -19,7 +20,10 @@ from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.versions import known_release
 from sfumato.rollout.engines.served.vllm_images import render_request
+
+LOGGER = logging.getLogger(__name__)
 
 BACKEND = "sfumato_files"
 """Name of the backend that ``rollout/inside_vllm.py`` adds to vLLM's weight transfer interface."""
@@ -132,7 +136,9 @@ class ServerCalls:
         url: str,
         api_key: str,
         command: Sequence[str],
+        inherited: Mapping[str, str],
         environment: Mapping[str, str],
+        leftovers: Sequence[Path],
         model_path: str,
         log: Path,
         timeout_s: float,
@@ -146,7 +152,9 @@ class ServerCalls:
             url: of a server that runs already; empty with a command.
             api_key: of a server that runs already; a started server gets a key of its own.
             command: starts a server on this machine; empty with a url.
-            environment: further environment variables of the command.
+            inherited: environment variables of the command.
+            environment: further ones, which win over those that the server needs.
+            leftovers: folders that are removed with the server if this process dies.
             model_path: folder of the model.
             log: file of the command's output.
             timeout_s: longest that an answer may take.
@@ -170,9 +178,11 @@ class ServerCalls:
             # By the environment: other users of the machine can read a command's arguments.
             api_key = secrets.token_hex(32)
             key = {"VLLM_API_KEY": api_key}
-            variables = {**SERVER_ENVIRONMENT, "PYTHONPATH": self._modules.name, **environment, **key}
+            modules = {"PYTHONPATH": self._modules.name}
+            variables = {**inherited, **SERVER_ENVIRONMENT, **modules, **environment, **key}
             arguments = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
-            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s)
+            leftovers = [*leftovers, Path(self._modules.name)]
+            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers)
         self.http = HttpServer(
             self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
         )
@@ -193,6 +203,9 @@ class ServerCalls:
         Raises:
             ConfigError: when it has another model, or was started without options that are needed.
         """
+        version = str(self.http.ask("GET", "/version", timeout_s=HEALTH_TIMEOUT_S)["version"])
+        if known_release("vLLM", version) is None:
+            LOGGER.warning("%s is vLLM %s, which is not known to this version of sfumato", self.name, version)
         models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
         # Adapters are listed as models, too, with the model that they belong to as parent.
         base = next((model for model in models if model.get("parent") is None), models[0])

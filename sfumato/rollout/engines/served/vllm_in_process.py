@@ -15,6 +15,8 @@ from typing import Any, Literal
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.engine import DrawnTokens
+from sfumato.rollout.engines.served.environment import inside
+from sfumato.rollout.engines.served.progress import Progress
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
@@ -25,12 +27,15 @@ class InProcessCalls:
 
     name = "vLLM"
 
-    def __init__(self, arguments: Sequence[str], timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float, start_timeout_s: float
+    ) -> None:
         """Starts vLLM and waits until it is ready.
 
         Args:
             arguments: of ``vllm serve``, the model first; those of the engine alone.
-            timeout_s: longest that an answer may take.
+            environment: variables that its processes start with.
+            timeout_s: longest that an answer may take; of completions, see ``Progress``.
             start_timeout_s: longest that the start may take.
 
         Raises:
@@ -47,14 +52,15 @@ class InProcessCalls:
             ) from error
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING=0 would have vLLM change this process: unset it")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self._arguments = list(arguments)
+        self._environment = {"VLLM_NO_USAGE_STATS": "1", **environment}
         self.timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._numbers = itertools.count()
+        self._progress = Progress(timeout_s)
         self._open: set[str] = set()
         """Names of open requests; changed by the event loop's thread alone."""
         self._llm: Any = None
@@ -75,7 +81,8 @@ class InProcessCalls:
             parsed = parser.parse_args(arguments)
         except (SystemExit, argparse.ArgumentError) as error:
             raise ConfigError(f"vLLM does not take its arguments {' '.join(arguments)} ({error})") from error
-        self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
+        with inside(self._environment):
+            self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
     async def _create_llm(self, arguments: object) -> Any:
@@ -89,7 +96,8 @@ class InProcessCalls:
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
         assert features is None, "prompts with images are for a server"
-        output = await asyncio.wrap_future(self._begin(self._final_output(tokens, params, adapter), self.timeout_s))
+        work = self._until_late(self._final_output(tokens, params, adapter))
+        output = await asyncio.wrap_future(self._begin(work, None))
         (completion,) = output.outputs
         # For each position a dictionary by token id; with ``logprobs`` 0 it holds the drawn token alone.
         log_probs = [
@@ -192,7 +200,20 @@ class InProcessCalls:
         if llm is not None:
             llm.shutdown()
 
-    def _begin(self, work: Coroutine[object, object, object], timeout_s: float) -> Future[Any]:
+    async def _until_late(self, work: Coroutine[object, object, object]) -> Any:
+        """Awaits a completion. Raises EngineError at its deadline."""
+        with self._progress.begin() as deadline:
+            task = asyncio.ensure_future(work)
+            try:
+                while not task.done():
+                    if (remaining_s := deadline() - time.monotonic()) <= 0:
+                        raise EngineError(f"{self.name} ended no completion in {self.timeout_s:g} s")
+                    await asyncio.wait({task}, timeout=remaining_s)
+                return task.result()
+            finally:
+                task.cancel()
+
+    def _begin(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Future[Any]:
         """Starts a coroutine in the event loop of vLLM's thread."""
         return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
@@ -200,12 +221,13 @@ class InProcessCalls:
         """Runs a coroutine in the event loop of vLLM's thread and waits for its result."""
         return self._begin(work, timeout_s or self.timeout_s).result()
 
-    async def _await_llm(self, work: Coroutine[object, object, object], timeout_s: float) -> object:
+    async def _await_llm(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Any:
         """Awaits a call of vLLM; whatever it raises, or a timeout, becomes an EngineError."""
         try:
             return await asyncio.wait_for(work, timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"{self.name} gave no answer in {timeout_s:g} s") from error
+            within = "" if timeout_s is None else f" in {timeout_s:g} s"
+            raise EngineError(f"{self.name} gave no answer{within}") from error
         except EngineError:
             raise
         except Exception as error:
