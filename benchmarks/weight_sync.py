@@ -231,7 +231,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.engines:
-        ranks = RankPool()
+        ranks = RankPool(1 + max(args.engines))
         engine_rows(args.layers, args.width, args.engines, args.repeats, args.bucket_mb, ranks)
         ranks.close()
         return
