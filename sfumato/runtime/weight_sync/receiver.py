@@ -274,6 +274,7 @@ def join_receiving(state: ReceivingState) -> None:
 
 def draw_tokens(state: ReceivingState, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fixed tokens ``[N, T]`` that go on from these beginnings, as the first rank's ``engine`` draws them."""
+    _wake(state)
     tokens = state.engine.draw_tokens(beginnings)  # type: ignore[attr-defined]
     return state.mesh.gather(tokens, over="world")[0]  # ranks that share a batch must score the same
 
@@ -306,6 +307,7 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
     problem = end.find_loaded(end.problem(sent.version))
     sums: Checksums = {}
     if not problem:
+        _wake(state)
         end.receiver.apply(sent.version)
         end.staged = None
         sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
@@ -341,6 +343,13 @@ def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
     if problems := [text for _, text in ranks if text]:
         raise WeightSyncError(f"another rank's engine could not score the fixed tokens: {problems[0]}")
     return [scored for scored, _ in ranks if scored is not None]
+
+
+def _wake(state: ReceivingState) -> None:
+    """Brings an engine that has given its memory away back: one that sleeps neither loads weights nor draws."""
+    wake = getattr(state, "wake", None)
+    if wake is not None and getattr(state, "engine", None) is not None:
+        wake()
 
 
 def set_version(state: ReceivingState, version: int) -> None:
