@@ -97,7 +97,7 @@ BOUNDS = (
         "too_many",
         0,
         "find the line in results.jsonl (lines); compute it on the device, or read it together with the norm",
-        cells="/(eager|compile)$",
+        cells="/(eager|compile)(, activations offloaded)?$",
     ),
 )
 
