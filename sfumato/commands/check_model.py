@@ -287,8 +287,8 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
         yield "model.offload_idle true", {"model.offload_idle": True}, True
     is_sharded = layout.size > 1 and train.data_parallel_mode == "fsdp2"
     if is_sharded and not train.enable_reduce_every_micro_batch and layout.pp == 1:
-        change = {"enable_reduce_every_micro_batch": True}
-        yield "train.enable_reduce_every_micro_batch true", change, False
+        name = "enable_reduce_every_micro_batch"
+        yield f"train.{name} true", {name: True}, False
     if model.lora is None:
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 

@@ -95,13 +95,15 @@ def describe_engine(
         layout: the mesh of the actor, whose ranks each have an engine where roles share processes.
         device_bytes: memory of a GPU; None is not known.
     """
-    rollout, engine = config.rollout, config.rollout.engine
+    rollout = config.rollout
+    engine = rollout.engine
+    kind = engine.type
     if device_bytes is None or not isinstance(engine, ServedSettings):
-        return f"not predicted: the memory of rollout.engine {engine.type}", True
+        return f"not predicted: the memory of rollout.engine {kind}", True
     dtype: torch.dtype = getattr(torch, engine.dtype)
     parts = engine_memory(planned, dtype, engine.tensor_parallel_size, device_bytes, engine.gpu_memory_utilization)
     told = (
-        f"rollout.engine {engine.type} on a GPU of {device_bytes / 2**30:.0f} GiB: {parts.weight_bytes / 2**30:.1f} "
+        f"rollout.engine {kind} on a GPU of {device_bytes / 2**30:.0f} GiB: {parts.weight_bytes / 2**30:.1f} "
         f"GiB of {engine.dtype} weights, about {max(parts.free_bytes, 0) / 2**30:.1f} GiB left for keys and values"
     )
     if parts.token_bytes is None:

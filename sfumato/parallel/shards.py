@@ -296,3 +296,25 @@ def chunks_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[t
 def whole_chunk(shape: Sequence[int]) -> Chunk:
     """The chunk of a tensor that is not cut."""
     return Chunk((0,) * len(shape), tuple(shape), tuple(slice(0, size) for size in shape))
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved with the weights, by the names of the plain module. They are whole on every rank."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    }
+
+
+def num_weights(module: nn.Module) -> int:
+    """Numbers in a module's parameters, of which tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, shard: Tensor) -> None:
+    """Copies a shard into this rank's shard of a weight."""
+    place = local(target.detach())
+    place.copy_(shard.view(place.shape))

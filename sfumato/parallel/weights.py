@@ -39,7 +39,10 @@ from sfumato.parallel.shards import (
     Shards,
     all_parameters,
     chunks_of,
+    copy_into,
     local,
+    num_weights,
+    persistent_buffers,
     plain_name,
     trainable_parameters,
     whole_chunk,
@@ -115,7 +118,7 @@ def load_weights(
         for name in mesh.first(list(sources), among="world") if shared else sources:
             source = _from_first(sources.get(name), mesh) if shared else sources[name]
             if name in targets:
-                _copy(read_shard(source, targets[name]), targets[name])
+                copy_into(targets[name], read_shard(source, targets[name]))
     refuse_not_finite(targets, files, mesh)
 
 
@@ -159,9 +162,9 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         held = Held(tensors[name]) if mesh.is_first or not shared else None
         whole_tensor = (_from_first(held, mesh) if shared else cast("Held", held)).tensor
         if name in parameters:
-            _copy(shards.shard(name, whole_tensor), parameters[name])
+            copy_into(parameters[name], shards.shard(name, whole_tensor))
         elif name in buffers:
-            _copy(whole_tensor, buffers[name])
+            copy_into(buffers[name], whole_tensor)
 
 
 def whole_weights(
@@ -405,7 +408,7 @@ def _draw_shards(
         for chunk in chunks_of(shards, name):
             draw_chunk(local(parameter.detach())[chunk.place], chunk, recipes[name], seed)
     for name, buffer in buffers.items():
-        _copy(plain_buffers[name], buffer)
+        copy_into(buffer, plain_buffers[name])
 
 
 def _from_first_rank(values: list[Tensor], mesh: Mesh) -> list[Tensor]:
@@ -432,11 +435,6 @@ def build_with_random_weights(build: Callable[[], nn.Module], seed: int) -> nn.M
     for name, parameter in module.named_parameters():
         draw_chunk(parameter.detach(), whole_chunk(parameter.shape), recipes[name], seed)
     return module
-
-
-def num_weights(module: nn.Module) -> int:
-    """Numbers in a module's parameters, of which tied ones count once."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
@@ -489,16 +487,6 @@ def _refuse_fsdp1(module: nn.Module) -> None:
             "fsdp1 has flattened the weights, so none can be read into them: load before parallelize, with "
             "train.init_device cpu; or set train.data_parallel_mode fsdp2"
         )
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with the weights, by the names of the plain module. They are whole on every rank."""
-    return {
-        plain_name(f"{prefix}.{name}" if prefix else name): buffer
-        for prefix, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if name not in owner._non_persistent_buffers_set
-    }
 
 
 def _rename(
@@ -605,10 +593,3 @@ def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
         tensor = torch.empty(header[0], dtype=header[1], device=mesh.device)
     dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
     return Held(tensor)
-
-
-@torch.no_grad()
-def _copy(shard: Tensor, target: Tensor) -> None:
-    """Copies a shard into this rank's shard of a weight."""
-    place = local(target.detach())
-    place.copy_(shard.view(place.shape))

@@ -107,7 +107,11 @@ class FilesWeightTransferEngine(WeightTransferEngine[VersionsInitInfo, FilesUpda
         where the layer shares its weights with the embedding, since only that one is loaded."""
         for layer in self.model.modules():
             method = getattr(layer, "quant_method", None)
-            if isinstance(layer, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
+            if (
+                method is not None
+                and isinstance(layer, ParallelLMHead)
+                and isinstance(method, UnquantizedEmbeddingMethod)
+            ):
                 method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:

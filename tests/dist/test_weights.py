@@ -18,7 +18,7 @@ from sfumato.parallel import keyed_weights, weight_files, weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize, shard_data_parallel
 from sfumato.parallel.plan import find_blocks
-from sfumato.parallel.shards import all_parameters, local, ranges_of, shard_of, whole
+from sfumato.parallel.shards import all_parameters, local, persistent_buffers, ranges_of, shard_of, whole
 from sfumato.parallel.weights import (
     build_on_meta,
     build_with_random_weights,
@@ -26,7 +26,6 @@ from sfumato.parallel.weights import (
     initialise_on_meta,
     load_weights,
     load_whole,
-    persistent_buffers,
     real_stand_ins,
     whole_weights,
 )

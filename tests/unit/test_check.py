@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: 
     assert enough.exit_code == FITS and not enough.model.advice and enough.needed_bytes > total
     found = check_config(path, device_gib=0.6 * total / 2**30, show=True)
     said = capsys.readouterr()
-    assert "check: building the model" in said.err and "check: what would need less memory  step 5/5" in said.err
+    assert "check: building the model" in said.err and "check: what would need less memory  step 6/6" in said.err
     assert not said.out
     assert found.exit_code == DOES_NOT_FIT
     advice = dict(found.model.advice)

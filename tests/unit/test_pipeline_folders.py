@@ -161,7 +161,6 @@ NULL = [None, None]
         ("stable_diffusion_xl", lambda f: edit(f, _class_name="StableDiffusionXLInpaintPipeline"), "not known"),
         ("stable_diffusion_xl", lambda f: edit(f, _class_name="StableDiffusionXLImg2ImgPipeline"), "not known"),
         ("flux", lambda f: edit(f, _class_name="FluxFillPipeline"), "'FluxFillPipeline' is not known"),
-        ("sd3", without_weights, "transformer has no weights"),
         ("sd3", only_bin, "is not read, since it may run a program"),
         ("sd3", lambda f: rename_weights(f, "vae", "x"), "variant x alone"),
         (
@@ -182,6 +181,15 @@ def test_folders_that_cannot_be_used_are_refused_before_anything_is_encoded(
     shutil.copytree(folders[name], folder := tmp_path / "pipe")
     change(folder)
     assert re.search(message, refusal(folder, name))
+
+
+def test_a_run_wants_weights_which_a_prediction_does_not_need(folders: Any, tmp_path: Path) -> None:
+    shutil.copytree(folders["sd3"], folder := tmp_path / "pipe")
+    without_weights(folder)
+    config = ModelConfig(model_path=str(folder), max_sequence_length=ROWS["sd3"].tokens)
+    with pytest.raises(ConfigError, match="transformer has no weights: copy or download"):
+        build_diffusion_model(config)
+    assert diffusion_model_on_meta(config, "no")
 
 
 def test_the_remedy_for_null_works(folders: Any, tmp_path: Path) -> None:

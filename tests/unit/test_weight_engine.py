@@ -13,7 +13,7 @@ from sfumato.models.language.rounding import rounding_noise
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.rescoring import Distance, Rescoring, Scores
+from sfumato.runtime.weight_sync.rescoring import Distance, RescoredTexts, Rescoring
 from sfumato.runtime.weight_sync.sender import Sent
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import log_probs, make_model
@@ -95,8 +95,8 @@ def test_a_version_that_is_missed_is_noticed_though_it_is_smaller_than_rounding(
 def test_the_engine_of_every_rank_is_compared():
     log_probs = expected(1)
     sent = Sent(3, {}, log_probs, log_probs + 0.01)
-    assert Scores(sent, [log_probs - 0.01, log_probs + 0.02]).problem(None, None, None) == ""
-    assert "(rank 1 of the sampler)" in Scores(sent, [log_probs, log_probs + 0.05]).problem(None, None, None)
+    assert RescoredTexts(sent, [log_probs - 0.01, log_probs + 0.02]).problem(None, None, None) == ""
+    assert "(rank 1 of the sampler)" in RescoredTexts(sent, [log_probs, log_probs + 0.05]).problem(None, None, None)
 
 
 @pytest.mark.parametrize(("arrived", "text"), [(1.0, ""), (0.9, ""), (0.6, r"have moved by 59% \(give or take 4%\)")])
@@ -105,8 +105,8 @@ def test_a_part_of_the_weights_that_stays_behind_is_noticed(arrived, text):
     noise = [0.05 * torch.randn(4, 100, generator=generator) for _ in range(3)]
     before = -3 * torch.rand(4, 100, generator=generator)
     change = 0.1 * torch.randn(4, 100, generator=generator)
-    first = Scores(Sent(1, {"head": 1}, before), [before + noise[0]])
-    scores = Scores(Sent(7, {"head": 2}, before + change, before + change + noise[1]), [])
+    first = RescoredTexts(Sent(1, {"head": 1}, before), [before + noise[0]])
+    scores = RescoredTexts(Sent(7, {"head": 2}, before + change, before + change + noise[1]), [])
     scores.engines.append(before + arrived * change + noise[2])
     assert re.search(f"^{text}" if text else "^$", scores.problem(None, None, first))
 

@@ -505,5 +505,6 @@ def _component_builder(folder: Path, library: str, class_name: str) -> Callable[
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         return None
     if issubclass(cls, transformers.PreTrainedModel):
-        return lambda: cls(load_pretrained(cls.config_class, folder))
+        config_class = cls.config_class
+        return lambda: cls(load_pretrained(config_class, folder))
     return lambda: make_from_config(cls, cls.load_config(folder))  # pyright: ignore[reportAttributeAccessIssue]

@@ -79,7 +79,7 @@ class _InBlocks(torch.autograd.Function):
         return torch.cat(outputs, 2)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, sinks = ctx.saved_tensors
         inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
         # gradients of keys add up over blocks, in float32 at least
@@ -89,8 +89,10 @@ class _InBlocks(torch.autograd.Function):
             parts = [tensor[place] for tensor, place in zip(inputs, places, strict=False)] + inputs[3:]
             parts = [part.detach().requires_grad_() for part in parts]
             with torch.enable_grad():
-                block_sinks = None if sinks is None else parts[3]
-                output = _attend_block(*parts[:3], ctx.sees(queries), block_sinks, ctx.cap)
+                block_query, block_key, block_value, *block_sinks = parts
+                block_sink = block_sinks[0] if block_sinks else None
+                mask = ctx.sees(queries)
+                output = _attend_block(block_query, block_key, block_value, mask, block_sink, ctx.cap)
             gradients = torch.autograd.grad(output, parts, gradient[:, :, rows])
             totals = [total[place] for total, place in zip(sums, places, strict=False)] + sums[3:]
             for total, part_gradient in zip(totals, gradients, strict=True):

@@ -395,7 +395,8 @@ class PackedModel(ABC, Generic[Output]):
         """Inside, the LoRA adapters are switched off: the model is its own reference."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        layers = [submodule for submodule in self.module.modules() if isinstance(submodule, BaseTunerLayer)]
+        modules: Iterator[object] = self.module.modules()
+        layers = [submodule for submodule in modules if isinstance(submodule, BaseTunerLayer)]
         for layer in layers:
             layer.enable_adapters(False)
         try:

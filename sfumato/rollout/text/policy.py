@@ -20,6 +20,7 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
+from sfumato.data.text.token_ids import padding_token
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.critic import Critic
@@ -191,7 +192,7 @@ class TextEngine:
     def rescore_rounded(self, model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
         """As ``rescore``, with what rounding to the coarser precision of engine and policy does to the model."""
         engine_dtype: torch.dtype = getattr(torch, getattr(self.config.rollout.engine, "dtype", "bfloat16"))
-        dtypes = (engine_dtype, model.module.dtype, model.autocast_dtype or torch.float32)
+        dtypes = (engine_dtype, model.plain.dtype, model.autocast_dtype or torch.float32)
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         with model.whole_output(), rounding_noise(model.module, coarsest):  # logits are rounded, too
             return self.rescore(model, tokens)
@@ -211,7 +212,7 @@ class TextEngine:
         )
         # a token that stands for an image cannot be scored without one
         media = torch.tensor(sorted(self.template.media_tokens), dtype=torch.int64)
-        return tokens.masked_fill(torch.isin(tokens, media), self.template.tokenizer.pad_token_id)
+        return tokens.masked_fill(torch.isin(tokens, media), padding_token(self.template.tokenizer))
 
     def draw(
         self,

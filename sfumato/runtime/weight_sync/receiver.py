@@ -11,8 +11,7 @@ from torch import nn
 
 from sfumato.errors import WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local
-from sfumato.parallel.weights import persistent_buffers
+from sfumato.parallel.shards import Shards, all_parameters, local, persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Checksums, Spec, compare, local_checksums
 from sfumato.runtime.weight_sync.places import first_of_each_machine, places_of
 from sfumato.runtime.weight_sync.sender import Description, Handshake, Sent, close_way, refuse_stages

@@ -73,7 +73,7 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Scores:
+class RescoredTexts:
     """Log-probs that both sides gave to the fixed tokens by one version."""
 
     sent: Sent
@@ -81,7 +81,7 @@ class Scores:
     engines: Sequence[torch.Tensor]
     """float32 ``[N, T - 1]`` of the engine of each rank of the sampler."""
 
-    def problem(self, tolerance: float | None, before: Scores | None, first: Scores | None) -> str:
+    def problem(self, tolerance: float | None, before: RescoredTexts | None, first: RescoredTexts | None) -> str:
         """What shows that an engine lacks the weights that were sent; empty if nothing does.
 
         Args:
@@ -169,8 +169,8 @@ class Rescored:
         applying: Future,
         sent: Sent,
         tolerance: float | None,
-        before: Scores | None = None,
-        first: Scores | None = None,
+        before: RescoredTexts | None = None,
+        first: RescoredTexts | None = None,
     ) -> None:
         """
         Args:
@@ -185,7 +185,7 @@ class Rescored:
         self.tolerance = tolerance
         self.before = before
         self.first = first
-        self.scores: Scores | None = None
+        self.scores: RescoredTexts | None = None
         """Set when they have been compared, and agree."""
 
     def done(self) -> bool:
@@ -194,7 +194,7 @@ class Rescored:
 
     def result(self) -> None:
         """Raises WeightSyncError when the sampler gives the tokens other log-probs than the actor did."""
-        scores = Scores(self.sent, self.applying.result())
+        scores = RescoredTexts(self.sent, self.applying.result())
         if problem := scores.problem(self.tolerance, self.before, self.first):
             raise WeightSyncError(
                 f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor: "

@@ -12,8 +12,7 @@ from torch import nn
 from sfumato.errors import ConfigError, NonFiniteError, WeightSyncError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, trainable_parameters
-from sfumato.parallel.weights import persistent_buffers
+from sfumato.parallel.shards import Shards, all_parameters, persistent_buffers, trainable_parameters
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, plan_buckets
 from sfumato.runtime.weight_sync.checksum import NAMED, Spec, add_up, local_checksums
 from sfumato.runtime.weight_sync.places import Place, places_of

@@ -18,7 +18,7 @@ from typing import Any
 from sfumato.errors import ConfigError
 from sfumato.rewards.http.connection import AttemptError, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
-from sfumato.rollout.engines.served.progress import Progress
+from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.serving.bounded_json import JSONLimitError, load_json
 
@@ -75,7 +75,7 @@ class HttpServer:
         self._lock = threading.Lock()
         self._num_open = 0  # requests of ``ask_async`` that were sent and are not answered
         self._num_ends = 0  # calls of ``end_all``
-        self._progress = Progress(timeout_s)
+        self._deadlines = CompletionDeadlines(timeout_s)
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="engine-request")
 
     def ask(
@@ -128,7 +128,7 @@ class HttpServer:
             return answer.decode(errors="replace")
 
     async def ask_async(self, method: str, path: str, body: object = None) -> Any:
-        """As ``ask``, without blocking the event loop, for a completion, whose deadline is ``Progress``'s.
+        """As ``ask``, without blocking the event loop, for a completion, whose deadline is ``CompletionDeadlines``'s.
 
         Returns:
             As ``ask``; ``NOT_SENT`` when ``end_all`` was called before.
@@ -144,7 +144,7 @@ class HttpServer:
                 return NOT_SENT
             self._num_open += 1
         try:
-            with self._progress.begin() as deadline:
+            with self._deadlines.begin() as deadline:
                 return self.ask(method, path, body, deadline=deadline)
         finally:
             with self._lock:

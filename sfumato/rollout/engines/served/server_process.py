@@ -42,7 +42,7 @@ def free_port() -> int:
         return int(opened.getsockname()[1])
 
 
-class Owner:
+class OwnerProcess:
     """A process of ``owner_process``, which owns a server, and the pipes to and from it."""
 
     def __init__(self, command: Sequence[str], leftovers: Sequence[str], log: IO[bytes], environment: dict[str, str]):
@@ -112,7 +112,7 @@ class ServerProcess:
         self.start_timeout_s = start_timeout_s
         self.environment = dict(environment)
         self.leftovers = [str(folder.absolute()) for folder in leftovers]
-        self._owner: Owner | None = None
+        self._owner: OwnerProcess | None = None
         self._log_start = 0
 
     @property
@@ -143,7 +143,7 @@ class ServerProcess:
             ) from error
         with opened as log:
             self._log_start = log.tell()
-            self._owner = Owner(self.command, self.leftovers, log, self.environment)
+            self._owner = OwnerProcess(self.command, self.leftovers, log, self.environment)
         started = told = time.monotonic()
         try:
             while not is_ready():

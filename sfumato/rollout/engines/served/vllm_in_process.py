@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
+from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.engine import DrawnTokens
 from sfumato.rollout.engines.served.environment import inside
-from sfumato.rollout.engines.served.progress import Progress
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
@@ -35,7 +35,7 @@ class InProcessCalls:
         Args:
             arguments: of ``vllm serve``, the model first; those of the engine alone.
             environment: variables that its processes start with.
-            timeout_s: longest that an answer may take; of completions, see ``Progress``.
+            timeout_s: longest that an answer may take; of completions, see ``CompletionDeadlines``.
             start_timeout_s: longest that the start may take.
 
         Raises:
@@ -60,7 +60,7 @@ class InProcessCalls:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         self._numbers = itertools.count()
-        self._progress = Progress(timeout_s)
+        self._deadlines = CompletionDeadlines(timeout_s)
         self._open: set[str] = set()
         """Names of open requests; changed by the event loop's thread alone."""
         self._llm: Any = None
@@ -202,7 +202,7 @@ class InProcessCalls:
 
     async def _until_late(self, work: Coroutine[object, object, object]) -> Any:
         """Awaits a completion. Raises EngineError at its deadline."""
-        with self._progress.begin() as deadline:
+        with self._deadlines.begin() as deadline:
             task = asyncio.ensure_future(work)
             try:
                 while not task.done():

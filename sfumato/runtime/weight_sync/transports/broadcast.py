@@ -112,6 +112,7 @@ class _Group:
 
         What uses the slot on the device must have been launched before.
         """
+        self._check_open()
         slot = self.slots[number % NUM_SLOTS]
         is_free = torch.cuda.current_stream(self.device).record_event() if self.stream is not None else None
         return self.thread.submit(self.broadcast, slot, bucket.num_bytes, version, is_free)
@@ -130,8 +131,7 @@ class _Group:
         Raises:
             WeightSyncError: when a rank is lost.
         """
-        if self.group is None:
-            raise WeightSyncError(f"{self.name} is not connected (any more): WeightSync.reconnect() first")
+        self._check_open()
         try:
             if self.stream is None:
                 self._launch(memory[:num_bytes]).wait()
@@ -144,6 +144,10 @@ class _Group:
                 f"version {version}: {self.name} lost {other} while weights were sent ({_reason(error)}); "
                 "WeightSync.reconnect() when both live"
             ) from error
+
+    def _check_open(self) -> None:
+        if self.group is None:
+            raise WeightSyncError(f"{self.name} is not connected (any more): WeightSync.reconnect() first")
 
     def _launch(self, memory: torch.Tensor) -> dist.Work:
         """Starts the broadcast; on GPUs in the current stream."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class Progress:
+class CompletionDeadlines:
     """Deadlines of the completions of an engine that works on as many at a time as its memory holds.
 
     A completion that waits in the engine begins when another ends and leaves its memory. So none is late before
