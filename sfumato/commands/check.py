@@ -179,25 +179,25 @@ def check_config(
         if isinstance(config.model, ModelConfig):
             findings.notes.extend(_describe_missing_weights(config.model))
         if isinstance(config, TextRLConfig):
-            try:
-                config.refuse_described_model()
-            except UserError as error:
-                findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
-        if isinstance(config, TextRLConfig) and config.rollout.engine.is_server and findings.on_gpu:
-            planned = planned_of(config, layout, findings.on_gpu)
-            told, fits = describe_engine(config, planned, layout, findings.device_bytes)
-            (findings.notes if fits else findings.problems).append(told)
-        if (
-            isinstance(config, TextRLConfig)
-            and not config.sampler_evaluates
-            and KEYS_AND_VALUES not in findings.model.largest.parts
-        ):
-            findings.notes.append(
-                "not predicted: what this model keeps of tokens while they are drawn, no keys and values"
-            )
+            _look_at_text_rl(findings, config, layout)
     except UserError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _look_at_text_rl(findings: Findings, config: TextRLConfig, layout: Layout) -> None:
+    """What a prediction of RL of text rests on, and what the engine has room for."""
+    try:
+        config.refuse_described_model()
+    except UserError as error:
+        findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
+    if config.rollout.engine.is_server and findings.on_gpu:
+        planned = planned_of(config, layout, findings.on_gpu)
+        told, fits = describe_engine(config, planned, layout, findings.device_bytes)
+        (findings.notes if fits else findings.problems).append(told)
+    assert findings.model is not None
+    if not config.sampler_evaluates and KEYS_AND_VALUES not in findings.model.largest.parts:
+        findings.notes.append("not predicted: what this model keeps of tokens while they are drawn, no keys and values")
 
 
 def _describe_missing_weights(model: ModelConfig) -> list[str]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -19,6 +20,16 @@ from sfumato.parallel.weights import build_on_meta
 VOCABULARY, MAX_LENGTH = 128, 1024
 TOKENS = (torch.arange(48).view(3, 16) * 11 + 5) % VOCABULARY
 PYTHON_VARIABLE = "SFUMATO_VLLM_PYTHON"
+
+NEEDS_VLLM = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(
+        PYTHON_VARIABLE not in os.environ,
+        reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM (for images torchvision, too)",
+    ),
+]
+"""Marks of tests that run vLLM."""
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB

@@ -29,16 +29,9 @@ from sfumato.runtime.states import Sampler
 from sfumato.runtime.weight_sync import rescoring
 from sfumato.runtime.weight_sync.rescoring import Distance, Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
-from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, vllm_program
+from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, vllm_program
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        PYTHON_VARIABLE not in os.environ,
-        reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM",
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,12 @@ from safetensors.torch import load_file
 
 from sfumato.config.load import merge
 from sfumato.tracking.trackers import read_jsonl
-from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, vllm_program
+from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, vllm_program
 from tests.tiny import run_task_here, write_config
 from tests.tiny_vision import tiny_vision_config, tiny_vision_description
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        PYTHON_VARIABLE not in os.environ,
-        reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM and torchvision",
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from sfumato.rollout.engines.served.weight_files import WeightFiles
 from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
-from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, tokens_drawn, vllm_program
+from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, tokens_drawn, vllm_program
 from tests.tiny import (
     run_task_here,
     run_task_process,
@@ -32,14 +31,7 @@ from tests.tiny import (
     write_config,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(
-        PYTHON_VARIABLE not in os.environ,
-        reason=f"{PYTHON_VARIABLE} does not name the python of an environment with vLLM",
-    ),
-]
+pytestmark = NEEDS_VLLM
 
 SAMPLES = 16
 """That an iteration draws."""
