@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer

@@ -1,312 +1,69 @@
-"""``sfumato check``: what a run will read, build and need, and whether that fits, before it is started."""
+"""``sfumato check``: options. What it looks at is in ``check_config``."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+import argparse
+from typing import TYPE_CHECKING
 
-import torch
-
-from sfumato.commands.check_data import (
-    DataFindings,
-    bad_rows_of,
-    check_image_data,
-    check_prompt_data,
-    check_text_data,
-    check_text_prompt_data,
-)
-from sfumato.commands.check_host import HostFindings, check_host
-from sfumato.commands.check_model import (
-    ModelFindings,
-    check_model,
-    made_model,
-    needed,
-    planned_of,
-    smallest_number_of_ranks,
-)
-from sfumato.commands.check_text_rl import describe_engine
-from sfumato.commands.find_task import load_for_task
-from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.load import merge, read_yaml
-from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
-from sfumato.config.parallel import world_size
-from sfumato.config.sections import ModelConfig
-from sfumato.config.text import TrainTextConfig
-from sfumato.config.text_reward import TrainTextRewardConfig
-from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.files.bad_rows import bad_row_limit
-from sfumato.data.media.vision import ImageReader
-from sfumato.data.text.answer_end import facts_of
-from sfumato.errors import UserError
-from sfumato.models.diffusion.folder_parts import parts_without_weights
-from sfumato.models.diffusion.load import read_index
-from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
-from sfumato.models.estimate.meta_models import language_model_on_meta
-from sfumato.models.estimate.meta_vision import vision_on_meta
-from sfumato.models.language.load import build_tokenizer, read_model_config
-from sfumato.models.language.parts import where_described
-from sfumato.models.language.router_loss import (
-    adds_router_loss,
-    asked_coefficient,
-    check_router_settings,
-    describe_router_loss,
-    refuse_router_loss,
-)
-from sfumato.models.language.source_folder import describe_jitter, describe_left_out
-from sfumato.parallel.layout import Layout
-from sfumato.tracking.folder import run_date
-from sfumato.tracking.run import quiet_libraries
-from sfumato.tracking.trackers import check_trackers
+from sfumato.commands.options import add_trust, parse_memory, parse_positive
+from sfumato.config.trust import code_of_configurations
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from sfumato.commands.find_task import TaskConfig
-
-FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
-"""Exit codes."""
+    from sfumato.commands.options import Commands
 
 
-@dataclass
-class Findings:
-    """What ``check_config`` found about a configuration."""
-
-    config: str
-    task: str
-    layout: Layout
-    device: str
-    device_bytes: int | None
-    """Memory of one rank; None when it is not known."""
-    on_gpu: bool
-    data: DataFindings | None = None
-    model: ModelFindings | None = None
-    host: HostFindings | None = None
-    problems: list[str] = field(default_factory=list)
-    """What would stop the run."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def needed_bytes(self) -> int | None:
-        """Bytes of the rank that needs most, with an allowance for what is not predicted; None without a model."""
-        return None if self.model is None else needed(self.model.largest, self.on_gpu)
-
-    @property
-    def exit_code(self) -> int:
-        """2: the run would stop; 1: it does not fit; 0: nothing is wrong."""
-        if self.problems:
-            return WRONG
-        return FITS if self.fits_devices and (self.host is None or self.host.fits) else DOES_NOT_FIT
-
-    @property
-    def fits_devices(self) -> bool:
-        """Whether the memory of devices is enough, as far as it is known."""
-        needed_bytes = self.needed_bytes
-        # nothing to compare on an unknown machine, or with a model whose memory is not predicted
-        return self.device_bytes is None or needed_bytes is None or needed_bytes <= self.device_bytes
-
-    def to_json(self) -> str:
-        """All of it for machines."""
-        content = dataclasses.asdict(self)
-        content |= {"needed_bytes": self.needed_bytes, "exit_code": self.exit_code}
-        return json.dumps(content, indent=1)
-
-
-def check_config(
-    path: str | Path,
-    overrides: dict[str, object] | None = None,
-    task: str | None = None,
-    num_ranks: int | None = None,
-    device_gib: float | None = None,
-    with_data: bool = True,
-    show: bool = False,
-    host_gib: float | None = None,
-) -> Findings:
-    """Checks a configuration without starting anything.
-
-    Args:
-        path: the YAML file.
-        overrides: laid over it.
-        task: which task it is for; None finds out.
-        num_ranks: processes; None takes WORLD_SIZE, or the fewest that the sizes allow.
-        device_gib: memory of one GPU; None looks at this machine.
-        with_data: look at the data.
-        show: say on stderr what is being done.
-        host_gib: CPU memory of a machine; None looks at this one, unless ``device_gib`` says that it is another.
-
-    Raises:
-        ConfigError: when the configuration itself is wrong. What is wrong with data or model is in the findings.
-    """
-    quiet_libraries()
-    overrides = overrides or {}
-    pool = _actor_pool(path, overrides)
-    # twice: the fewest ranks follow from the sizes in the configuration, which is then checked for that many; on Ray
-    # the number of the actor's processes stands in the configuration itself
-    name, config = load_for_task(path, overrides, task, None if pool else num_ranks)
-    ranks = (
-        pool
-        or num_ranks
-        or (world_size() if "WORLD_SIZE" in os.environ else 0)
-        or smallest_number_of_ranks(config.train)
+def add_parser(commands: Commands) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "check",
+        help="validate a configuration and its data, predict memory and steps",
+        description="Reads a configuration and some of its data, builds the model without memory, and predicts "
+        "parameters, memory of each process and steps. Exit code: 0 fits, 1 does not fit, 2 something is wrong.",
+        epilog="Any other --section.field VALUE overrides the file, as for a task.",
+        allow_abbrev=False,
     )
-    name, config = load_for_task(path, overrides, name, None if pool else ranks)
-    layout = Layout.of(config.train, ranks)
-    findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
-    if with_data:
-        _print_progress("looking at the data", show)
-        _look_at_data(findings, config)
-    try:
-        check_trackers(config.train.trackers)
-    except UserError as error:
-        findings.problems.append(str(error))
-    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):  # planned_of does not know their models
-        findings.notes.append(
-            f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
+    parser.add_argument("config", help="YAML file of a task")
+    parser.add_argument("--task", help="task that it is for, such as train_text; found out if not given")
+    parser.add_argument("--ranks", type=parse_positive, help="processes (default: WORLD_SIZE, or the fewest possible)")
+    parser.add_argument(
+        "--device-memory", type=parse_memory, metavar="GIB", help="memory of one GPU (default: of this one)"
+    )
+    parser.add_argument(
+        "--host-memory", type=parse_memory, metavar="GIB", help="CPU memory of one machine (default: of this one)"
+    )
+    parser.add_argument("--skip-data", action="store_true", help="do not look at the data")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_trust(parser)
+    parser.set_defaults(run=run, takes_overrides=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found, and returns the exit code."""
+    from sfumato.commands.find_task import load_for_task
+    from sfumato.config.load import parse_overrides
+
+    overrides = parse_overrides(options.overrides)
+    with code_of_configurations(options.trust_code):
+        load_for_task(options.config, overrides, options.task, options.ranks)  # before the slow imports
+    # torch and transformers are imported here, so that a mistake in the file was named without waiting for them
+    from rich.console import Console
+
+    from sfumato.commands.check_config import check_config
+    from sfumato.commands.check_tables import show_findings
+
+    with code_of_configurations(options.trust_code):
+        findings = check_config(
+            options.config,
+            overrides,
+            options.task,
+            options.ranks,
+            options.device_memory,
+            with_data=not options.skip_data,
+            show=True,
+            host_gib=options.host_memory,
         )
-        return findings
-    _print_progress("building the model without memory, and predicting what it needs", show)
-    try:
-        findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
-        is_here = device_gib is None and findings.device_bytes is not None
-        sizes = (findings.model, findings.data, findings.on_gpu)
-        findings.host = check_host(config, layout, *sizes, host_gib, is_here)
-        if isinstance(config, (TrainTextConfig, TextRLConfig)):
-            _look_at_model_folder(findings, config)
-        if isinstance(config.model, ModelConfig):
-            findings.notes.extend(_describe_missing_weights(config.model))
-        if isinstance(config, TextRLConfig):
-            _look_at_text_rl(findings, config, layout)
-    except UserError as error:
-        findings.problems.append(str(error))
-    return findings
-
-
-def _look_at_text_rl(findings: Findings, config: TextRLConfig, layout: Layout) -> None:
-    """What a prediction of RL of text rests on, and what the engine has room for."""
-    try:
-        config.refuse_described_model()
-    except UserError as error:
-        findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
-    if config.rollout.engine.is_server and findings.on_gpu:
-        planned = planned_of(config, layout, findings.on_gpu)
-        told, fits = describe_engine(config, planned, layout, findings.device_bytes)
-        (findings.notes if fits else findings.problems).append(told)
-    assert findings.model is not None
-    if not config.sampler_evaluates and KEYS_AND_VALUES not in findings.model.largest.parts:
-        findings.notes.append("not predicted: what this model keeps of tokens while they are drawn, no keys and values")
-
-
-def _describe_missing_weights(model: ModelConfig) -> list[str]:
-    """A note where a pipeline was predicted from its configuration files alone."""
-    folder = Path(str(model.model_path))
-    without = parts_without_weights(folder, read_index(folder)) if model.model_path is not None else []
-    return [f"model.model_path {folder}: the run needs weights of {', '.join(without)}, too"] if without else []
-
-
-def _actor_pool(path: str | Path, overrides: dict[str, object]) -> int | None:
-    """The number of the actor's processes where roles live on Ray; None elsewhere.
-
-    Read from the file as it is, since the configuration cannot be validated before the number of ranks is known.
-    """
-    runtime = merge(read_yaml(path), overrides).get("runtime") or {}
-    if not isinstance(runtime, dict) or runtime.get("backend") != "ray":
-        return None
-    pools = runtime.get("pools")
-    actor = pools.get("actor") if isinstance(pools, dict) else None
-    count = actor.get("processes", 1) if isinstance(actor, dict) else 1
-    return count if isinstance(count, int) and count > 0 else 1  # validation names what is wrong with it
-
-
-def _print_progress(doing: str, show: bool) -> None:
-    if show:
-        print(f"check: {doing}", file=sys.stderr, flush=True)
-
-
-def _look_at_data(findings: Findings, config: TaskConfig) -> None:
-    """Puts what the data holds into the findings; what would stop the run becomes a problem."""
-    try:
-        if isinstance(config, TrainTextConfig):
-            tokenizer, reader = _tokenizer_of(findings, config)
-            facts = facts_of(tokenizer)
-            facts.date = run_date(config.train)
-            facts.appends_end = not isinstance(config, TrainTextRewardConfig)
-            findings.data = check_text_data(config, tokenizer, reader, findings.layout)
-        elif isinstance(config, TextRLConfig):
-            tokenizer, reader = _tokenizer_of(findings, config)
-            facts_of(tokenizer).date = run_date(config.train)
-            findings.data = check_text_prompt_data(config, tokenizer, reader)
-        elif isinstance(config, DiffusionRLConfig):
-            findings.data = check_prompt_data(config)
-        elif isinstance(config, TrainOmniConfig):
-            findings.notes.append("the data was not looked at: its images have no size before the parts are read")
-            return
-        else:
-            findings.data = check_image_data(config, findings.layout)
-    except UserError as error:
-        findings.problems.append(str(error))
-        return
-    # a run leaves out that many bad rows; the prompts of RL have no such field
-    limit = getattr(config.data, "max_bad_rows", 0)
-    for part in (findings.data.training, findings.data.validation):
-        lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
-        (findings.problems if stops else findings.notes).extend(lines)
-    findings.notes.extend(findings.data.notes)
-
-
-def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLConfig) -> None:
-    """Notes and problems from a language model's own configuration.
-
-    These are fields that the run leaves out, noise in a router, and a router's loss, which the task may refuse.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-
-    model = made_model(config.model)
-    has_images = config.data.data_type.has_images
-    described = read_model_config(model, has_images)
-    findings.notes.extend(describe_left_out(described))
-    if jitter := describe_jitter(described):
-        (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
-    auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
-    cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
-    if type(config) is not TrainTextConfig:
-        refuse_router_loss(cls, described, where_described(model))
-    elif cls is not None:
-        findings.notes.extend(describe_router_loss(cls, described))
-        if asked_coefficient(described) and adds_router_loss(cls):
-            check_router_settings(findings.layout, config.train.compiles("cuda" if findings.on_gpu else "cpu"))
-
-
-def _tokenizer_of(
-    findings: Findings, config: TrainTextConfig | TextRLConfig
-) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
-    """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
-    model = made_model(config.model)
-    data_type = config.data.data_type
-    if not data_type.has_images:
-        return build_tokenizer(model), None
-    findings.notes.append("predicted as if every token were one of an image, which takes the most memory")
-    reader = vision_on_meta(model, language_model_on_meta(model, findings.on_gpu, sees=True), data_type).reader
-    return reader.tokenizer, reader
-
-
-def _describe_device(wanted: str, num_ranks: int, gib: float | None) -> tuple[str, int | None, bool]:
-    """Name and bytes of one rank's device (None when not known), and whether it is a GPU.
-
-    Args:
-        wanted: ``train.device``.
-        num_ranks: processes, which share the memory of a CPU.
-        gib: memory of one GPU, if it was given; then no device of this machine is looked at.
-    """
-    if gib is not None:
-        return f"GPU with {gib:g} GiB", round(gib * 2**30), True
-    if torch.cuda.is_available() and wanted != "cpu":
-        properties = torch.cuda.get_device_properties(0)
-        return properties.name, properties.total_memory, True
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted == "cpu" or num_ranks <= (os.cpu_count() or 1):
-        return f"CPU, memory shared by {num_ranks} processes" if num_ranks > 1 else "CPU", total // num_ranks, False
-    return "unknown: give --device-memory", None, True
+    if options.json:
+        print(findings.to_json())
+    else:
+        show_findings(findings, Console())
+    return findings.exit_code

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sfumato.commands.check import DOES_NOT_FIT, WRONG, Findings
+from sfumato.commands.check_config import DOES_NOT_FIT, WRONG, Findings
 from sfumato.commands.check_data import DataFindings, SourceFindings
 from sfumato.commands.check_host import HostFindings
 from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed

@@ -17,7 +17,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import merge
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError

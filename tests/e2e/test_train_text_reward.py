@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from sfumato.commands.check import FITS, check_config
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.check_config import FITS, check_config
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.errors import ConfigError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from sfumato.commands.check import WRONG, check_config
+from sfumato.commands.check_config import WRONG, check_config
 from sfumato.config.image_data import ImageTextDataConfig, sizes_of_area
 from sfumato.config.sections import EpochTrainConfig, ModelConfig
 from sfumato.data.images import buckets as module

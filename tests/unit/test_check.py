@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks import memory_of_configs
 from sfumato.commands import check_host
-from sfumato.commands.check import DOES_NOT_FIT, FITS, WRONG, Findings, check_config
+from sfumato.commands.check_config import DOES_NOT_FIT, FITS, WRONG, Findings, check_config
 from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
 from sfumato.commands.check_diffusion_rl import DECODING, DRAWING, EMBEDDING
 from sfumato.commands.check_model import smallest_number_of_ranks

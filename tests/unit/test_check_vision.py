@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sfumato.commands.check import FITS, WRONG, Findings, check_config
+from sfumato.commands.check_config import FITS, WRONG, Findings, check_config
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.models.estimate.meta_models import plan_language_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.commands.check_model import planned_of
 from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import TASKS as KNOWN_TASKS

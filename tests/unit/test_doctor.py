@@ -14,8 +14,9 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from sfumato.commands import doctor, doctor_kernels
-from sfumato.commands.doctor import Finding
+from sfumato.commands import doctor_findings as doctor
+from sfumato.commands import doctor_kernels
+from sfumato.commands.doctor_findings import Finding
 from sfumato.commands.doctor_kernels import CHECKS
 from sfumato.commands.doctor_reach import open_ports, token_problem
 from sfumato.rollout.engines.served.versions import VERSIONS

@@ -10,7 +10,7 @@ from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
 from sfumato.checkpoint.export import export_model
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import CheckpointError, ConfigError

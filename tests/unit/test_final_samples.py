@@ -13,7 +13,7 @@ from sfumato.algorithms.decay import FROZEN, Constant, Linear, Refresh
 from sfumato.algorithms.flow_matching import add_noise
 from sfumato.algorithms.solvers import DPMSolver2, Euler
 from sfumato.algorithms.timesteps import LogitNormalTimesteps, SamplerGrid, UniformTimesteps
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig, ModelConfig

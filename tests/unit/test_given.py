@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sfumato.cli import main
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig

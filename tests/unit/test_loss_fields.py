@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.errors import ConfigError
 from sfumato.models.language.source_folder import LOSS_TERMS, refuse_loss_terms
 from tests.survey.test_tiny_configs import NAMES

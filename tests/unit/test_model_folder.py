@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from sfumato.commands.check import check_config
+from sfumato.commands.check_config import check_config
 from sfumato.commands.check_data import check_text_prompt_data
 from sfumato.commands.check_tables import show_findings
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.answer_end import AnswerEnd, EndToken

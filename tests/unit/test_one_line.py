@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig

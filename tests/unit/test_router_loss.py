@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from sfumato.commands.check import check_config
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.check_config import check_config
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.text.format import Document, TextSample, build_transform

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from sfumato.checkpoint.export import export_model
-from sfumato.commands.check import check_config
-from sfumato.commands.export import export_checkpoint
+from sfumato.commands.check_config import check_config
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.errors import ConfigError

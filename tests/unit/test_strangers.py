@@ -181,7 +181,7 @@ def test_export_does_not_obey_the_configuration_of_the_run(
 ) -> None:
     stranger(tmp_path / "model", tmp_path / "mark")
     run = text_run(tmp_path / "run", model_path=str(tmp_path / "model"), trust_remote_code=True)
-    monkeypatch.setattr("sfumato.commands.export._find", lambda *_: (run, run))
+    monkeypatch.setattr("sfumato.commands.export_checkpoint._find", lambda *_: (run, run))
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert "model.trust_remote_code" in said

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from sfumato.commands.check import FITS, check_config
+from sfumato.commands.check_config import FITS, check_config
 from sfumato.config.help import format_help
 from sfumato.config.load import dump_config, load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig

@@ -1,0 +1,127 @@
+"""``sfumato export``: the trained weights of a checkpoint as a folder that other programs load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from sfumato.checkpoint.export import export_model
+from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.state import load_trained
+from sfumato.config.file_checks import read_json_object
+from sfumato.config.load import load_config
+from sfumato.errors import CheckpointError, ConfigError
+from sfumato.models.exportable import Exportable
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
+from sfumato.tracking.progress import quiet_libraries
+
+if TYPE_CHECKING:
+    from sfumato.config.text_data import TextDataConfig
+    from sfumato.models.language.model import LanguageModel
+    from sfumato.models.language.scalar_head import ScalarModel
+
+    ModelT = TypeVar("ModelT", LanguageModel, ScalarModel)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
+    """Writes the trained weights of a checkpoint, averaged ones where there are some, as the run itself would.
+
+    Args:
+        checkpoint: a checkpoint within its run folder, or the run folder, of which the newest intact one is taken.
+        out: folder to write; it must not exist, or be empty.
+        merge: write a whole model also when adapters were trained.
+
+    Returns:
+        What was written, as a line for the person who asked.
+
+    Raises:
+        CheckpointError: when there is no intact checkpoint, or it does not fit the run's configuration.
+        ConfigError: when the run folder is none, or its model cannot be built.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name another folder")
+    quiet_libraries()
+    passed_over: list[str] = []
+    run, folder = _find(checkpoint, passed_over)
+    restore_folder(run / "hf_ckpt")
+    model = _build(run)
+    averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
+    export_model(model, None, out, mesh, merge)
+    written = f"{'averaged' if averaged else 'trained'} weights of {folder}"
+    return "\n".join([*passed_over, f"{out}: {written}"])
+
+
+def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
+    """The run folder and an intact checkpoint in it; lines about damaged ones are added to ``passed_over``."""
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"{checkpoint} {'is no folder' if checkpoint.exists() else 'does not exist'}: give the folder of a run "
+            "(train.output_dir), or one of its checkpoints/global_step_N"
+        )
+    if not (checkpoint / "checkpoints").is_dir():
+        verify_checkpoint(checkpoint)
+        return checkpoint.absolute().parent.parent, checkpoint
+    newest = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    if newest is None:
+        raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
+    return checkpoint, newest[1]
+
+
+def _build(run: Path) -> Exportable:
+    """The model of a run, in this process, with the weights that it started from.
+
+    Modules of the tasks are imported in their branches: to export a language model needs no diffusers.
+    """
+    try:
+        task = read_json_object(run / "environment.json")["task"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+    plain: dict[str, object] = {"train": {"init_device": "cpu"}}
+    if task == "train_text_reward":
+        from sfumato.config.text_reward import TrainTextRewardConfig
+        from sfumato.models.language.scalar_head import build_scalar_model
+
+        config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return _with_template(build_scalar_model(config.model, config.train, config.model.head), config.data)
+    if task in ("train_text", "train_text_dpo", "train_text_kto"):
+        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
+        from sfumato.models.language.load import build_language_model
+
+        schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
+        config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
+        return _with_template(model, config.data)
+    if task == "train_omni":
+        from sfumato.config.omni import TrainOmniConfig
+        from sfumato.models.omni.load import build_omni_model
+
+        config = load_config(TrainOmniConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        return build_omni_model(config)
+    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
+        from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+        from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
+        from sfumato.models.diffusion.load import build_diffusion_model
+
+        schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
+        schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
+        config = load_config(schemas[task], run / "config.yaml", plain)
+        return build_diffusion_model(config.model, seed=config.train.seed)
+    raise ConfigError(
+        f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
+        "which finishes it and writes hf_ckpt"
+    )
+
+
+def _with_template(model: ModelT, data: TextDataConfig) -> ModelT:
+    """The model, whose tokenizer is exported with the chat template and the end of answers that its run trained on."""
+    from sfumato.data.text.format import build_transform
+    from sfumato.data.text.loader import adopt_answer_end
+
+    vision = getattr(model, "vision", None)
+    transform = build_transform(data, model.tokenizer, None if vision is None else vision.reader)
+    adopt_answer_end(transform, model.tokenizer)
+    return model
