@@ -66,7 +66,7 @@ from sfumato.tracking.trackers import check_trackers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from sfumato.commands.find_task import TaskConfig
+    from sfumato.config.tasks import TaskConfig
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
 """Exit codes."""

@@ -19,7 +19,7 @@ from sfumato.parallel.weights import LARGEST_IN_SEQUENCE
 if TYPE_CHECKING:
     from sfumato.commands.check_data import DataFindings
     from sfumato.commands.check_model import ModelFindings
-    from sfumato.commands.find_task import TaskConfig
+    from sfumato.config.tasks import TaskConfig
     from sfumato.parallel.layout import Layout
 
 GPUS_OF_A_MACHINE = 8

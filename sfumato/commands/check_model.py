@@ -36,9 +36,9 @@ from sfumato.parallel.layout import Layout
 from sfumato.tracking.progress import Progress
 
 if TYPE_CHECKING:
-    from sfumato.commands.find_task import TaskConfig
     from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
     from sfumato.config.dit import TrainDitConfig
+    from sfumato.config.tasks import TaskConfig
     from sfumato.config.text_data import TextTrainConfig
     from sfumato.config.text_rl import TextRLTrainConfig
 

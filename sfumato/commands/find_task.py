@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,42 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.load import load_config, suggest
+from sfumato.config.tasks import TASKS, schema_of
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-    from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-    from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
-    from sfumato.config.text import TrainTextConfig
-    from sfumato.config.text_rl import TextRLConfig
-
-    TaskConfig = (
-        TrainTextConfig
-        | TrainDitConfig
-        | TrainAutoencoderConfig
-        | TrainImageTokenizerConfig
-        | TrainOmniConfig
-        | TextRLConfig
-        | TrajectoryRLConfig
-        | ForwardRLConfig
-    )
-    """The configuration of any task; those of preference and reward training derive from these."""
-
-TASKS = {
-    "train_text": ("sfumato.config.text", "TrainTextConfig"),
-    "train_text_dpo": ("sfumato.config.text", "TrainTextDpoConfig"),
-    "train_text_kto": ("sfumato.config.text", "TrainTextKtoConfig"),
-    "train_text_reward": ("sfumato.config.text_reward", "TrainTextRewardConfig"),
-    "train_dit": ("sfumato.config.dit", "TrainDitConfig"),
-    "train_dit_dpo": ("sfumato.config.dit", "TrainDitDpoConfig"),
-    "train_autoencoder": ("sfumato.config.dit", "TrainAutoencoderConfig"),
-    "train_image_tokenizer": ("sfumato.config.omni", "TrainImageTokenizerConfig"),
-    "train_omni": ("sfumato.config.omni", "TrainOmniConfig"),
-    "rl_text": ("sfumato.config.text_rl", "TextRLConfig"),
-    "rl_diffusion": ("sfumato.config.diffusion_rl", "TrajectoryRLConfig"),
-    "rl_diffusion_forward": ("sfumato.config.diffusion_rl", "ForwardRLConfig"),
-}
-"""Modules and names of the tasks' configurations, in the order in which they are tried."""
+    from sfumato.config.tasks import TaskConfig
 
 
 def load_for_task(
@@ -78,12 +46,6 @@ def load_for_task(
     # a file that names another task as its own ("run tasks/...") is not for this one, however few its mistakes
     best = min(texts, key=lambda name: (": run tasks/" in texts[name], len(texts[name].splitlines())))
     raise ConfigError(f"as a configuration of tasks/{best}.py:\n{mistakes[best]}") from mistakes[best]
-
-
-def schema_of(task: str) -> type[TaskConfig]:
-    """The configuration's class of a task."""
-    module, name = TASKS[task]
-    return getattr(importlib.import_module(module), name)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfumato.commands.find_task import schema_of
 from sfumato.config.load import parse_config
+from sfumato.config.tasks import schema_of
 from sfumato.errors import ConfigError
 from tests.hostile_runs import run_hostile
 from tests.hostile_values import hostile_arguments

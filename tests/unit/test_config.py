@@ -10,7 +10,6 @@ import pytest
 from pydantic import BaseModel
 
 from sfumato.algorithms.windows import AllSteps
-from sfumato.commands.find_task import TASKS, schema_of
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
@@ -18,6 +17,7 @@ from sfumato.config.help import attribute_docs, format_help
 from sfumato.config.load import dump_config, load_config, parse_config, parse_overrides, read_yaml
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import RLConfig
+from sfumato.config.tasks import TASKS, schema_of
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward

@@ -13,9 +13,9 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sfumato.commands.find_task import schema_of
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
+from sfumato.config.tasks import schema_of
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from sfumato.commands.find_task import TASKS, schema_of
 from sfumato.config.base import Section
 from sfumato.config.load import MOST_SHOWN, dump_config, load_config, parse_config
 from sfumato.config.secrets import secret_problem
+from sfumato.config.tasks import TASKS, schema_of
 from sfumato.errors import ConfigError
 from sfumato.rewards.server.app import RewardServerConfig
 from tests.hostile_values import TEXTS, hostile_arguments

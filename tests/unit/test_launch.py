@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sfumato.commands.find_task import TASKS
 from sfumato.config.__main__ import schema_of_script
+from sfumato.config.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
 USAGE = "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]"

@@ -28,7 +28,8 @@ from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.data.media.pictures import check_video, read_video
 from sfumato.errors import ConfigError, DataError, FolderError, UserError
 from sfumato.tracking.lock import lock_folder
-from sfumato.tracking.report import POLICY, write_report
+from sfumato.tracking.page import POLICY
+from sfumato.tracking.report import write_report
 from sfumato.tracking.samples import step_folder
 from tests.tiny import run_task_here, tiny_text_rl_config
 

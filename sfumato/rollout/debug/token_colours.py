@@ -13,7 +13,7 @@ from torch import Tensor
 from sfumato.config.characters import printable
 from sfumato.config.writing import write_atomically
 from sfumato.rollout.debug.dumps import RolloutDump
-from sfumato.tracking.report import POLICY
+from sfumato.tracking.page import POLICY
 
 MAX_TOKENS = 2_000
 """Most tokens of a sequence that a page shows; the first ones."""
