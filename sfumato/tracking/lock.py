@@ -213,6 +213,15 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     return FolderLock(folder, owner, made_folders)
 
 
+def read_owner(folder: Path) -> Owner | None:
+    """The process that holds a run folder; None where nobody does, or the lock cannot be read. Takes nothing."""
+    try:
+        seen = _read(folder / NAME)
+    except (OSError, FolderError):
+        return None
+    return None if seen is None else seen[0]
+
+
 def release_locks() -> None:
     """Gives back every folder that this process holds."""
     for lock in list(_held):
