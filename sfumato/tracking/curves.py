@@ -41,53 +41,105 @@ def curve_svg(name: str, values: dict[int, float], beside: dict[int, float] | No
         beside: another curve, dashed, with an axis of its own that is not labelled.
     """
     steps, ys = _points(values)
-    x_limits = _limits(steps)
-    y_limits = _limits(ys)
-    x_ticks = find_ticks(*x_limits, MAX_X_TICKS, smallest_step=1.0)
-    y_ticks = find_ticks(*y_limits, MAX_Y_TICKS)
-    y_labels = format_ticks(y_ticks)
-    left = max(LEFT, DIGIT_WIDTH * max(map(len, y_labels), default=0) + LABEL_WIDTH)
-
-    def to_page(x: np.ndarray, y: np.ndarray, limits: Limits = y_limits) -> np.ndarray:
-        """Places ``[n, 2]`` in the picture."""
-        across = left + (x - x_limits[0]) / (x_limits[1] - x_limits[0]) * (WIDTH - RIGHT - left)
-        down = HEIGHT - BOTTOM - (y - limits[0]) / (limits[1] - limits[0]) * (HEIGHT - BOTTOM - TOP)
-        return np.stack([across, down], axis=-1)
-
+    axes = _Axes(_limits(steps), _limits(ys))
     drawn = []
     if beside:
         other_steps, other_ys = _points(beside)
-        drawn.append(_line(to_page(other_steps, other_ys, _limits(other_ys)), "muted", 1.0, "stroke-dasharray:4 3"))
-    if len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name):  # a schedule has no noise to smooth away
-        drawn.append(_line(to_page(steps, ys), "faint", 1.0))
-        drawn.append(_line(to_page(steps, smooth(ys)), "accent", 1.9))
+        places = axes.to_page(other_steps, other_ys, _limits(other_ys))
+        drawn.append(_line(places, "muted", 1.0, "stroke-dasharray:4 3"))
+    if _is_smoothed(name, ys):
+        drawn.append(_line(axes.to_page(steps, ys), "faint", 1.0))
+        drawn.append(_line(axes.to_page(steps, smooth(ys)), "accent", 1.9))
     else:
-        drawn.append(_line(to_page(steps, ys), "accent", 1.7))
+        drawn.append(_line(axes.to_page(steps, ys), "accent", 1.7))
         if len(ys) <= SMOOTH_FROM:
-            drawn += [_dot(x, y) for x, y in to_page(steps, ys) if math.isfinite(y)]
-    x_places = to_page(np.array(x_ticks), np.full(len(x_ticks), y_limits[0]))[:, 0]
-    y_places = to_page(np.full(len(y_ticks), x_limits[0]), np.array(y_ticks))[:, 1]
-    axes = [_rule(x, TOP, x, HEIGHT - BOTTOM) for x in x_places]
-    axes += [_rule(left, y, WIDTH - RIGHT, y) for y in y_places]
-    axes += [_rule(left, TOP, left, HEIGHT - BOTTOM), _rule(left, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM)]
-    labels = [
-        f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 13}" text-anchor="middle">{label}</text>'
-        for x, label in zip(x_places, format_ticks(x_ticks), strict=True)
-    ]
-    labels += [
-        f'<text class="y" x="{left - 5:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>'
-        for y, label in zip(y_places, y_labels, strict=True)
-    ]
-    labels.append(f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
-    labels.append(
-        f'<text transform="translate(11 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
-        f"{escape(in_one_line(unit_of(name)))}</text>"
-    )
-    return (
-        f'<svg role="img" aria-label="{escape(f"{name} over steps")}" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-size="{FONT_SIZE}">{"".join(axes)}<g style="fill:var(--muted)">{"".join(labels)}</g>'
-        f"{''.join(drawn)}</svg>"
-    )
+            drawn += [_dot(x, y) for x, y in axes.to_page(steps, ys) if math.isfinite(y)]
+    return axes.svg(name, drawn)
+
+
+def overlaid_curves_svg(name: str, curves: Sequence[dict[int, float]]) -> str:
+    """Draws a metric of several runs in one picture, as ``curve_svg`` does; colours as ``line_style`` gives them.
+
+    Args:
+        name: of the metric.
+        curves: values by step, one for each run; an empty one is not drawn.
+    """
+    points = [_points(values) for values in curves]
+    steps, ys = (np.concatenate(column) for column in zip(*points, strict=True))
+    axes = _Axes(_limits(steps), _limits(ys))
+    drawn = []
+    for number, (run_steps, run_ys) in enumerate(points):
+        if not len(run_steps):
+            continue
+        colour, dash = line_style(number)
+        shown = smooth(run_ys) if _is_smoothed(name, run_ys) else run_ys
+        places = axes.to_page(run_steps, shown)
+        drawn.append(_line(places, colour, 1.7, dash))
+        if len(run_ys) <= SMOOTH_FROM:
+            drawn += [_dot(x, y, colour) for x, y in places if math.isfinite(y)]
+    return axes.svg(name, drawn)
+
+
+COLOURS = ("generate", "score", "update", "sync", "evaluate", "save")
+"""Colours of ``charts.LIGHT`` for the curves of several runs, in their order."""
+DASHES = ("", "stroke-dasharray:6 3", "stroke-dasharray:2 2")
+
+
+def line_style(number: int) -> tuple[str, str]:
+    """The colour's name and the dashes of a run's curve, by the run's number from 0 on."""
+    return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+
+
+def _is_smoothed(name: str, ys: np.ndarray) -> bool:
+    """Whether a curve has noise to smooth away, which a schedule has not."""
+    return len(ys) > SMOOTH_FROM and not re.search(r"(^|/)lr", name)
+
+
+class _Axes:
+    """The axes of a picture: the places of its points, rules and labels."""
+
+    def __init__(self, x_limits: Limits, y_limits: Limits) -> None:
+        self.x_limits = x_limits
+        self.y_limits = y_limits
+        self._x_ticks = find_ticks(*x_limits, MAX_X_TICKS, smallest_step=1.0)
+        self._y_ticks = find_ticks(*y_limits, MAX_Y_TICKS)
+        self._y_labels = format_ticks(self._y_ticks)
+        self._left = max(LEFT, DIGIT_WIDTH * max(map(len, self._y_labels), default=0) + LABEL_WIDTH)
+
+    def to_page(self, x: np.ndarray, y: np.ndarray, y_limits: Limits | None = None) -> np.ndarray:
+        """Places ``[n, 2]`` in the picture."""
+        limits = self.y_limits if y_limits is None else y_limits
+        x_low, x_high = self.x_limits
+        across = self._left + (x - x_low) / (x_high - x_low) * (WIDTH - RIGHT - self._left)
+        down = HEIGHT - BOTTOM - (y - limits[0]) / (limits[1] - limits[0]) * (HEIGHT - BOTTOM - TOP)
+        return np.stack([across, down], axis=-1)
+
+    def svg(self, name: str, drawn: Sequence[str]) -> str:
+        """The whole picture, with these lines and dots."""
+        left = self._left
+        x_places = self.to_page(np.array(self._x_ticks), np.full(len(self._x_ticks), self.y_limits[0]))[:, 0]
+        y_places = self.to_page(np.full(len(self._y_ticks), self.x_limits[0]), np.array(self._y_ticks))[:, 1]
+        rules = [_rule(x, TOP, x, HEIGHT - BOTTOM) for x in x_places]
+        rules += [_rule(left, y, WIDTH - RIGHT, y) for y in y_places]
+        rules += [_rule(left, TOP, left, HEIGHT - BOTTOM), _rule(left, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM)]
+        labels = [
+            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 13}" text-anchor="middle">{label}</text>'
+            for x, label in zip(x_places, format_ticks(self._x_ticks), strict=True)
+        ]
+        labels += [
+            f'<text class="y" x="{left - 5:.1f}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>'
+            for y, label in zip(y_places, self._y_labels, strict=True)
+        ]
+        labels.append(f'<text x="{(left + WIDTH - RIGHT) / 2:.1f}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+        labels.append(
+            f'<text transform="translate(11 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
+            f"{escape(in_one_line(unit_of(name)))}</text>"
+        )
+        return (
+            f'<svg role="img" aria-label="{escape(f"{name} over steps")}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'font-size="{FONT_SIZE}">{"".join(rules)}<g style="fill:var(--muted)">{"".join(labels)}</g>'
+            f"{''.join(drawn)}</svg>"
+        )
 
 
 def _points(values: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
@@ -165,8 +217,8 @@ def _thinned(piece: np.ndarray) -> np.ndarray:
     return piece[sorted(chosen)]
 
 
-def _dot(x: float, y: float) -> str:
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.8" style="fill:var(--accent)"/>'
+def _dot(x: float, y: float, colour: str = "accent") -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.8" style="fill:var(--{colour})"/>'
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:

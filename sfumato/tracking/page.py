@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from html import escape
 
 from sfumato.config.characters import printable
 from sfumato.tracking.charts import theme_css
 from sfumato.tracking.report_answers import ANSWERS_CSS
+from sfumato.tracking.report_curves import CURVES_CSS
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""The page's content security policy: a browser runs no script and loads nothing, whatever text a run has logged."""
+"""The page's content security policy: a browser loads nothing, and runs no script but the one that we pass, whatever
+text a run has logged."""
 
 
-def render_page(name: str, sections: Sequence[str]) -> str:
+def render_page(name: str, sections: Sequence[str], script: str = "") -> str:
     """A whole page in one file that refers to nothing outside itself.
 
     Args:
         name: of what it shows, for the title.
         sections: HTML of the page's parts, in order.
+        script: a constant of ours; the policy lets a browser run this text and no other.
     """
+    policy = POLICY
+    script_element = ""
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy = f"{POLICY}; script-src 'sha256-{digest}'"
+        script_element = f"<script>{script}</script>"
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)} · sfumato</title>\n<style>{CSS}</style></head>\n<body><main>\n"
         + "\n".join(sections)
-        + "\n</main></body></html>\n"
+        + f"\n</main>{script_element}</body></html>\n"
     )
     return printable(page)
 
@@ -37,8 +48,9 @@ CSS = (
 *{box-sizing:border-box}p{margin:0}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
 main{max-width:1160px;margin:0 auto;padding:32px 20px 64px}small,.note,.brand,.gap{color:var(--muted);font-size:13px}
-h1{font-size:30px;line-height:1.2;margin:0 0 10px;overflow-wrap:anywhere}h2,summary{font-size:19px;margin:44px 0 10px}
-summary{font-weight:700;cursor:pointer}h3{font-size:14px;margin:22px 0 8px;color:var(--muted)}
+h1{font-size:30px;line-height:1.2;margin:0 0 10px;overflow-wrap:anywhere}h2,main>details>summary{font-size:19px;
+margin:44px 0 10px}main>details>summary{font-weight:700}summary{cursor:pointer}
+h3{font-size:14px;margin:22px 0 8px;color:var(--muted)}
 .state{display:flex;flex-wrap:wrap;gap:6px 14px;align-items:center;color:var(--muted);font-size:14px}
 .versions{margin-top:10px;font-size:12.5px}.versions b{font-weight:600;color:var(--ink)}
 .badge{padding:2px 10px;border-radius:99px;border:1px solid var(--line);background:var(--card);color:var(--ink)}
@@ -62,7 +74,9 @@ img{display:block;width:100%;max-width:256px;height:auto;border-radius:5px;backg
 background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 @media (prefers-color-scheme:dark){.chip{background:hsl(var(--hue) 42% 22%);color:hsl(var(--hue) 70% 80%)}}
 .chip.none{background:var(--line);color:var(--muted)}.group p,.prompt span,.gap{overflow-wrap:anywhere}
-.text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font-size:13.5px}.grid.texts{table-layout:fixed;width:max-content}
+details>.text{margin-top:6px;max-height:60vh;overflow:auto}
+td summary,.group summary{font-size:13.5px;overflow-wrap:anywhere}.run{white-space:nowrap}.clear{font-weight:700}
 .group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
 .source{width:var(--cell,33%)}.pair>.source~div{max-width:33%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
@@ -73,4 +87,5 @@ table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(-
 @media (max-width:600px){main{padding:20px 14px 48px}.grid td{min-width:96px;width:96px;padding-right:8px}}
 """
     + ANSWERS_CSS
+    + CURVES_CSS
 )

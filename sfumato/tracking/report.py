@@ -16,14 +16,14 @@ from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
-from sfumato.tracking.curves import curve_svg
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.page import render_page
-from sfumato.tracking.progress import format_value
-from sfumato.tracking.report_answers import answers, folded, in_html
+from sfumato.tracking.report_answers import answers
+from sfumato.tracking.report_curves import SEARCH, curve_sections, figure
+from sfumato.tracking.report_samples import evaluation_grid, training_samples
 from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
 from sfumato.tracking.reward_hacking import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
-from sfumato.tracking.samples import choose_evenly, embedded_picture, read_samples
+from sfumato.tracking.samples import read_samples
 from sfumato.tracking.timeline import read_events
 from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_jsonl, series_of
 
@@ -33,19 +33,9 @@ MOST_BYTES = 2**28
 """Size of the largest text file of a run that is read."""
 MOST_FACTS = 60
 """Most facts about the environment that are shown."""
-MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 
-# The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
-_GROUPS = (
-    ("Evaluation", r"^eval/"),
-    ("Reward", r"^(train/)?(reward|advantage)"),
-    ("Time and memory", r"^(time|memory|throughput|mfu|tokens_per|scoring)"),
-    ("Policy ratio, KL and clipping", r"^policy/|(^|[/_])(ratio|kl|clip|clipped|clipfrac|clip_frac|entropy)($|[/_])"),
-)
-_OTHER = "Loss and optimisation"
 _SIGNS = r"^diversity/|(^|/)velocity/|groups_without_spread$"  # shown among the signs of reward hacking
 _ROLES = r"^(utilisation|staleness)/"  # shown with the timeline of the roles
-SECTIONS = ("Evaluation", "Reward", _OTHER, "Policy ratio, KL and clipping", "Time and memory")
 
 
 def write_report(output_dir: Path, ending: str = "") -> Path:
@@ -69,22 +59,26 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
     timings = series_of(read_jsonl(output_dir / "timings.jsonl"))
     samples = read_samples(output_dir)
     config = _read_text(output_dir, "config.yaml")
+    series = metrics | timings
+    curves, has_search = curve_sections(
+        {name: points for name, points in series.items() if not re.search(f"{_SIGNS}|{_ROLES}", name)}
+    )
     parts = [
         _header(output_dir, metrics, samples, config, ending),
         _headline(metrics, _weights(config)),
         failed_rewards(_read_text(output_dir, "log.txt")),
         _idle(metrics),
         _signs(metrics),
-        _eval_grid(output_dir, samples),
-        _curves(metrics | timings),
-        _roles(output_dir, metrics | timings),
-        _train_samples(output_dir, samples),
+        evaluation_grid(output_dir, samples),
+        curves,
+        _roles(output_dir, series),
+        training_samples(output_dir, samples),
         answers(samples, output_dir),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         last_values(metrics),
         time_per_phase(timings),
     ]
-    page = render_page(output_dir.resolve().name, [part for part in parts if part])
+    page = render_page(output_dir.resolve().name, [part for part in parts if part], SEARCH if has_search else "")
     path = output_dir / "report.html"
     write_atomically(path, page.encode("utf-8"))
     return path
@@ -207,24 +201,6 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
     return section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""
 
 
-def _curves(series: Series) -> str:
-    """Curves of all metrics that no other section shows, by section."""
-    html = []
-    for group in SECTIONS:
-        figures = []
-        for name, points in series.items():
-            values = finite(points)
-            own_section = next((title for title, pattern in _GROUPS if re.search(pattern, name)), _OTHER)
-            if own_section != group or not values or re.search(f"{_SIGNS}|{_ROLES}", name):
-                continue
-            missing = len(points) - len(values)
-            note = f'<span class="warn">{missing} not finite</span>' if missing else ""
-            figures.append(_figure(name, values, note))
-        if figures:
-            html.append(f'<h3>{group}</h3><div class="curves">{"".join(figures)}</div>')
-    return section("Curves", "", "".join(html)) if html else ""
-
-
 def _idle(metrics: Series) -> str:
     """Whether most iterations learned nothing."""
     text = idle_summary(metrics)
@@ -237,7 +213,7 @@ def _signs(metrics: Series) -> str:
     if not any(name.startswith("diversity/") for name in shown):
         return ""
     figures = [
-        _figure(name, finite(metrics[name]), f"<small>beside {OPTIMISED}</small>", finite(metrics.get(OPTIMISED, {})))
+        figure(name, finite(metrics[name]), f"<small>beside {OPTIMISED}</small>", finite(metrics.get(OPTIMISED, {})))
         for name in evaluation_only(metrics)
     ]
     for name, values in shown.items():
@@ -245,7 +221,7 @@ def _signs(metrics: Series) -> str:
         if name == VELOCITY:
             values = finite(relative_to_first(values))
             note = "<small>relative to the first</small>"
-        figures.append(_figure(name, values, note) if values else "")
+        figures.append(figure(name, values, note) if values else "")
     signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
     return section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
@@ -255,7 +231,7 @@ def _roles(output_dir: Path, series: Series) -> str:
     """The timeline of each process in the last steps, and curves of the roles' utilisation and samples' staleness."""
     stretch = choose_stretch(read_events(output_dir))
     shown = {name: finite(points) for name, points in series.items() if re.search(_ROLES, name)}
-    figures = [_figure(name, values, "") for name, values in shown.items() if values]
+    figures = [figure(name, values, "") for name, values in shown.items() if values]
     picture = ""
     note = ""
     if stretch is not None:
@@ -264,127 +240,3 @@ def _roles(output_dir: Path, series: Series) -> str:
         note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
     curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
     return section("What each role did", note, picture + curves) if picture or curves else ""
-
-
-def _figure(name: str, values: dict[int, float], note: str, beside: dict[int, float] | None = None) -> str:
-    """A curve with its caption; arguments as of ``curve_svg``, and HTML that follows the name."""
-    latest = f"{list(values.values())[-1]:.6g}" if values else ""
-    return (
-        f'<figure data-metric="{escape(name)}"><figcaption><b>{escape(name)}</b>{note}'
-        f"<span>{latest}</span></figcaption>{curve_svg(name, values, beside)}</figure>"
-    )
-
-
-def _eval_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
-    """The samples of evaluations: a row for each prompt and seed, a column for each step."""
-    # The key holds prompt and seed too: an image must never stand beside a prompt that did not make it.
-    cells: dict[tuple[int, str, int], dict[int, dict[str, Any]]] = {}
-    for step, rows in samples.items():
-        for row in rows:
-            if row.get("kind") == "eval":
-                key = (row.get("sample_id", 0), row.get("prompt", ""), row.get("seed", 0))
-                cells.setdefault(key, {})[step] = row
-    if not cells:
-        return ""
-    steps = choose_evenly(sorted({step for by_step in cells.values() for step in by_step}), MAX_COLUMNS)
-    shown = sorted(cells)[:MAX_ROWS]
-    chips = _Chips([cells[key][step] for key in shown for step in steps if step in cells[key]])
-    head = "".join(f'<th scope="col" data-step="{step}">step {step}</th>' for step in steps)
-    body = []
-    for key in shown:
-        sample_id, prompt, seed = key
-        images = "".join(f"<td>{_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
-        source = _source(output_dir, *next(iter(cells[key].items())))
-        body.append(
-            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{escape(str(sample_id))}"><span>'
-            f"{in_html(prompt)} <small>seed {escape(str(seed))}</small>{source}</span></th></tr><tr>{images}</tr>"
-        )
-    hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
-    width = max(104, min(MAX_PIXELS, 1080 // len(steps) - 10))
-    table = (
-        f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-    note = f"The reward stands under each sample{hidden}." if chips.has_rewards else hidden.removeprefix(" · ")
-    return section("Same prompts and seeds over training", note, table)
-
-
-def _train_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
-    """The best and the worst training sample of some groups of the newest step; a group has one prompt."""
-    step = max((s for s, rows in samples.items() if any(r.get("kind") == "train" for r in rows)), default=None)
-    if step is None:
-        return ""
-    rows = [row for row in samples[step] if row.get("kind") == "train"]
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row.get("prompt", ""), []).append(row)
-    chips = _Chips(rows)
-    html = []
-    for prompt, members in list(groups.items())[:MAX_GROUPS]:
-        scored = sorted((r for r in members if r.get("total") is not None), key=lambda r: r["total"], reverse=True)
-        chosen = [("best ", scored[0]), ("worst ", scored[-1])] if len(scored) > 1 else [("", r) for r in members[:1]]
-        figures = "".join(f"<div>{_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
-        html.append(
-            f'<div class="group"><p>{in_html(prompt)} <small>{len(members)} samples</small></p>'
-            f'<div class="pair">{_source(output_dir, step, members[0])}{figures}</div></div>'
-        )
-    hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
-    note = f"Step {step} · best and worst of each group{hidden}"
-    return section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
-
-
-class _Chips:
-    """Labels of rewards, coloured from red to green over 0 to 1, or over the range of the values if that is wider."""
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        """``rows`` are the samples that are shown."""
-        values = [row["total"] for row in rows if row.get("total") is not None]
-        has_rewards = any(row.get("rewards") for row in rows)
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        self.has_rewards = bool(values) or has_rewards
-        self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
-
-    def render(self, row: dict[str, Any]) -> str:
-        """The label of a sample; empty where no sample has a reward."""
-        if row.get("damage"):
-            return f'<span class="warn">{escape(row["damage"])}</span>'
-        if not self.has_rewards:
-            return ""
-        rewards = row.get("rewards") or {}
-        title = escape(", ".join(f"{k} {'failed' if v is None else format_value(v)}" for k, v in rewards.items()))
-        total = row.get("total")
-        if total is None:
-            return f'<span class="chip none" title="{title}">no reward</span>'
-        part = (total - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.2f}</span>'
-
-
-def _cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: _Chips, label: str = "") -> str:
-    """A sample's picture or text, with its reward and advantage below."""
-    if row is None:
-        return '<span class="gap">absent</span>'
-    if "text" in row:
-        image = f'<div class="text">{folded(row["text"])}</div>'
-    else:
-        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", ""))
-    advantage = row.get("advantage")
-    note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
-    return f"{image}<small>{label}</small>{chips.render(row)}{note}"
-
-
-def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
-    """A picture of a step, embedded; or its name, and why it is not shown."""
-    shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
-    if isinstance(shown, str):
-        return f'<span class="gap">{escape(Path(name).name)}{shown}</span><br>'
-    uri, width, height = shown
-    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
-    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
-
-
-def _source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
-    """The source image of a sample; empty where it has none."""
-    if "source" not in row:
-        return ""
-    picture = _picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")
-    return f'<div class="source">{picture}<small>source</small></div>'

@@ -117,10 +117,9 @@ def _rewards(row: Row) -> str:
 
 
 ANSWERS_CSS = """
-.answers{width:100%;min-width:720px;table-layout:fixed;font-size:13.5px}.answers summary{font:inherit;margin:0}
+.answers{width:100%;min-width:720px;table-layout:fixed;font-size:13.5px}
 .answers th{text-align:left;color:var(--muted)}.answers td,.answers th{padding:6px 14px 6px 0;vertical-align:top}
 .answers td{border-bottom:1px solid var(--line);overflow-wrap:anywhere;unicode-bidi:isolate}
 .answers th:nth-child(1){width:90px}.answers th:nth-child(2){width:170px}.answers th:nth-child(4){width:30%}
 .answers img{display:block;max-width:100%;height:auto;min-width:64px;image-rendering:auto;margin-bottom:6px}
-.answers details .text{margin-top:8px;max-height:70vh;overflow:auto}
 """

@@ -73,7 +73,8 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sfumato.tracking.report._curves", lambda series: "")  # they take most of a report's time
+    nothing = ("", False)
+    monkeypatch.setattr("sfumato.tracking.report.curve_sections", lambda series: nothing)  # most of a report's time
 
 
 def rl_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> dict[str, Any]:

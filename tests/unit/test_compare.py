@@ -1,17 +1,23 @@
 """What ``sfumato compare`` computes: fields that differ, results, paired differences, and folders of all kinds."""
 
+import json
 import math
+import re
 import shutil
 
 import numpy as np
 import pytest
 
+from sfumato.cli import main
+from sfumato.commands.compare_tables import sparkline
 from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError
 from sfumato.tracking.compare import ABSENT, compare_runs, differing_fields, direction_of, flatten_config, read_run
+from sfumato.tracking.curves import line_style
 from sfumato.tracking.folder import write_json
 from sfumato.tracking.samples import SampleRecord, save_samples
 from sfumato.tracking.trackers import strict_json
+from tests.unit.test_report import Page
 
 CONFIG = """train: {{lr: {lr}, max_steps: 20, output_dir: {name}, load_checkpoint_path: null}}
 eval: {{num_prompts: 8, seed: 1}}
@@ -96,7 +102,7 @@ def test_samples_without_partners_and_rewards_are_counted(tmp_path):
     assert paired.num_unpaired == 3
     assert {difference.num_failed for difference in paired.differences} == {1}
     assert {difference.num_pairs for difference in paired.differences} == {4}
-    assert any("b kept 5 of 8" in note for note in paired.notes)
+    assert any("b kept 5 of its 8" in note for note in paired.notes)
 
 
 def test_evaluations_with_other_seeds_are_not_paired(tmp_path):
@@ -156,3 +162,61 @@ def test_directions():
     config = flatten_config({"reward": {"rewards": [{"type": "ocr", "weight": 2.0}, {"type": "b", "weight": -1.0}]}})
     metrics = ("eval/reward/ocr", "eval/reward/b", "eval/loss", "eval/exact_match", "eval/reward/c")
     assert [direction_of(name, config) for name in metrics] == [1, -1, -1, 1, 0]
+
+
+def test_command_prints_and_writes_a_page(tmp_path, capsys):
+    runs = [str(make_run(tmp_path / "a")), str(make_run(tmp_path / "b", lr=0.2, gain=0.3))]
+    assert main(["compare", *runs]) == 0
+    printed = capsys.readouterr().out
+    assert "train.lr" in printed and "+0.3 [+0.3, +0.3]" in printed and re.search("▁[▄▅]█", printed)
+    assert f"sfumato compare {' '.join(runs)} --html compare.html" in printed
+
+    path = tmp_path / "compare.html"
+    assert main(["compare", *runs, "--html", str(path)]) == 0
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.values("data-metric", "figure") == ["eval/reward/total", "loss"]
+    assert "train.lr" in page.text and "text 20" in page.text and not page.open
+    assert not {"script", "link", "img"} & {tag for tag, _ in page.tags}
+
+
+def test_command_as_json(tmp_path, capsys):
+    first = str(make_run(tmp_path / "a", num_prompts=1))
+    assert main(["compare", first, str(make_run(tmp_path / "b", lr=0.2, num_prompts=1)), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["config"] == {"train.lr": [0.1, 0.2]}
+    assert result["paired"][0]["differences"][0]["low"] is None, "one prompt has no interval"
+
+
+@pytest.mark.parametrize("page", ["", "b/metrics.jsonl", "nowhere/compare.html"])
+def test_command_overwrites_no_file_of_a_run(tmp_path, capsys, page):
+    runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
+    before = (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    assert main(["compare", *runs, "--html", str(tmp_path / page)]) == 2
+    assert "--html" in capsys.readouterr().err
+    assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_runs_have_logged_is_text_on_the_page(tmp_path, capsys):
+    hostile = "<script>alert(1)</script>[bold]\x1b[31m"
+    runs = []
+    for name in ("a", "b"):
+        folder = make_run(tmp_path / name)
+        save_samples(folder, 20, [SampleRecord(hostile, "eval", hostile, 1, 0, {hostile: 0.5}, 0.5)])
+        (folder / "metrics.jsonl").write_text(strict_json({"step": 20, f"eval/{hostile}": 1.0 + len(runs)}) + "\n")
+        runs.append(str(folder))
+    assert main(["compare", *runs, "--html", str(tmp_path / "compare.html")]) == 0
+    html = (tmp_path / "compare.html").read_text(encoding="utf-8")
+    assert "<script" not in html and "\x1b" not in html
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "[bold]" in printed
+
+
+def test_many_runs_have_curves_of_their_own_style():
+    styles = {line_style(number) for number in range(18)}
+    assert len(styles) == 18
+
+
+def test_sparklines():
+    assert sparkline([0.0, 1.0], 0.0, 1.0) == "▁█"
+    assert sparkline([2.0] * 100, 2.0, 2.0) == "▁" * 24
+    assert sparkline([], 0.0, 1.0) == ""

@@ -158,6 +158,7 @@ RULES = [
     Rule(
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
     ),
+    Rule(r"sfumato compare ", is_understood, "run by tests/unit/test_compare.py"),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
         r"make (test|quick-test|slow-test|same|lint|format|setup)$",

@@ -1,5 +1,7 @@
 """The report is one safe file that holds what the run folder holds."""
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -15,12 +17,13 @@ from sfumato.errors import DataError
 from sfumato.tracking.charts import LIGHT, stand_in
 from sfumato.tracking.curves import curve_svg, find_ticks, format_ticks, smooth, unit_of
 from sfumato.tracking.report import write_report
+from sfumato.tracking.report_curves import group_by_prefix
 from sfumato.tracking.report_tables import failed_rewards, time_per_phase
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
 from sfumato.tracking.trackers import JsonLines, series_of
 
 PROMPT = "write \"<script>alert(1)</script>\" & 'more'"
-VOID = {"meta", "img", "br", "use", "path"}
+VOID = {"meta", "img", "br", "use", "path", "input"}
 
 
 class Page(HTMLParser):
@@ -149,14 +152,50 @@ def test_one_evaluation_has_no_after(tmp_path):
 def test_curves_stand_in_their_groups_and_keep_their_ids_apart(tmp_path):
     make_run(tmp_path)
     page, html = read_page(tmp_path)
-    order = ["eval/reward/ocr", "reward/ocr", "loss", "lr", "ratio_mean", "memory/peak_mib", "time/generate_s"]
-    assert page.values("data-metric", "figure") == [*order, "time/step_s"]
+    assert page.values("data-metric", "figure") == ["eval/reward/ocr", "reward/ocr", "loss"]
+    unchanged = ["lr", "ratio_mean", "memory/peak_mib", "time/generate_s", "time/step_s"]
+    assert sorted(page.values("data-metric", "tr")) == sorted(unchanged)
     ids = page.values("id")
     assert len(ids) == len(set(ids))
     assert {r.removeprefix("#") for r in page.values("xlink:href")} <= set(ids)
     for name in LIGHT:
         assert stand_in(name) not in html
     assert "stroke: var(--accent)" in html and "prefers-color-scheme:dark" in html
+
+
+def test_many_curves_are_folded_by_the_beginnings_of_their_names_and_searched(tmp_path):
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
+        for step in range(5):
+            many = {f"experts/layer_{n}/load": step * 0.1 + n for n in range(40)}
+            metrics.write({"step": step, **many, "loss": 1.0 / (1 + step), "seed": 7})
+    page, html = read_page(tmp_path)
+    assert len(page.values("data-metric", "figure")) == 41
+    assert page.values("data-metric", "tr") == ["seed"]
+    assert "experts 40 curves" in " ".join(page.text.split())
+    assert page.values("id", "input") == ["search"]
+    # the page's one script is the constant whose digest the policy holds
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page.values("content", "meta")[0]
+    assert "<script>" not in html.replace(f"<script>{script}</script>", "")
+
+
+def test_beginnings_of_names():
+    names = ["loss", "a/x/1", "a/x/2", "a/x/3", "a/y", "a/z/1", "a/w", "b/1"]
+    assert group_by_prefix(names) == {
+        "a": ["a/y", "a/z/1", "a/w"],
+        "a/x": ["a/x/1", "a/x/2", "a/x/3"],
+        "": ["loss", "b/1"],
+    }
+
+
+def test_a_curve_with_a_missing_value_is_not_folded(tmp_path):
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as metrics:
+        for step in range(5):
+            metrics.write({"step": step, "loss": 1.0 if step else math.nan})
+    page, _ = read_page(tmp_path)
+    assert page.values("data-metric", "figure") == ["loss"]
+    assert "1 not finite" in page.text
 
 
 def test_only_long_curves_are_smoothed(tmp_path):

@@ -1,0 +1,133 @@
+"""Samples of a report: evaluations over the steps, and the best and worst of training."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sfumato.tracking.progress import format_value
+from sfumato.tracking.report_answers import folded, in_html
+from sfumato.tracking.report_tables import section
+from sfumato.tracking.samples import choose_evenly, embedded_picture
+
+TEXT_CELL = 220
+"""Least width of a sample that is a text, in pixels: a line of a narrower one has too few words to be read."""
+MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
+
+
+def evaluation_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+    """The samples of evaluations: a row for each prompt and seed, a column for each step."""
+    # The key holds prompt and seed too: an image must never stand beside a prompt that did not make it.
+    cells: dict[tuple[int, str, int], dict[int, dict[str, Any]]] = {}
+    for step, rows in samples.items():
+        for row in rows:
+            if row.get("kind") == "eval":
+                key = (row.get("sample_id", 0), row.get("prompt", ""), row.get("seed", 0))
+                cells.setdefault(key, {})[step] = row
+    if not cells:
+        return ""
+    steps = choose_evenly(sorted({step for by_step in cells.values() for step in by_step}), MAX_COLUMNS)
+    shown = sorted(cells)[:MAX_ROWS]
+    chips = RewardChips([cells[key][step] for key in shown for step in steps if step in cells[key]])
+    head = "".join(f'<th scope="col" data-step="{step}">step {step}</th>' for step in steps)
+    body = []
+    for key in shown:
+        sample_id, prompt, seed = key
+        images = "".join(f"<td>{sample_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
+        source = sample_source(output_dir, *next(iter(cells[key].items())))
+        body.append(
+            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{escape(str(sample_id))}"><span>'
+            f"{in_html(prompt)} <small>seed {escape(str(seed))}</small>{source}</span></th></tr><tr>{images}</tr>"
+        )
+    hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
+    has_texts = any("text" in row for key in shown for row in cells[key].values())
+    width = max(TEXT_CELL if has_texts else 104, min(MAX_PIXELS, 1080 // len(steps) - 10))
+    kind = "grid texts" if has_texts else "grid"
+    table = (
+        f'<div class="scroll"><table class="{kind}" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+    note = f"The reward stands under each sample{hidden}." if chips.has_rewards else hidden.removeprefix(" · ")
+    return section("Same prompts and seeds over training", note, table)
+
+
+def training_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+    """The best and the worst training sample of some groups of the newest step; a group has one prompt."""
+    step = max((s for s, rows in samples.items() if any(r.get("kind") == "train" for r in rows)), default=None)
+    if step is None:
+        return ""
+    rows = [row for row in samples[step] if row.get("kind") == "train"]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row.get("prompt", ""), []).append(row)
+    chips = RewardChips(rows)
+    html = []
+    for prompt, members in list(groups.items())[:MAX_GROUPS]:
+        scored = sorted((r for r in members if r.get("total") is not None), key=lambda r: r["total"], reverse=True)
+        chosen = [("best ", scored[0]), ("worst ", scored[-1])] if len(scored) > 1 else [("", r) for r in members[:1]]
+        figures = "".join(f"<div>{sample_cell(output_dir, step, row, chips, label)}</div>" for label, row in chosen)
+        html.append(
+            f'<div class="group"><p>{in_html(prompt)} <small>{len(members)} samples</small></p>'
+            f'<div class="pair">{sample_source(output_dir, step, members[0])}{figures}</div></div>'
+        )
+    hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
+    note = f"Step {step} · best and worst of each group{hidden}"
+    return section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
+
+
+class RewardChips:
+    """Labels of rewards, coloured from red to green over 0 to 1, or over the range of the values if that is wider."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        """``rows`` are the samples that are shown."""
+        values = [row["total"] for row in rows if row.get("total") is not None]
+        has_rewards = any(row.get("rewards") for row in rows)
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        self.has_rewards = bool(values) or has_rewards
+        self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
+
+    def render(self, row: dict[str, Any]) -> str:
+        """The label of a sample; empty where no sample has a reward."""
+        if row.get("damage"):
+            return f'<span class="warn">{escape(row["damage"])}</span>'
+        if not self.has_rewards:
+            return ""
+        rewards = row.get("rewards") or {}
+        title = escape(", ".join(f"{k} {'failed' if v is None else format_value(v)}" for k, v in rewards.items()))
+        total = row.get("total")
+        if total is None:
+            return f'<span class="chip none" title="{title}">no reward</span>'
+        part = (total - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.2f}</span>'
+
+
+def sample_cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: RewardChips, label: str = "") -> str:
+    """A sample's picture or text, with its reward and advantage below."""
+    if row is None:
+        return '<span class="gap">absent</span>'
+    if "text" in row:
+        image = f'<div class="text">{folded(row["text"])}</div>'
+    else:
+        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", ""))
+    advantage = row.get("advantage")
+    note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
+    return f"{image}<small>{label}</small>{chips.render(row)}{note}"
+
+
+def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
+    """A picture of a step, embedded; or its name, and why it is not shown."""
+    shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
+    if isinstance(shown, str):
+        return f'<span class="gap">{escape(Path(name).name)}{shown}</span><br>'
+    uri, width, height = shown
+    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
+    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
+
+
+def sample_source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
+    """The source image of a sample; empty where it has none."""
+    if "source" not in row:
+        return ""
+    picture = _picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")
+    return f'<div class="source">{picture}<small>source</small></div>'
