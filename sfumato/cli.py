@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import check, compare, doctor, export, preprocess, report
+from sfumato.commands import check, compare, doctor, export, preprocess, report, sample
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
@@ -20,6 +20,7 @@ COMMANDS = (
     export,
     report,
     compare,
+    sample,
 )
 
 

@@ -8,6 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
+
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 from sfumato.data.background import STEPS_AHEAD, Calls, in_background
 from sfumato.data.epoch_order import refuse_repetition
@@ -32,6 +34,7 @@ from sfumato.data.text.token_source import RunLength, State, Step, StepRule, Sto
 from sfumato.data.text.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.parallel.bin_packing import Bins, micro_batch_rule, pack
+from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.identity import Identity
@@ -318,6 +321,33 @@ def open_text_data(
     vision = None if sight is None else sight.vision
     validation = build_validation(held_out, data, train, config.eval, transform, pad_token_id, mesh, say, vision)
     return TextData(loader, _add_stops(validation, data, transform, tokenizer), identity)
+
+
+def open_validation_prompts(
+    config: Any, tokenizer: PreTrainedTokenizerBase, vision: Vision | None, say: Callable[[str], None]
+) -> list[AnsweredPrompt]:
+    """The prompts that a run answers in its evaluation; none without a validation set. No training data is opened.
+
+    Args:
+        config: the task's configuration, with the sections data, train and eval.
+        tokenizer: a fast tokenizer with a padding token.
+        vision: of a model that sees.
+        say: takes lines about rows that are left out.
+
+    Raises:
+        UserError: as ``build_transform``, ``open_validation`` and ``build_validation`` do.
+    """
+    data = config.data
+    transform = build_transform(data, tokenizer, None if vision is None else vision.reader)
+    adopt_answer_end(transform, tokenizer)
+    pad_token_id = cast(int, tokenizer.pad_token_id)
+    alone = Mesh(Layout(), torch.device("cpu"))
+    held_out = open_validation(data)
+    validation = build_validation(
+        held_out, data, config.train, config.eval, transform, pad_token_id, alone, say, vision
+    )
+    validation = _add_stops(validation, data, transform, tokenizer)
+    return [] if validation is None else validation.prompts
 
 
 def adopt_answer_end(transform: TextTransform, tokenizer: PreTrainedTokenizerBase) -> AnswerEnd:

@@ -85,7 +85,7 @@ def load_text_prompts(
     while index < len(rows) and (limit is None or len(prompts) < limit):
         size = min(512, len(rows) - index) if limit is None else min(limit - len(prompts), len(rows) - index)
         # Up to 512 rows a time, which one call of the tokenizer encodes; no more than may still be needed.
-        for prompt in _encode_rows(range(index, index + size), rows, read, template, tools):
+        for prompt in encode_rows(range(index, index + size), rows, read, template, tools):
             if len(prompt.token_ids) > config.max_prompt_tokens:
                 too_long.append(f"{prompt.where} ({len(prompt.token_ids)} tokens)")
                 prompt = _fit_prompt(prompt, config)
@@ -126,7 +126,7 @@ def _origin(config: TextPromptDataConfig, split: str) -> str:
     return f"data.data_type {config.data_type.type}" if config.data_type.makes_rows else f"data.{split}_path"
 
 
-def _encode_rows(
+def encode_rows(
     indices: range, rows: RowTable, read: Callable[..., PromptRow], template: PromptTemplate, tools: Tools | None
 ) -> list[TextPrompt]:
     """The prompts of some rows, encoded in one call of the tokenizer."""

@@ -6,8 +6,8 @@ drawn for it depends on nothing else: not on the other requests of a batch, on r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -49,6 +49,9 @@ class GenerationRequest:
     images: Images | None = None
     """The images in ``prompt_ids``; requests with equal prompts share this object. The last token of a prompt is no
     image token."""
+    on_token: Callable[[int], None] | None = field(default=None, compare=False)
+    """Called with each token when it has been drawn, by the embedded engine alone: for those who show an answer while
+    it is drawn."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class EmbeddedEngine:
         self._is_paused = self._is_closed = False
         # Whether any request so far has stop texts: only then the rows are decoded one by one after each token.
         self._has_texts = False
+        self._has_listeners = False
 
     # The interface of ``Engine``.
 
@@ -112,6 +113,7 @@ class EmbeddedEngine:
         self.health()
         self._check(request, sampling)
         self._has_texts |= bool(sampling.stop)
+        self._has_listeners |= request.on_token is not None
         awaited = _AwaitedRequest(request, sampling)
         self._waiting.append(awaited)
         self._ensure_driver()
@@ -227,6 +229,9 @@ class EmbeddedEngine:
         if not np.isfinite(log_probs).all():
             raise EngineError("the model's logits are not finite: look at its weights")
         ended = state.take(tokens, log_probs, self.version)
+        for row, active in enumerate(state.progress if self._has_listeners else ()):
+            if active.request.on_token is not None:
+                active.request.on_token(int(tokens[row]))
         stopped = self._stopped_by_text()
         ended |= stopped
         if ended.any():

@@ -1,0 +1,364 @@
+"""Pictures and videos of diffusion models, drawn as the evaluation of a run draws them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.state import load_trained
+from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.rl import PromptDataConfig
+from sfumato.config.sections import ModelConfig
+from sfumato.data.images.image_text import open_image_pairs, open_image_text
+from sfumato.data.images.prompts import Prompt, load_prompts
+from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
+from sfumato.errors import ConfigError
+from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.sources import ModelSource, one_process
+from sfumato.models.diffusion.base import DiffusionModel, set_output
+from sfumato.models.diffusion.load import build_diffusion_model, family_of
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.rewards.base import Sample
+from sfumato.rollout.diffusion.evaluation import choose_grid, sample_images
+from sfumato.rollout.diffusion.policy import encode_prompts
+from sfumato.rollout.diffusion.step_cache import StepCache
+from sfumato.rollout.diffusion.trajectory_sampler import sample_of
+
+DEFAULT_SEED = 42
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """How pictures or videos are drawn."""
+
+    height: int
+    width: int
+    num_frames: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+    micro_batch_size: int
+    guidance_scale_2: float | None = None
+    step_cache: float = 0.0
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width and frames."""
+        return self.height, self.width, self.num_frames
+
+    def describe(self) -> str:
+        """One line for people."""
+        frames = f" x {self.num_frames} frames" if self.num_frames > 1 else ""
+        return (
+            f"{self.height} x {self.width} pixels{frames}, {self.num_inference_steps} steps, guidance "
+            f"{self.guidance_scale:g}, seed {self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A source image of the command line, for ``Prompt.source``."""
+
+    path: Path
+
+    def check(self, height: int, width: int) -> None:
+        """Looks at the head of the file. Raises DataError."""
+        check_image(self.path, str(self.path))
+        check_fit(read_size(self.path, str(self.path)), height, width, "center", str(self.path))
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``. Raises DataError."""
+        image = read_image(self.path, str(self.path))
+        check_fit((image.height, image.width), height, width, "center", str(self.path))
+        return fitted(image, height, width)
+
+
+@dataclass(frozen=True)
+class ReadImage:
+    """A source image that was read before, for ``Prompt.source``."""
+
+    pixels: np.ndarray
+
+    def check(self, height: int, width: int) -> None:
+        """Accepts any size: it is the data set's own."""
+
+    def read(self, height: int, width: int) -> np.ndarray:
+        """The image, uint8 ``[height, width, 3]``."""
+        return self.pixels
+
+
+class PictureModel:
+    """A diffusion model with the weights of one source."""
+
+    def __init__(self, model: DiffusionModel, settings: PictureSettings) -> None:
+        """Sets the size of what is drawn. Raises ConfigError when the model cannot make it."""
+        self.model = model
+        self.settings = settings
+        set_output(model, settings.size, "--height, --width, --num-frames: size")
+        if settings.guidance_scale_2 is not None:
+            model.set_second_guidance(settings.guidance_scale_2)
+
+    def draw(self, prompts: Sequence[Prompt], ids: Sequence[int], repetition: int = 0) -> list[Sample]:
+        """One picture, or video, for each prompt.
+
+        Args:
+            prompts: B prompts.
+            ids: B numbers that key the first latents, with the seed.
+            repetition: which of several samples of a prompt; it is added to the seed.
+
+        Returns:
+            B samples, whose group ids are ``ids``. What is not finite is named in ``damage``.
+        """
+        settings = self.settings
+        conditioning, sources = encode_prompts(self.model, prompts, settings.size, settings.guidance_scale != 1.0)
+        cache = None
+        if settings.step_cache > 0:
+            cache = StepCache(self.model, settings.step_cache, settings.num_inference_steps)
+        damage: list[str] = []
+        images = sample_images(
+            self.model,
+            conditioning,
+            ids,
+            size=settings.size,
+            num_steps=settings.num_inference_steps,
+            guidance_scale=settings.guidance_scale,
+            seed=settings.seed + repetition,
+            micro_batch_size=settings.micro_batch_size,
+            cache=cache,
+            damage=damage,
+        )
+        return [
+            sample_of(prompt, image, group_id, source, problem)
+            for prompt, image, group_id, source, problem in zip(
+                prompts, images, ids, sources or [None] * len(images), damage, strict=True
+            )
+        ]
+
+
+def picture_models(
+    sources: Sequence[ModelSource], options: GenerationOptions
+) -> Iterator[tuple[ModelSource, PictureModel]]:
+    """The models one after the other. Those of one run, and adapters of one model, share what is in memory.
+
+    Raises:
+        ConfigError, CheckpointError: when one cannot be loaded.
+    """
+    device = options.find_device()
+    settings = picture_settings(sources, options)
+    loaded_from: Path | None = None
+    model: DiffusionModel | None = None
+    drawn: PictureModel | None = None
+    for source in sources:
+        architecture = _architecture(source, options)
+        if model is None or drawn is None or architecture != loaded_from:
+            model = drawn = None  # frees the memory before the next one is loaded
+            model = _load(source, architecture, options, device)
+            drawn = PictureModel(model, settings or default_settings(model, options))
+            settings = drawn.settings  # all are compared by the same ones
+            loaded_from = architecture
+        _take_weights(model, source, device)
+        yield source, drawn
+
+
+def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions) -> PictureSettings | None:
+    """The settings of the first run among the sources, with what the options replace; None where there is no run."""
+    run = next((source.run for source in sources if source.run is not None), None)
+    if run is None:
+        return None
+    config = run.config
+    if isinstance(config, DiffusionRLConfig):
+        rollout = config.rollout
+        evaluation = config.eval
+        guidance_scale = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+        settings = PictureSettings(
+            *rollout.size,
+            evaluation.num_inference_steps,
+            guidance_scale,
+            evaluation.seed,
+            rollout.micro_batch_size,
+            rollout.guidance_scale_2,
+            evaluation.step_cache,
+        )
+    else:
+        settings = PictureSettings(
+            config.data.height,
+            config.data.width,
+            config.data.num_frames,
+            config.sample.num_inference_steps,
+            config.sample.guidance_scale,
+            config.train.seed,
+            config.train.micro_batch_size,
+        )
+    return _replaced(settings, options)
+
+
+def default_settings(model: DiffusionModel, options: GenerationOptions) -> PictureSettings:
+    """Those of the pipeline's own call in diffusers, with what the options replace."""
+    call = inspect.signature(type(model.pipeline).__call__).parameters
+
+    def default(name: str, otherwise: Any) -> Any:
+        value = call[name].default if name in call else None
+        return otherwise if value is None or value is inspect.Parameter.empty else value
+
+    scale = getattr(model.pipeline, "vae_scale_factor", 8)
+    side = getattr(model.pipeline, "default_sample_size", None)
+    side = side * scale if isinstance(side, int) else 512
+    return _replaced(
+        PictureSettings(
+            default("height", side),
+            default("width", side),
+            default("num_frames", 1),
+            default("num_inference_steps", 28),
+            float(default("guidance_scale", 4.5)),
+            DEFAULT_SEED,
+            1,
+        ),
+        options,
+    )
+
+
+def _replaced(settings: PictureSettings, options: GenerationOptions) -> PictureSettings:
+    """Settings with what the options give in their place."""
+    asked = {
+        "height": options.height,
+        "width": options.width,
+        "num_frames": options.num_frames,
+        "num_inference_steps": options.num_inference_steps,
+        "guidance_scale": options.guidance_scale,
+        "seed": options.seed,
+        "micro_batch_size": options.batch_size,
+    }
+    return replace(settings, **{name: value for name, value in asked.items() if value is not None})
+
+
+def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[Prompt]:
+    """The prompts of the evaluation, or of the sample grid, of the first run among the sources.
+
+    Args:
+        sources: models.
+        limit: most prompts; None: as many as the run evaluates.
+
+    Raises:
+        ConfigError: when no run is among them.
+        DataError: when the run's data is missing or broken.
+    """
+    run = next((source.run for source in sources if source.run is not None), None)
+    if run is None:
+        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    config = run.config
+    if isinstance(config, DiffusionRLConfig):
+        count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
+        return load_prompts(config.data, "eval", count)
+
+    def ignore(text: str) -> None:
+        """What the data set says was said when the run began."""
+
+    if run.task == "train_dit_dpo":
+        dataset = open_image_pairs(config.data, config.train.seed, ignore)
+    else:
+        dataset = open_image_text(config.data, config.train.seed, ignore)
+    takes_image = _takes_image(config.model)
+    texts, images = choose_grid(config.sample, dataset, takes_image)
+    prompts = [
+        Prompt(text, {}, f"{run.folder}: prompt {index}", cast(Any, None if image is None else ReadImage(image)))
+        for index, (text, image) in enumerate(zip(texts, images or [None] * len(texts), strict=True))
+    ]
+    return prompts[:limit]
+
+
+def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
+    """Prompts of the command line.
+
+    Args:
+        texts: the prompts.
+        images: source images: none, one for all of them, or one for each.
+
+    Raises:
+        ConfigError: for another number of images.
+    """
+    if len(images) not in (0, 1, len(texts)):
+        raise ConfigError(f"{len(images)} times --image for {len(texts)} prompts: give one, or one for each prompt")
+    paths = [*images] * len(texts) if len(images) == 1 else [*images] or [None] * len(texts)
+    return [
+        Prompt(text, {}, f"--prompt {text[:40]!r}", cast(Any, None if path is None else FileImage(path)))
+        for text, path in zip(texts, paths, strict=True)
+    ]
+
+
+def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]:
+    """The prompts of a file; its other columns are metadata. Raises DataError as ``load_prompts``."""
+    names = {} if key is None else {"prompt_key": key}
+    prompts = load_prompts(PromptDataConfig(train_path=path, eval_path=path, **names), "eval")
+    return prompts[:limit]
+
+
+def _takes_image(config: ModelConfig) -> bool:
+    """Whether models of this family start from an image."""
+    return family_of(config).takes_image
+
+
+def _architecture(source: ModelSource, options: GenerationOptions) -> Path:
+    """The folder of the run or of the pipeline that a model is built of."""
+    if source.kind in ("run", "checkpoint"):
+        assert source.run is not None
+        return source.run.folder
+    if source.kind == "pipeline":
+        return source.folder
+    if options.base is not None:
+        return options.base
+    if source.run is None:
+        raise ConfigError(
+            f"{source.folder} holds adapters, and nothing says of which model: give its pipeline folder as --base"
+        )
+    return source.run.folder / "config.yaml"  # the run's model without the adapters of its own
+
+
+def _load(source: ModelSource, architecture: Path, options: GenerationOptions, device: torch.device) -> DiffusionModel:
+    """The model before it takes the weights of a source."""
+    if source.kind in ("run", "checkpoint"):
+        assert source.run is not None
+        config = source.run.config
+        train = one_process(config.train)
+        if config.train.num_threads is not None:
+            torch.set_num_threads(config.train.num_threads)
+        model = build_diffusion_model(config.model, device, train.mixed_precision, train.seed, "cuda")
+        model.parallelize(Mesh(Layout(), device), train)
+    else:
+        run = source.run if options.base is None else None
+        if run is not None:  # its precision and length of prompts
+            section = run.config.model.model_copy(update={"lora": None})
+            if source.kind == "pipeline":
+                section = section.model_copy(update={"model_path": str(source.folder), "config_path": None})
+        else:
+            section = ModelConfig(
+                model_path=str(architecture),
+                dtype=cast(Any, options.dtype_on(device)),
+                max_sequence_length=options.max_sequence_length or 256,
+            )
+        model = build_diffusion_model(section, device, init_device="cuda")
+        if section.dtype == "bf16":
+            model.denoiser.to(torch.bfloat16)
+    model.say = options.say
+    return model
+
+
+def _take_weights(model: DiffusionModel, source: ModelSource, device: torch.device) -> None:
+    """Gives a model the weights of a source; those of the run's start, and of a pipeline, it has already."""
+    if source.kind == "checkpoint":
+        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device))
+    if source.kind == "diffusers_adapter":
+        pipeline = cast(Any, model.pipeline)
+        pipeline.unload_lora_weights()
+        pipeline.load_lora_weights(str(source.folder))
+        second = source.folder / "transformer_2"
+        if second.is_dir():
+            pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
+    model.denoiser.eval()

@@ -1,0 +1,234 @@
+"""The folder that samples are written to: a file for each, their rows in samples.jsonl, and a page that shows them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from sfumato.config.characters import printable
+from sfumato.config.writing import open_new, write_atomically
+from sfumato.errors import ConfigError
+from sfumato.rewards.base import Sample
+from sfumato.tracking.page import render_page
+from sfumato.tracking.progress import format_value
+from sfumato.tracking.report_answers import folded, in_html
+from sfumato.tracking.report_tables import section
+from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
+from sfumato.tracking.trackers import strict_json
+
+PAGE = "index.html"
+ROWS = "samples.jsonl"
+MAX_PIXELS = 256
+MOST_SHOWN = 64
+"""Samples of each model on the page; all are in files."""
+FRAMES_PER_S = 1000 // FRAME_MS
+
+
+@dataclass(frozen=True)
+class NamedSample:
+    """A sample of one of several models."""
+
+    model: str
+    """The label of its source."""
+    prompt_id: int
+    """Row of the prompt: it keys the noise, with the seed."""
+    seed: int
+    sample: Sample
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Values by reward, NaN where it failed."""
+
+
+def choose_folder(out: Path | None, default: str) -> Path:
+    """The folder to write to, which is made: the one asked for, or the first of ``default-1``, ``default-2``, ... that
+    does not exist.
+
+    Raises:
+        ConfigError: when it holds something, or cannot be made.
+    """
+    folder = out
+    number = 1
+    while folder is None:
+        candidate = Path(f"{default}-{number}")
+        folder = None if candidate.exists() else candidate
+        number += 1
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ConfigError(f"--out {folder} exists and is not empty: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot make the folder: {error}") from error
+    return folder
+
+
+class SamplesFolder:
+    """Writes samples as they are drawn, so that an interrupted command leaves those that were finished."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder`` is empty."""
+        self.folder = folder
+        self.samples: list[NamedSample] = []
+        self._files: list[str] = []
+        self._sources: dict[int, str] = {}
+
+    def add(self, named: NamedSample) -> None:
+        """Writes a sample's file and row. Raises OSError on a full disk."""
+        file = self._write(named)
+        self.samples.append(named)
+        self._files.append(file)
+        with (self.folder / ROWS).open("ab") as rows:
+            rows.write(strict_json(self._row(named, file)).encode() + b"\n")
+
+    def write_page(self, title: str, notes: Sequence[str]) -> Path:
+        """Writes the page: a row for each prompt and seed, a column for each model.
+
+        Args:
+            title: its heading.
+            notes: lines below it.
+        """
+        return write_sections(self.folder, title, notes, [self.grid()])
+
+    def grid(self) -> str:
+        """The section of the page with the samples."""
+        models = list(dict.fromkeys(named.model for named in self.samples))
+        cells: dict[tuple[int, int], dict[str, int]] = {}
+        for index, named in enumerate(self.samples):
+            cells.setdefault((named.prompt_id, named.seed), {})[named.model] = index
+        shown = list(cells.items())[:MOST_SHOWN]
+        head = "".join(f'<th scope="col">{escape(printable(model))}</th>' for model in models)
+        body = []
+        for (_, seed), by_model in shown:
+            first = next(iter(by_model.values()))
+            row = "".join(
+                f"<td>{self._cell(by_model[model]) if model in by_model else '<span class=gap>absent</span>'}</td>"
+                for model in models
+            )
+            prompt = in_html(self.samples[first].sample.prompt)
+            body.append(
+                f'<tr class="prompt"><th colspan="{len(models)}"><span>{prompt} <small>seed {seed}</small>'
+                f"{self._source(first)}</span></th></tr><tr>{row}</tr>"
+            )
+        hidden = f"{len(shown)} of {len(cells)} rows; all are in {ROWS}" if len(shown) < len(cells) else ""
+        width = max(104, min(MAX_PIXELS, 1080 // max(len(models), 1) - 10))
+        table = (
+            f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
+            f"<tbody>{''.join(body)}</tbody></table></div>"
+        )
+        return section("Same prompts and seeds", hidden, table)
+
+    def _write(self, named: NamedSample) -> str:
+        """Writes the content, and returns the path of its file within the folder."""
+        sample = named.sample
+        name = f"{folder_name(named.model)}/{named.prompt_id:04d}_seed{named.seed}"
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        if sample.image is None:
+            with open_new(path.with_name(f"{path.name}.txt")) as file:
+                file.write(cast(str, sample.text).encode("utf-8", "replace"))
+            return f"{name}.txt"
+        if sample.image.ndim == 3:
+            write_picture(sample.image, path.with_name(f"{path.name}.png"))
+            return f"{name}.png"
+        write_picture(sample.image, path.with_name(f"{path.name}.webp"))  # which pages embed
+        ending = ".mp4" if write_video(sample.image, path.with_name(f"{path.name}.mp4")) else ".webp"
+        return f"{name}{ending}"
+
+    def _row(self, named: NamedSample, file: str) -> dict[str, object]:
+        sample = named.sample
+        row: dict[str, object] = {
+            "model": named.model,
+            "prompt": sample.prompt,
+            "seed": named.seed,
+            "sample_id": named.prompt_id,
+            "file": file,
+        }
+        if sample.text is not None:
+            row |= {"text": sample.text, "num_tokens": sample.num_tokens, "is_truncated": sample.is_truncated}
+        if sample.damage:
+            row["damage"] = sample.damage
+        if (source := self._source_file(named)) is not None:
+            row["source"] = source
+        return row | ({"rewards": dict(named.rewards)} if named.rewards else {})
+
+    def _source_file(self, named: NamedSample) -> str | None:
+        """The file of the prompt's image, written once for each prompt; None where there is none."""
+        sample = named.sample
+        pixels = sample.source if sample.images is None else sample.images.side_by_side()
+        if pixels is None:
+            return None
+        if named.prompt_id not in self._sources:
+            name = f"source_{named.prompt_id:04d}.png"
+            write_picture(pixels, self.folder / name)
+            self._sources[named.prompt_id] = name
+        return self._sources[named.prompt_id]
+
+    def _cell(self, index: int) -> str:
+        """A sample on the page, with its rewards below."""
+        named = self.samples[index]
+        sample = named.sample
+        if sample.text is not None:
+            content = f'<div class="text">{folded(sample.text)}</div>'
+        else:
+            path = (self.folder / self._files[index]).with_suffix(".png" if sample.pixels.ndim == 3 else ".webp")
+            content = _picture(path, sample.prompt)
+        damage = f'<span class="warn">{escape(sample.damage)}</span>' if sample.damage else ""
+        rewards = "".join(
+            f"<br><small>{escape(printable(name))} {'failed' if math.isnan(value) else format_value(value)}</small>"
+            for name, value in named.rewards.items()
+        )
+        return f"{content}{damage}{rewards}"
+
+    def _source(self, index: int) -> str:
+        """The prompt's image on the page."""
+        name = self._sources.get(self.samples[index].prompt_id)
+        if name is None:
+            return ""
+        return f'<div class="source">{_picture(self.folder / name, "source")}<small>source</small></div>'
+
+
+def write_sections(folder: Path, title: str, notes: Sequence[str], sections: Sequence[str]) -> Path:
+    """Writes a folder's page of a heading, lines below it, and sections of HTML."""
+    lines = "".join(f'<p class="state">{escape(printable(note))}</p>' for note in notes)
+    header = f'<header><p class="brand">sfumato</p><h1>{escape(printable(title))}</h1>{lines}</header>'
+    path = folder / PAGE
+    write_atomically(path, render_page(title, [header, *sections]).encode("utf-8"))
+    return path
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder."""
+    return re.sub(r"[^\w.-]+", "_", label, flags=re.ASCII).strip("._") or "model"
+
+
+def write_video(frames: np.ndarray, path: Path) -> bool:
+    """Writes a video, uint8 ``[F, H, W, 3]``, as MP4 with VP9; without OpenCV (the extra ``video``) nothing.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        import cv2
+    except ImportError:
+        return False
+    height, width = frames.shape[1:3]
+    codec = cv2.VideoWriter.fourcc(*"vp09")
+    writer = cv2.VideoWriter(str(path), codec, FRAMES_PER_S, (width, height))
+    if not writer.isOpened():
+        return False
+    for frame in frames:
+        writer.write(np.ascontiguousarray(frame[..., ::-1]))  # OpenCV has blue first
+    writer.release()
+    return True
+
+
+def _picture(path: Path, alt: str) -> str:
+    """An embedded picture; small ones with hard pixels."""
+    uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
+    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
+    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(printable(alt))}">'

@@ -1,0 +1,189 @@
+"""``sfumato sample``: what a run's checkpoints and exports draw, beside each other, as files and a page."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sfumato.cli import main
+from sfumato.config.load import merge
+from sfumato.tracking.samples import read_samples, step_folder
+from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, tiny_text_rl_config
+
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 0.02}}
+
+
+def sample(*arguments):
+    return main(["sample", *map(str, arguments)])
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def by_model(folder):
+    rows = {}
+    for row in rows_of(folder):
+        rows.setdefault(row["model"], []).append(row)
+    return rows
+
+
+def pixels(path):
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def run_pictures(run, step):
+    """The pictures that a run's evaluation has saved, by number of the prompt."""
+    rows = [row for row in read_samples(run)[step] if row["kind"] == "eval"]
+    return {row["sample_id"]: pixels(step_folder(run, step) / row["file"]) for row in rows}
+
+
+@pytest.fixture(scope="module")
+def rl_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl")
+    settings = {"train": {"max_steps": 2, "lr": 0.05}, "eval": {"every_steps": 1, "num_prompts": 2}}
+    return run_task_here("rl_diffusion", tiny_rl_config(folder, **merge(LORA, settings)))
+
+
+def test_pictures_of_a_run_are_those_of_its_evaluations_to_the_bit(rl_run, tmp_path, capsys):
+    assert sample(rl_run, "--out", tmp_path / "out") == 0
+    rows = by_model(tmp_path / "out")
+    assert [*rows] == ["base", "step 2"]
+    for model, step in (("base", 0), ("step 2", 2)):
+        expected = run_pictures(rl_run, step)
+        assert len(rows[model]) == len(expected) == 2
+        for row in rows[model]:
+            np.testing.assert_array_equal(pixels(tmp_path / "out" / row["file"]), expected[row["sample_id"]])
+            assert row["seed"] == 1234
+    assert any(
+        (pixels(tmp_path / "out" / base["file"]) != pixels(tmp_path / "out" / trained["file"])).any()
+        for base, trained in zip(rows["base"], rows["step 2"], strict=True)
+    )
+    assert "written: " in capsys.readouterr().out
+
+
+def test_the_page_shows_every_picture_beside_the_base_and_loads_nothing(rl_run, tmp_path):
+    sample(rl_run, "--out", tmp_path / "out", "--num-prompts", 2, "--samples", 2)
+    text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert text.count("<img") == 2 * 2 * 2
+    assert ">base</th>" in text and ">step 2</th>" in text
+    assert "seed 1234" in text and "seed 1235" in text
+    assert "http" not in text.replace("http-equiv", "") and "<script" not in text
+
+
+def test_an_export_draws_what_its_checkpoint_does(rl_run, tmp_path):
+    sample(rl_run / "hf_ckpt", "--no-base", "--out", tmp_path / "export")
+    sample(rl_run / "checkpoints" / "global_step_2", "--no-base", "--out", tmp_path / "checkpoint")
+    exported, stored = rows_of(tmp_path / "export"), rows_of(tmp_path / "checkpoint")
+    assert [row["prompt"] for row in exported] == [row["prompt"] for row in stored]
+    for one, other in zip(exported, stored, strict=True):
+        left = pixels(tmp_path / "export" / one["file"]).astype(int)
+        right = pixels(tmp_path / "checkpoint" / other["file"]).astype(int)
+        assert abs(left - right).max() <= 1  # the adapter's scale is folded into its weights
+
+
+def test_grids_of_pretraining_and_all_checkpoints(tmp_path):
+    settings = {"train": {"max_steps": 2, "save_steps": 1, "lr": 0.05}, "sample": {"every_steps": 1}}
+    run = run_task_here("train_dit", tiny_dit_config(tmp_path, **settings))
+    assert sample(run / "checkpoints", "--out", tmp_path / "out") == 0
+    rows = by_model(tmp_path / "out")
+    assert [*rows] == ["base", "step 1", "step 2"]
+    for step in (1, 2):
+        for row in rows[f"step {step}"]:
+            np.testing.assert_array_equal(
+                pixels(tmp_path / "out" / row["file"]), run_pictures(run, step)[row["sample_id"]]
+            )
+    sample(run / "hf_ckpt", "--no-base", "--prompt", rows["step 2"][0]["prompt"], "--out", tmp_path / "export")
+    (row,) = rows_of(tmp_path / "export")
+    np.testing.assert_array_equal(pixels(tmp_path / "export" / row["file"]), run_pictures(run, 2)[0])
+
+
+def test_prompts_of_the_command_line_and_of_a_file(rl_run, tmp_path):
+    settings = ("--no-base", "--steps", 1, "--seed", 7, "--height", 32)
+    sample(rl_run, "--prompt", 'write "AB"', "--prompt", "b", *settings, "--out", tmp_path / "typed")
+    rows = rows_of(tmp_path / "typed")
+    assert [(row["prompt"], row["seed"]) for row in rows] == [('write "AB"', 7), ("b", 7)]
+    assert pixels(tmp_path / "typed" / rows[0]["file"]).shape == (32, 16, 3)
+    (tmp_path / "prompts.txt").write_text('write "AB"\nb\n', encoding="utf-8")
+    sample(rl_run, "--prompts", tmp_path / "prompts.txt", *settings, "--out", tmp_path / "filed")
+    for one, other in zip(rows, rows_of(tmp_path / "filed"), strict=True):
+        np.testing.assert_array_equal(
+            pixels(tmp_path / "typed" / one["file"]), pixels(tmp_path / "filed" / other["file"])
+        )
+
+
+def test_answers_of_a_run_are_those_of_its_evaluation(tmp_path):
+    settings = {"train": {"max_steps": 2, "lr": 0.05}, "eval": {"num_saved": 4}}
+    run = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    assert sample(run, "--trust-code", "--out", tmp_path / "out") == 0
+    rows = by_model(tmp_path / "out")
+    saved = read_samples(run)
+    for model, step in (("base", 0), ("step 2", 2)):
+        expected = {row["sample_id"]: row["text"] for row in saved[step] if row["kind"] == "eval"}
+        assert {row["sample_id"]: row["text"] for row in rows[model]} == expected
+        assert (tmp_path / "out" / rows[model][0]["file"]).read_text(encoding="utf-8") == rows[model][0]["text"]
+    assert [row["text"] for row in rows["base"]] != [row["text"] for row in rows["step 2"]]
+
+
+def test_answers_of_fine_tuning_and_of_its_adapters(tmp_path):
+    base = run_task_here("train_text", tiny_text_config(tmp_path / "base", train={"max_steps": 2, "lr": 0.02}))
+    model = {"model_path": str(base / "hf_ckpt"), "config_path": None, "tokenizer_path": None}
+    settings = merge(LORA, {"model": model, "train": {"max_steps": 3, "lr": 0.1}})
+    run = run_task_here("train_text", tiny_text_config(tmp_path / "tuned", **settings))
+    sample(run, "--out", tmp_path / "run")
+    rows = by_model(tmp_path / "run")
+    assert len(rows["base"]) == 1 and rows["base"][0]["prompt"] == rows["step 3"][0]["prompt"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "reverse abc"}\n{"prompt": "reverse xy"}\n', encoding="utf-8")
+    for name, source in (("adapter", run / "hf_ckpt"), ("checkpoint", run), ("plain", base / "hf_ckpt")):
+        options = ("--no-base", "--temperature", 0, "--max-new-tokens", 6, "--prompts", prompts)
+        assert sample(source, *options, "--out", tmp_path / name) == 0
+    texts = {name: [row["text"] for row in rows_of(tmp_path / name)] for name in ("adapter", "checkpoint", "plain")}
+    assert texts["adapter"] == texts["checkpoint"] != texts["plain"]
+
+
+def test_nothing_is_overwritten_and_folders_are_numbered(rl_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = rl_run.absolute()
+    for _ in range(2):
+        assert sample(run, "--no-base", "--num-prompts", 1) == 0
+    assert (tmp_path / "samples-1" / "index.html").is_file() and (tmp_path / "samples-2" / "index.html").is_file()
+    assert sample(run, "--out", tmp_path / "samples-1") == 2
+    assert "samples-1 exists and is not empty" in capsys.readouterr().err
+
+
+WRONG = {
+    "a folder that does not exist": (["nowhere"], "nowhere does not exist"),
+    "an empty folder": (["empty"], "holds no model: give a run folder"),
+    "a file": (["file"], "file is a file; give a run folder"),
+    "an image without a prompt": (["run", "--image", "file"], "--image is for --prompt"),
+    "a file and a prompt": (["run", "--prompt", "a", "--prompts", "file"], "leave --prompt and --image out"),
+    "prompts that do not exist": (["run", "--prompts", "nothing.txt"], "nothing.txt"),
+    "a size that the model cannot make": (["run", "--height", "17"], "cannot make that"),
+    "weights without prompts": (["pipeline"], "give --prompt TEXT or --prompts FILE"),
+    "adapters of nobody": (["adapters", "--prompt", "a"], "give its pipeline folder as --base"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_sampled_is_said(name, rl_run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no picture", encoding="utf-8")
+    shutil.copytree(rl_run / "hf_ckpt", tmp_path / "adapters")
+    places = {"run": rl_run, "pipeline": rl_run.parent / "pipeline"}
+    words, message = WRONG[name]
+    known = ("empty", "file", "adapters", "nowhere", "nothing.txt")
+    arguments = [places.get(word, tmp_path / word if word in known else word) for word in words]
+    assert sample(*arguments, "--out", tmp_path / "out") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(rl_run, tmp_path, capsys):
+    run = shutil.copytree(rl_run, tmp_path / "run")
+    path = run / "checkpoints" / "global_step_2" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert sample(path.parent, "--out", tmp_path / "out") == 3
+    assert "bytes instead of" in capsys.readouterr().err
