@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import check, compare, doctor, export, preprocess, report, sample
+from sfumato.commands import chat, check, compare, doctor, export, preprocess, report, sample
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
@@ -21,6 +21,7 @@ COMMANDS = (
     report,
     compare,
     sample,
+    chat,
 )
 
 

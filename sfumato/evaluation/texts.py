@@ -364,13 +364,13 @@ def _load(
             config.rollout.kind,
             config.max_seq_len,
         )
-        return TextModel(model, template, config.data.data_type, _replaced(settings, options), options.say)
+        return TextModel(model, template, config.data.data_type, replaced_settings(settings, options), options.say)
     data_type = ImagePrompts() if reader is not None else Prompts()
     template = _template(model, config.data.chat_template, options)
     template = replace(template, stop=tuple(config.eval.stop))
     stops = {"stop_token_ids": stop_tokens(template), "stop": template.stop}
     settings = settings or TextSettings(Sampling(0.0, **stops), config.eval.max_new_tokens, config.train.seed)
-    return TextModel(model, template, data_type, _replaced(settings, options), options.say)
+    return TextModel(model, template, data_type, replaced_settings(settings, options), options.say)
 
 
 def _load_folder(
@@ -386,7 +386,7 @@ def _load_folder(
     template = _template(model, None, options)
     if settings is None:
         settings = generation_settings(folder, template)
-    return TextModel(model, template, data_type, _replaced(settings, options), options.say)
+    return TextModel(model, template, data_type, replaced_settings(settings, options), options.say)
 
 
 def generation_settings(folder: Path, template: PromptTemplate) -> TextSettings:
@@ -420,7 +420,7 @@ def _template(model: LanguageModel, chat_template: str | None, options: Generati
     return build_prompt_template(section, model.tokenizer, None if model.vision is None else model.vision.reader)
 
 
-def _replaced(settings: TextSettings, options: GenerationOptions) -> TextSettings:
+def replaced_settings(settings: TextSettings, options: GenerationOptions) -> TextSettings:
     """Settings with what the options give in their place."""
     asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     sampling = replace(settings.sampling, **{name: value for name, value in asked.items() if value is not None})
