@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import chat, check, compare, doctor, export, preprocess, report, sample
+from sfumato.commands import chat, check, compare, doctor, evaluate, export, preprocess, report, sample
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
@@ -22,6 +22,7 @@ COMMANDS = (
     compare,
     sample,
     chat,
+    evaluate,
 )
 
 

@@ -15,7 +15,7 @@ from sfumato.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from sfumato.commands.options import Commands
-    from sfumato.evaluation.chat import Conversation
+    from sfumato.evaluation.chat import ChatSession
 
 HELP = """/image FILE  show the model an image with the next message
 /undo        take the last message and its answer back
@@ -60,19 +60,19 @@ def run(options: argparse.Namespace) -> int:
         if source.is_diffusion:
             raise ConfigError(f"{options.model} draws pictures and does not talk: take `sfumato sample`")
         # torch is imported by these, once the folder is known to be a language model's
-        from sfumato.evaluation.chat import Conversation, prepare_chat
+        from sfumato.evaluation.chat import ChatSession, prepare_chat
         from sfumato.evaluation.texts import text_models
 
         ((_, model),) = text_models([source], settings)
         prepare_chat(model, source, settings)
-        conversation = Conversation(model)
+        conversation = ChatSession(model)
         if not sys.stdin.isatty():
             return _answer_lines(conversation)
         say(f"{source.label}: {model.settings.describe()}. /help lists commands.")
         return _talk(conversation)
 
 
-def _talk(conversation: Conversation) -> int:
+def _talk(conversation: ChatSession) -> int:
     """Reads from a terminal."""
     import contextlib
 
@@ -106,7 +106,7 @@ def _talk(conversation: Conversation) -> int:
             print("[an empty answer: this turn is forgotten]")
 
 
-def _answer_lines(conversation: Conversation) -> int:
+def _answer_lines(conversation: ChatSession) -> int:
     """Answers each line of a pipe by one line, in which line breaks are written as ``\\n``."""
     images: list[Path] = []
     for line in sys.stdin:
@@ -125,7 +125,7 @@ def _answer_lines(conversation: Conversation) -> int:
     return 0
 
 
-def _obey(line: str, conversation: Conversation, images: list[Path]) -> bool:
+def _obey(line: str, conversation: ChatSession, images: list[Path]) -> bool:
     """Does what a line that begins with ``/`` says. Returns whether the conversation goes on.
 
     Raises:

@@ -31,7 +31,7 @@ class Answer:
     """``stop``, ``length`` (it reached a limit), or ``interrupted``."""
 
 
-class Conversation:
+class ChatSession:
     """The messages so far. A turn that fails leaves them as they were."""
 
     def __init__(self, model: TextModel) -> None:

@@ -89,7 +89,7 @@ class ModelSource:
 
 
 def find_sources(names: Sequence[str], with_base: bool, say: Callable[[str], None]) -> list[ModelSource]:
-    """The models that paths name, each once, with labels that differ.
+    """The models that paths name, in their order, with labels that differ.
 
     Args:
         names: run folders, folders of checkpoints, single checkpoints, folders of weights, or names on the hub whose
@@ -108,9 +108,8 @@ def find_sources(names: Sequence[str], with_base: bool, say: Callable[[str], Non
             if with_base and base is not None and base not in sources:
                 _check_task(base)
                 sources.append(base)
-            if source not in sources:
-                _check_task(source)
-                sources.append(source)
+            _check_task(source)
+            sources.append(source)
     return _with_different_labels(sources)
 
 
@@ -202,4 +201,20 @@ def _with_different_labels(sources: list[ModelSource]) -> list[ModelSource]:
         return source.label if source.run is None else f"{source.run.folder.absolute().name} {source.label}"
 
     sources = relabelled(sources, name_of_run)
-    return relabelled(sources, lambda source: f"{source.folder} ({source.label})")
+    sources = relabelled(sources, lambda source: f"{source.folder} ({source.label})")
+    labels = [source.label for source in sources]
+    counts = [labels[: index + 1].count(label) for index, label in enumerate(labels)]  # of a model that is named twice
+    return [
+        replace(source, label=f"{source.label} #{count}") if count > 1 else source
+        for source, count in zip(sources, counts, strict=True)
+    ]
+
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def is_picture_folder(folder: Path) -> bool:
+    """Whether a folder holds pictures and no model."""
+    if not folder.is_dir() or any((folder / name).exists() for name in (*FOLDERS, "config.yaml", "checkpoints")):
+        return False
+    return any(path.suffix.lower() in PICTURES for path in folder.rglob("*"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sfumato.cli import main
 from sfumato.commands.chat import _show
-from sfumato.evaluation.chat import Conversation, prepare_chat
+from sfumato.evaluation.chat import ChatSession, prepare_chat
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.sources import find_sources
 from sfumato.evaluation.texts import text_models
@@ -34,7 +34,7 @@ def conversation(folder):
     sources = find_sources([str(folder)], False, print)
     ((_, model),) = text_models(sources, options)
     prepare_chat(model, sources[0], options)
-    return Conversation(model)
+    return ChatSession(model)
 
 
 def chat(monkeypatch, lines, *arguments):

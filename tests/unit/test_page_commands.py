@@ -89,7 +89,7 @@ def has_those_flags(command: Command, patch: pytest.MonkeyPatch) -> None:
 def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
     """By the parser of ``sfumato``, and a configuration by its task."""
     words = [each.strip("[]") for each in command.words[1:] if each not in ("VALUE", "...]", "[--section.field")]
-    if words in (["check"], ["export"], ["report"]):
+    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"]):
         return
     arguments, rest = build_parser().parse_known_args(["1" if each == "N" else each for each in words])
     if words[0] == "check" and words[1] not in ("CONFIG", "FILE"):
@@ -159,6 +159,9 @@ RULES = [
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
     ),
     Rule(r"sfumato compare ", is_understood, "run by tests/unit/test_compare.py"),
+    Rule(r"sfumato sample( |$)", is_understood, "run by tests/unit/test_sample.py"),
+    Rule(r"sfumato chat( |$)", is_understood, "run by tests/unit/test_chat_command.py"),
+    Rule(r"sfumato evaluate( |$)", is_understood, "run by tests/unit/test_evaluate.py and test_geneval.py"),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
         r"make (test|quick-test|slow-test|same|lint|format|setup)$",

@@ -143,7 +143,22 @@ class EmbeddedEngine:
 
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
         """See ``Engine``."""
-        rescored: list[torch.Tensor] = [torch.zeros(0)] * len(sequences)
+        return [log_probs for log_probs, _ in self.score(sequences, temperature, with_likeliest=False)]
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float = 1.0, with_likeliest: bool = True
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """How likely given tokens are, and whether each is the likeliest after those before it.
+
+        Args:
+            sequences: token ids.
+            temperature: divides the logits.
+            with_likeliest: False leaves the second tensor empty.
+
+        Returns:
+            For each sequence of L tokens, of all but the first: float32 ``[L - 1]`` and bool ``[L - 1]``.
+        """
+        scored = [(torch.zeros(0), torch.zeros(0, dtype=torch.bool))] * len(sequences)
         same_length = not isinstance(self._prepared(), CachedRows)
         # ``group_documents`` names each sequence by the offset at which it would begin if all were concatenated.
         offsets = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
@@ -153,10 +168,13 @@ class EmbeddedEngine:
             for row, index in enumerate(indices):
                 input_ids[row, : lengths[row]] = torch.tensor(sequences[index])
             logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
-            log_probs = logits.log_softmax(-1).gather(-1, input_ids.to(logits.device)[:, 1:, None])[..., 0].cpu()
+            targets = input_ids.to(logits.device)[:, 1:]
+            log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0].cpu()
+            is_likeliest = (logits.argmax(-1) == targets).cpu() if with_likeliest else torch.zeros_like(targets).cpu()
             for row, index in enumerate(indices):
-                rescored[index] = log_probs[row, : lengths[row] - 1].clone()
-        return rescored
+                end = lengths[row] - 1
+                scored[index] = log_probs[row, :end].clone(), is_likeliest[row, :end].clone()
+        return scored
 
     def release(self) -> None:
         """See ``Engine``. The module is left where it is."""

@@ -1,0 +1,186 @@
+"""Evaluates models: by rewards of what they draw, by distances of pictures, or by benchmarks of a harness."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sfumato.data.images.prompts import check_prompts
+from sfumato.errors import ConfigError
+from sfumato.evaluation.generate import PromptChoice, draw_samples
+from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.results import Evaluation
+from sfumato.evaluation.samples_folder import NamedSample
+from sfumato.evaluation.scoring import SampleScorer, choose_rewards, grouped_means, mean_over_groups
+from sfumato.evaluation.sources import ModelSource, is_picture_folder
+
+if TYPE_CHECKING:
+    from sfumato.rewards.base import Reward
+
+
+def evaluate_samples(
+    sources: Sequence[ModelSource],
+    prompts: PromptChoice,
+    options: GenerationOptions,
+    *,
+    rewards: Sequence[str] = (),
+    num_samples: int = 1,
+    by: str | None = None,
+    reference: Path | None = None,
+    features: Path | None = None,
+) -> tuple[Evaluation, list[NamedSample]]:
+    """Draws samples of all models for the same prompts and seeds, and scores them.
+
+    Args:
+        sources: models; the first is what the others are compared with.
+        prompts: which prompts.
+        options: how samples are drawn.
+        rewards: as of ``choose_rewards``; none, with a ``reference``, scores distances alone.
+        num_samples: of each prompt and model.
+        by: column of the prompts; each of its values gets a mean of its own.
+        reference: folder of pictures for FID and KID.
+        features: of ``load_features``.
+
+    Raises:
+        UserError: when something is missing or does not fit.
+    """
+    is_diffusion = sources[0].is_diffusion
+    network = None
+    if reference is not None:
+        if not is_diffusion:
+            raise ConfigError("--reference compares pictures, and these models answer in text: leave it out")
+        from sfumato.evaluation.distances import PictureDistances
+
+        assert features is not None
+        network = PictureDistances(reference, features, options.find_device())
+    scorer = None
+    if rewards or network is None:
+        scorer = SampleScorer(choose_rewards(rewards, sources))
+        scorer.check_modality(is_diffusion)
+    evaluation = Evaluation([source.label for source in sources])
+    all_samples: list[NamedSample] = []
+
+    def check(chosen: list[Any]) -> None:
+        _check_rows(chosen, [] if scorer is None else scorer.rewards, by)
+
+    try:
+        for drawn in draw_samples(sources, prompts, options, num_samples, check):
+            samples = drawn.samples
+            if not evaluation.notes:
+                evaluation.notes.append(f"{len(samples)} samples of each model: {drawn.settings}")
+            if scorer is not None:
+                samples, messages = scorer.score(samples)
+                for message in messages:
+                    options.say(f"{drawn.source.label}: {message}")
+                    evaluation.notes.append(f"{drawn.source.label}: {message}")
+            if network is not None:
+                for name, value in network.distances([named.sample.frames for named in samples]).items():
+                    evaluation.add_value(drawn.source.label, name, value)
+            all_samples += samples
+            options.say(f"{drawn.source.label}: {len(samples)} samples")
+    finally:
+        if scorer is not None:
+            scorer.close()
+    _add_rewards(evaluation, all_samples, by)
+    evaluation.notes += [f"{source.label}: {source.folder}" for source in sources]
+    if network is not None:
+        evaluation.notes.append(network.describe())
+    return evaluation, all_samples
+
+
+def evaluate_pictures_in_folders(
+    folders: Sequence[Path], reference: Path, features: Path, options: GenerationOptions
+) -> Evaluation:
+    """FID and KID of folders of pictures.
+
+    Raises:
+        ConfigError: when one is no folder of pictures, or the network cannot be loaded.
+        DataError: when a picture is broken.
+    """
+    from sfumato.evaluation.distances import PictureDistances, read_pictures
+
+    other = next((folder for folder in folders if not is_picture_folder(folder)), None)
+    if other is not None:
+        raise ConfigError(f"{other} is no folder of pictures: evaluate folders and models in two commands")
+    network = PictureDistances(reference, features, options.find_device())
+    evaluation = Evaluation([str(folder) for folder in folders])
+    for folder in folders:
+        for name, value in network.distances(read_pictures(folder)).items():
+            evaluation.add_value(str(folder), name, value)
+    evaluation.notes.append(network.describe())
+    return evaluation
+
+
+def evaluate_tasks(
+    sources: Sequence[ModelSource],
+    tasks: Sequence[str],
+    options: GenerationOptions,
+    *,
+    task_folder: Path | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    with_chat_template: bool = False,
+) -> Evaluation:
+    """Benchmarks of language models by lm-evaluation-harness, through this library's forward passes and engine.
+
+    Args:
+        sources: models; the first is what the others are compared with.
+        tasks: names of the harness.
+        options: how models are loaded.
+        task_folder: with YAML files of further tasks.
+        num_fewshot: examples before each question; None: as each task says.
+        limit: documents of each task.
+        with_chat_template: show documents as messages of a chat.
+
+    Raises:
+        ConfigError: when there is no such task, its data is not here, or a model draws pictures.
+        MissingDependencyError: when the harness is not installed.
+    """
+    if any(source.is_diffusion for source in sources):
+        raise ConfigError("--tasks is for language models, and one of these draws pictures")
+    from sfumato.evaluation.harness import run_tasks
+    from sfumato.evaluation.texts import text_models
+
+    evaluation = Evaluation([source.label for source in sources])
+    by_metric: dict[str, dict[str, dict[tuple[Hashable, int], float]]] = {}
+    for source, model in text_models(sources, options):
+        results = run_tasks(model, tasks, task_folder, num_fewshot, limit, with_chat_template)
+        for metric, by_document in results.by_document.items():
+            by_metric.setdefault(metric, {})[source.label] = by_document
+        for metric, value in results.aggregated.items():
+            evaluation.add_value(source.label, metric, value)
+        options.say(f"{source.label}: {len(results.by_document) + len(results.aggregated)} metrics")
+    for metric, by_model in by_metric.items():
+        evaluation.add_metric(metric, by_model)
+    evaluation.notes += [f"{source.label}: {source.folder}" for source in sources]
+    return evaluation
+
+
+def _check_rows(prompts: list[Any], rewards: Sequence[Reward], by: str | None) -> None:
+    """Raises DataError or ConfigError when a prompt lacks what a reward, or ``by``, needs."""
+    check_prompts(prompts, [reward.check_row for reward in rewards])
+    lacking = next((prompt for prompt in prompts if by is not None and by not in prompt.metadata), None)
+    if lacking is not None:
+        names = ", ".join(lacking.metadata) or "none"
+        raise ConfigError(f"--by {by}: {lacking.where} has no such column; it has {names}")
+
+
+def _add_rewards(evaluation: Evaluation, samples: Sequence[NamedSample], by: str | None) -> None:
+    """Adds the results of all rewards, and of the groups of ``by``."""
+    names = list(dict.fromkeys(name for named in samples for name in named.rewards))
+    by_model = {model: [named for named in samples if named.model == model] for model in evaluation.models}
+    for name in names:
+        evaluation.add_metric(name, {model: _values(some, name) for model, some in by_model.items()})
+        if by is None:
+            continue
+        groups = {model: grouped_means(some, by, name) for model, some in by_model.items()}
+        for group in dict.fromkeys(group for found in groups.values() for group in found):
+            evaluation.add_metric(f"{name}: {group}", {model: groups[model][group] for model in groups})
+        for model in groups:
+            evaluation.add_value(model, f"{name}: mean over {by}", mean_over_groups(groups[model]))
+
+
+def _values(samples: Sequence[NamedSample], name: str) -> Mapping[tuple[int, int], float]:
+    """Values of a reward by prompt and seed."""
+    return {(named.prompt_id, named.seed): named.rewards[name] for named in samples}

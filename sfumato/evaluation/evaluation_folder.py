@@ -1,0 +1,56 @@
+"""What an evaluation writes and prints: JSON, markdown, a page, and a table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sfumato.config.characters import in_one_line, printable
+from sfumato.config.writing import write_atomically
+from sfumato.evaluation.results import Evaluation, as_json, as_markdown, rows_of
+from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder, write_sections
+from sfumato.tracking.report_tables import section
+from sfumato.tracking.trackers import strict_json
+
+INTERVALS = "Brackets hold 95 % bootstrap intervals over prompts; differences are over pairs of equal prompt and seed."
+
+
+def write_evaluation(folder: Path, evaluation: Evaluation, samples: Sequence[NamedSample] | None) -> Path:
+    """Writes ``evaluation.json``, ``evaluation.md``, the samples, and the page, whose path is returned."""
+    write_atomically(folder / "evaluation.json", f"{strict_json(as_json(evaluation))}\n".encode())
+    write_atomically(folder / "evaluation.md", printable(as_markdown(evaluation)).encode())
+    sections = [_table(evaluation)]
+    if samples is not None:
+        written = SamplesFolder(folder)
+        for named in samples:
+            written.add(named)
+        sections.append(written.grid())
+    return write_sections(folder, "Evaluation", evaluation.notes, sections)
+
+
+def print_table(evaluation: Evaluation, as_json_text: bool) -> None:
+    """Prints the results: a table, or JSON."""
+    if as_json_text:
+        print(strict_json(as_json(evaluation)))
+        return
+    columns, rows = rows_of(evaluation)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(Text(in_one_line(column)), justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(in_one_line(cell)) for cell in row))
+    Console().print(table)
+
+
+def _table(evaluation: Evaluation) -> str:
+    """The table on the page."""
+    columns, rows = rows_of(evaluation)
+    head = "".join(f'<th scope="col">{escape(printable(column))}</th>' for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return section("Results", INTERVALS, f'<div class="scroll">{table}</div>')
