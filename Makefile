@@ -1,6 +1,7 @@
 # make quickstart   set up, then pretrain a small text-to-image model and improve it by RL (about 15 minutes on 2 cores)
 # make test         set up, then lint and test
 # make quick-test   the tests of single parts that take seconds, for the loop of a developer (at most 2 minutes)
+# make docs         build the documentation site into docs/_build; a warning is an error
 # make same         compare what every task computes with the record (about 8 minutes)
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ LAUNCH := PYTHON=$(BIN)/python bash train.sh
 # The OCR program is no Python package: it is installed where that needs no password.
 TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
 
-.PHONY: setup quickstart test quick-test slow-test same lint format clean
+.PHONY: setup quickstart test quick-test slow-test same docs lint format clean
 
 setup: $(VENV)/.installed
 
@@ -64,6 +65,14 @@ $(VENV)-extras/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-extras
 	$(VENV)-extras/bin/python -m pip install --quiet -c constraints.txt torch
 	$(VENV)-extras/bin/python -m pip install --quiet -e ".[dev,trackers,low-memory]"
+	touch $@
+
+docs: setup $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -n -W --keep-going docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
 lint: setup

@@ -3,15 +3,15 @@
 The classes of this file take a step's sample advantages from ``algorithms.advantages`` (with ``type: raw`` the rewards
 themselves) and compute an advantage for every token:
 
-========== ============ ================================================================
-of tokens  of samples   together
-========== ============ ================================================================
-``sample`` ``group``    GRPO, Dr. GRPO
-``sample`` ``rloo``     RLOO
-``sample`` ``group``    REINFORCE++-baseline, with ``std: none`` and ``whiten`` true
+=========== =========== ================================================================
+of tokens   of samples  together
+=========== =========== ================================================================
+``sample``  ``group``   GRPO, Dr. GRPO
+``sample``  ``rloo``    RLOO
+``sample``  ``group``   REINFORCE++-baseline, with ``std: none`` and ``whiten`` true
 ``returns`` ``raw``     REINFORCE++
-``gae``    ``raw``      PPO with a critic
-========== ============ ================================================================
+``gae``     ``raw``     PPO with a critic
+=========== =========== ================================================================
 
 All rows of a sequence are on one rank, next to each other and in order. Rows outside the mask (prompts, answers of
 tools) are skipped, as if the sequence did not have them, and get an advantage of 0.

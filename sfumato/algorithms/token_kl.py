@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "abs", "k2", "k3"]
-"""Of KL(policy, reference), from l = log p - log p_reference: l, |l|, l^2 / 2, and exp(-l) - 1 + l, which is never
+"""Of KL(policy, reference), from l = log p - log p_reference: ``l, abs(l), l^2 / 2, exp(-l) - 1 + l``, which is never
 below 0 (Schulman, "Approximating KL divergence", 2020)."""
 
 
@@ -28,7 +28,7 @@ class TokenKL:
     coef: float = 0.0
     """Factor of the penalty; 0 computes no reference."""
     estimator: Estimator = "k3"
-    """From l = log p - log p_reference of a token: k1 is l, abs |l|, k2 l^2 / 2, k3 exp(-l) - 1 + l."""
+    """From l = log p - log p_reference: k1 is ``l``, abs ``abs(l)``, k2 ``l^2 / 2``, k3 ``exp(-l) - 1 + l``."""
     where: Literal["loss", "reward"] = "loss"
     """loss adds the penalty, with its gradient, to a token's loss; reward takes it from the reward, without one."""
     gradient: Literal["estimator", "k2"] = "estimator"

@@ -73,7 +73,7 @@ class PPOClip(_Clipped):
     type: ClassVar[str] = "ppo_clip"
 
     dual_clip: float | None = None
-    """Where the advantage is below 0 the loss is at most this times |A|, so that no ratio is too large (arXiv
+    """Where the advantage is below 0 the loss is at most this times ``abs(A)``, so that no ratio is too large (arXiv
     1912.09729); null has no such bound. verl takes 3."""
     max_drift: float | None = None
     """Leave out tokens with an advantage below 0 in sequences whose mean of log p_old - log p is above this
@@ -315,7 +315,7 @@ def sequence_log_ratio(
 def _clip_surrogate(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, dual_clip: float | None
 ) -> RowLosses:
-    """``clipped_surrogate``, with losses bounded by ``dual_clip`` |A| where the advantage is below 0.
+    """``clipped_surrogate``, with losses bounded by ``dual_clip * abs(A)`` where the advantage is below 0.
 
     The statistics also count the rows that the clip leaves without a gradient, and those at the bound.
     """

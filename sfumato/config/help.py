@@ -27,51 +27,106 @@ The YAML file comes first; dotted overrides of any field follow. Values are read
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class VariantHelp:
+    """A class that a field may hold, chosen by its ``type``."""
+
+    type: str
+    summary: str
+    fields: tuple[tuple[str, object, str], ...]
+    """Name, default and text of each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldHelp:
+    """A field of a configuration."""
+
+    path: str
+    """Dotted, such as ``train.lr``."""
+    kind: str
+    default: str
+    text: str
+    variants: tuple[VariantHelp, ...] = ()
+    variant_path: str = ""
+    """Path of a variant's fields: of a list, that of its first item."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SectionHelp:
+    """A section of a configuration; the outermost has no path."""
+
+    path: str
+    summary: str
+    fields: tuple[FieldHelp, ...]
+    """Its plain fields. Those of the sections inside it stand with these."""
+
+
 def format_help(schema: type[Section]) -> str:
     """Help text of a configuration: one entry per field, variants listed with their own fields."""
     summary = inspect.cleandoc(schema.__doc__ or "")
-    return "\n".join([USAGE.format(command=schema.usage), summary, "", *_section_lines(schema, "", schema.presets({}))])
+    lines = [USAGE.format(command=schema.usage), summary, ""]
+    for section in describe_sections(schema):
+        lines += ["", f"[{section.path}]  {section.summary}"] if section.path else []
+        for field in section.fields:
+            lines += _entry(field)
+            for variant in field.variants:
+                lines.append(f"      type: {variant.type}  {variant.summary}")
+                lines += [
+                    f"        {field.variant_path}.{name} = {default}  {text}" for name, default, text in variant.fields
+                ]
+    return "\n".join(lines)
 
 
-def _section_lines(schema: type[BaseModel], prefix: str, presets: dict[str, Any]) -> list[str]:
-    """Lines about the fields of a section, then about the sections inside it.
+def describe_sections(schema: type[Section]) -> list[SectionHelp]:
+    """What ``--help`` says of a configuration, section by section, with the default recipe's values as defaults."""
+    return _describe(schema, "", schema.presets({}), ())
+
+
+def _describe(
+    schema: type[BaseModel], prefix: str, presets: dict[str, Any], first: tuple[FieldHelp, ...]
+) -> list[SectionHelp]:
+    """A section, then the sections inside it.
 
     Args:
         schema: the section.
         prefix: dotted place of the section, with a dot at its end.
         presets: values that the default recipe sets, which are shown as defaults.
+        first: the entry of the section as a whole, where it may be left out.
     """
-    lines = []
-    # plain fields first: after a section's heading its own fields would seem to belong to that section
-    for name, field in sorted(
-        schema.model_fields.items(), key=lambda pair: inner_section(pair[1].annotation) is not None
-    ):
+    plain_fields = list(first)
+    inner_sections: list[SectionHelp] = []
+    for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
         inner = inner_section(field.annotation)
-        variant = next((marker for marker in _metadata(field) if isinstance(marker, Variant)), None)
         if inner is not None:
-            lines += ["", f"[{path}]  {inspect.cleandoc(inner.__doc__ or '').splitlines()[0]}"]
-            if not field.is_required() and field.default is None:
-                lines += _entry(path, "section", "null", field.description or "")
-            lines += _section_lines(inner, f"{path}.", presets.get(name, {}))
+            is_optional = not field.is_required() and field.default is None
+            whole = (FieldHelp(path, "section", "null", field.description or ""),) if is_optional else ()
+            inner_sections += _describe(inner, f"{path}.", presets.get(name, {}), whole)
             continue
-        default = f"{presets[name]}, from the recipe" if name in presets else _default(field, variant)
-        lines += _entry(path, _type_name(field.annotation, variant), default, field.description or "")
-        entry = f"{path}.0" if typing.get_origin(field.annotation) is list else path
-        for cls in find_variants(variant.source).values() if variant else []:
-            lines += _variant_lines(cls, entry)
-    return lines
+        variant = next((marker for marker in _metadata(field) if isinstance(marker, Variant)), None)
+        plain_fields.append(
+            FieldHelp(
+                path,
+                _type_name(field.annotation, variant),
+                f"{presets[name]}, from the recipe" if name in presets else _default(field, variant),
+                field.description or "",
+                tuple(_describe_variant(cls) for cls in find_variants(variant.source).values()) if variant else (),
+                f"{path}.0" if typing.get_origin(field.annotation) is list else path,
+            )
+        )
+    summary = inspect.cleandoc(schema.__doc__ or "").splitlines()[0]
+    return [SectionHelp(prefix.removesuffix("."), summary, tuple(plain_fields)), *inner_sections]
 
 
-def _variant_lines(cls: type, path: str) -> list[str]:
-    lines = [f"      type: {cls.type}  {inspect.cleandoc(cls.__doc__ or '').splitlines()[0]}"]
+def _describe_variant(cls: type) -> VariantHelp:
     docs = attribute_docs(cls)
+    fields = []
     for field in (field for field in dataclasses.fields(cls) if field.init):
         default = field.default if field.default is not dataclasses.MISSING else "required"
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        lines.append(f"        {path}.{field.name} = {default}  {docs.get(field.name, '')}")
-    return lines
+        fields.append((field.name, default, docs.get(field.name, "")))
+    return VariantHelp(cls.type, inspect.cleandoc(cls.__doc__ or "").splitlines()[0], tuple(fields))
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
@@ -115,9 +170,9 @@ def _texts_below(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
                 yield name, " ".join(text.split())
 
 
-def _entry(path: str, kind: str, default: str, text: str) -> list[str]:
-    wrapped = textwrap.wrap(" ".join(text.split()), 96)
-    return [f"  --{path} {kind}  (default: {default})", *(f"      {line}" for line in wrapped)]
+def _entry(field: FieldHelp) -> list[str]:
+    wrapped = textwrap.wrap(" ".join(field.text.split()), 96)
+    return [f"  --{field.path} {field.kind}  (default: {field.default})", *(f"      {line}" for line in wrapped)]
 
 
 def _default(field: FieldInfo, variant: Variant | None) -> str:

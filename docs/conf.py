@@ -1,0 +1,70 @@
+"""The documentation site: ``make docs`` builds it offline, and every warning is an error.
+
+Pages are plain Markdown that reads as well without the site. The reference of configurations is made here from the
+schema (``reference.py``), so it says what ``--help`` says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(DOCS.parent))
+sys.path.insert(0, str(DOCS))
+
+from reference import write_configuration_pages  # noqa: E402
+from sphinx.application import Sphinx  # noqa: E402
+
+import sfumato  # noqa: E402
+
+project = "sfumato"
+author = "The sfumato authors"
+copyright = "The sfumato authors. Apache-2.0"
+release = sfumato.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+nitpicky = True
+# annotations name classes of other libraries and of files that have no page here
+nitpick_ignore_regex = [(r"py:(class|exc)", r".*")]
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["myst.header"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+
+html_theme = "furo"
+html_title = "sfumato"
+html_static_path = ["images"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+
+_LINK = re.compile(r"\]\((?P<path>\.\.?/[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+_PAGES_OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md", "README.md": "index.md"}
+
+
+def _link_within_site(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Lets links to pages beside ``docs/`` lead to their page of the site."""
+    page = Path(app.srcdir) / f"{docname}.md"
+    up = "../" * docname.count("/")
+
+    def replace(match: re.Match[str]) -> str:
+        target = (page.parent / match["path"]).resolve()
+        if target.parent == DOCS.parent and target.name in _PAGES_OUTSIDE:
+            return f"]({up}{_PAGES_OUTSIDE[target.name]}{match['anchor'] or ''})"
+        return match[0]
+
+    source[0] = _LINK.sub(replace, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("builder-inited", lambda app: write_configuration_pages(Path(app.srcdir) / "configuration_reference"))
+    app.connect("source-read", _link_within_site)
