@@ -69,7 +69,8 @@ class TextDataConfig(Section):
     """Columns of the text or messages, the first that a row has; empty takes content_split, text, content; messages,
     conversations; prompt, chosen and rejected."""
     chat_template: FilePath | None = None
-    """A Jinja file, or `chatml`; null takes the tokenizer's own."""
+    """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
+    images); null takes the tokenizer's own."""
     max_seq_len: int = Field(2048, ge=3)
     """Most tokens of a sample, and of a row under dynamic batching. Longer plain text is cut into several samples."""
     overlong: Literal["stop", "skip", "truncate"] = "stop"

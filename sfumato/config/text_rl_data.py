@@ -29,7 +29,8 @@ class TextPromptDataConfig(Section):
     synthetic: SyntheticTextConfig | None = None
     """Problems made in code instead of train_path and eval_path; evaluation has only those that are held out."""
     chat_template: FilePath | None = None
-    """A Jinja file, or `chatml`; null takes the tokenizer's own; `none` leaves prompts as they are."""
+    """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
+    images); null takes the tokenizer's own; `none` leaves prompts as they are."""
     chat_template_options: dict[str, Any] = {}
     """Variables of the chat template, such as `{enable_thinking: false}`."""
     system_prompt: str | None = Field(None, min_length=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sfumato.data.files.file_digests import FileDigests
 from sfumato.data.files.file_rows import FileRows
+from sfumato.data.files.mapped_rows import MappedRows
 from sfumato.data.files.picture_folder import FolderRows
 from sfumato.data.files.rows import JoinedRows
 from sfumato.data.media.pictures import File
@@ -89,6 +90,8 @@ def digest_rows(rows: RowTable) -> str | list[Any]:
     """What identifies the rows of a table, as values that JSON can hold: digests of files, or a listing of a folder."""
     if isinstance(rows, JoinedRows):
         return [digest_rows(part) for part in rows.parts]
+    if isinstance(rows, MappedRows):
+        return [digest_rows(rows.rows), rows.mapping.content]
     if isinstance(rows, FileRows):
         return content_of_file(rows.path)
     if isinstance(rows, FolderRows):

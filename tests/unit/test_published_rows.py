@@ -168,9 +168,10 @@ def test_what_nothing_reads_and_rows_of_both_sets_are_said_once(tmp_path):
     )
     transform = build_transform(data, build_tokenizer())
     lines = describe_text_data(data, open_sources(data), open_validation(data), transform, 256)
-    assert lines[0].endswith("not read: column 'id', column 'source', key 'uuid' of messages")
+    assert lines[0] == "a: rows read as OpenAI messages (messages)"
+    assert lines[1].endswith("not read: column 'id', column 'source', key 'uuid' of messages")
     shared = f"{tmp_path}/b.jsonl, line 2 is {tmp_path}/a.jsonl, line 4; {tmp_path}/b.jsonl, line 3 is"
-    assert f"2 of the 3 evaluation rows are among the training rows ({shared}" in lines[1]
+    assert f"2 of the 3 evaluation rows are among the training rows ({shared}" in lines[2]
 
 
 @pytest.mark.parametrize("kind", ["mapping", "iterable"])

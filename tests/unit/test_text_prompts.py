@@ -197,8 +197,9 @@ def test_prompts_that_are_too_long(tmp_path):
     prompts, said = load(config_of(tmp_path, rows, overlong="drop", **options))
     assert [len(prompt.token_ids) for prompt in prompts] == [3, 4]
     assert said == [
+        "data.train_path: rows read as prompts (prompt)",
         "data.train_path: 2 of 4 prompts are longer than data.max_prompt_tokens 10 and were left out; the first is "
-        f"{tmp_path / 'rows.jsonl'}, line 2 (50 tokens)"
+        f"{tmp_path / 'rows.jsonl'}, line 2 (50 tokens)",
     ]
     long = [{"prompt": "abcdefghijklmnop"}]
     prompts, said = load(config_of(tmp_path, long, overlong="truncate_left", **options))
@@ -260,7 +261,7 @@ class Riddles(PromptFormat):
 
 
 def test_a_tokenizer_without_a_template_needs_one():
-    with pytest.raises(ConfigError, match=r"set data\.chat_template to chatml or to a Jinja file, or to none"):
+    with pytest.raises(ConfigError, match=r"set data\.chat_template to chatml, .*hermes or a Jinja file, or to none"):
         build_prompt_template(TextPromptDataConfig(synthetic={}), build_tokenizer())
 
 

@@ -424,7 +424,7 @@ def test_what_cannot_be_is_refused(fields, why):
 
 
 def test_a_template_without_tools_is_refused():
-    with pytest.raises(ConfigError, match=r"leaves out the tool 'calculator'; data\.chat_template hermes does"):
+    with pytest.raises(ConfigError, match=r"leaves out the tool 'calculator'; data\.chat_template hermes shows tools"):
         ToolUse().prepare(template_of("chatml"))
     with pytest.raises(ConfigError, match="needs a chat template"):
         ToolUse().prepare(template_of("none"))

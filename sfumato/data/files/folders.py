@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed
+from sfumato.data.files.dataset_info import RowMapping, read_entry, split_dataset_name
+from sfumato.data.files.remote import URL, RemoteFile, is_url, list_remote, without_secrets
 from sfumato.errors import DataError
 
 TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
@@ -40,10 +42,14 @@ SHARED_EXAMPLES = 3
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder that are read, and notes about the others for the user."""
+    """The files of a path that are read, and notes for the user, such as about the others in a folder."""
 
     files: list[Path]
     notes: list[str] = field(default_factory=list)
+    mapping: RowMapping | None = None
+    """What gives columns and roles the names that formats know, of a data set of a ``dataset_info.json``."""
+    remote: dict[Path, RemoteFile] = field(default_factory=dict)
+    """Of files at URLs, by where they lie once they are fetched."""
 
 
 def data_ending(path: Path) -> str:
@@ -53,29 +59,49 @@ def data_ending(path: Path) -> str:
 
 
 def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Path]:
-    """The files that ``open_rows`` opens.
+    """The files of ``find_sources``. Raises as it does."""
+    return [file for part in find_sources(path, option, held_out) for file in part.files]
 
-    Of a folder whose files and subfolders are named for several splits (train, validation, test, as datasets reads
-    names) only the training split is read, or with ``held_out`` the validation split, else the test split.
+
+def find_sources(path: str | Path, option: str, held_out: bool = False) -> list[FolderFiles]:
+    """The files that ``open_rows`` opens, for each of several paths.
+
+    A path is a file, a folder, a pattern, a URL of any of these, or ``FOLDER:NAME``, a data set of a
+    ``dataset_info.json``. Of a folder whose files and subfolders are named for several splits (train, validation, test,
+    as datasets reads names) only the training split is read, or with ``held_out`` the validation split, else the test
+    split.
 
     Raises DataError when a file is missing, given twice, or of another kind.
     """
-    files = [file for part in _find_parts(path, option, held_out) for file in part.files]
-    refuse_twice(files, option)
-    for file in files:
-        ending = data_ending(file)
-        if ending not in ENDINGS:
-            raise DataError(f"{option}: {file} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
-        in_place = ending in OPENED and not is_compressed(file)
-        if problem := file_problem(file, None if in_place else MAX_LOADED):
-            hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
-            raise DataError(f"{option}: {file} {problem}{hint}")
-    return files
+    parts = _find_parts(path, option, held_out)
+    refuse_twice([file for part in parts for file in part.files], option)
+    for part in parts:
+        for file in part.files:
+            _check_file(file, option, part.remote.get(file))
+    return parts
+
+
+def _check_file(file: Path, option: str, remote: RemoteFile | None) -> None:
+    """Raises DataError for a file that is not of a kind that is read, or too large for it."""
+    ending = data_ending(file)
+    if ending not in ENDINGS:
+        shown = file if remote is None else remote.shown
+        raise DataError(f"{option}: {shown} must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}")
+    most_bytes = None if ending in OPENED and not is_compressed(file) else MAX_LOADED
+    if remote is None:
+        problem = file_problem(file, most_bytes)
+    elif most_bytes is not None and remote.size > most_bytes:
+        problem = f"has {remote.size:,} bytes, more than the {most_bytes:,} that are read"
+    else:
+        problem = None
+    if problem:
+        hint = ": write the rows as .jsonl or .parquet, which are not held in memory" if "bytes" in problem else ""
+        raise DataError(f"{option}: {file if remote is None else remote.shown} {problem}{hint}")
 
 
 def describe_left_out(path: str | Path | None, option: str, held_out: bool = False) -> list[str]:
     """Lines about files of a folder that are not read, and about subsets that are read together."""
-    if path is None or Path(path).suffix.lower() in (".yaml", ".yml"):
+    if path is None or (Path(path).suffix.lower() in (".yaml", ".yml") and not is_url(str(path))):
         return []
     return [f"{option}: {note}" for part in _find_parts(path, option, held_out) for note in part.notes]
 
@@ -131,8 +157,32 @@ def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFil
     return [_find_part(part, option, held_out) for part in parts]
 
 
+def _find_remote(url: str, option: str, held_out: bool) -> FolderFiles:
+    """The files at a URL. Raises DataError for none."""
+    root, remote_files = list_remote(url, option)
+    by_path = {file.path: file for file in remote_files}
+    unversioned = [file.shown for file in remote_files if not file.version]
+    notes = [f"{unversioned[0]}: its server states no version: a change of equal size is not noticed"] * bool(
+        unversioned
+    )
+    if not root:
+        return FolderFiles([*by_path], notes, remote=by_path)
+    # The names of a folder choose splits, so they are looked at where they lie, and not where they are fetched to.
+    shown_root = Path(URL.sub("/", without_secrets(url)).rstrip("/"))
+    places = {Path(URL.sub("/", file.shown)): file for file in remote_files}
+    chosen = _choose_files(sorted(places), shown_root, option, held_out)
+    files = [places[file].path for file in chosen.files]
+    return FolderFiles(files, [*chosen.notes, *notes], remote=by_path)
+
+
 def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
     """The files of one path: a file, a pattern such as ``test-*.parquet``, or a folder. Raises DataError for none."""
+    if is_url(part):
+        return _find_remote(part, option, held_out)
+    if dataset := split_dataset_name(part):
+        entry = read_entry(*dataset, option)
+        inner = _find_part(str(entry.path), option, held_out)
+        return FolderFiles(inner.files, [str(entry.mapping), *inner.notes], entry.mapping)
     path = Path(part)
     if part and not path.exists() and ("*" in path.name or "?" in path.name):
         matching = sorted(file for file in path.parent.glob(path.name) if file.is_file())
@@ -153,6 +203,11 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
         for file in folder.rglob("*")
         if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
+    return _choose_files(inside, folder, option, held_out)
+
+
+def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool) -> FolderFiles:
+    """Those of the files in a folder that are read; nothing is opened. Raises DataError for none."""
     readable = [file for file in inside if data_ending(file) in ENDINGS and file.name not in NOT_DATA]
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sfumato.data.files.row_blocks import RowFile
+from sfumato.data.files.rows import RowFile
 
 if TYPE_CHECKING:
     from sfumato.data.files.rows import FileTable

@@ -11,28 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sfumato.data.files.arrow_values import arrow_row
 from sfumato.data.files.file_rows import FileRows
-from sfumato.data.files.rows import JoinedRows, JsonlRows, RowTable, empty_file, open_file
+from sfumato.data.files.rows import JoinedRows, JsonlRows, RowFile, RowTable, empty_file
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
 
     from sfumato.data.files.rows import FiledRows, FileTable
-
-
-@dataclass(frozen=True)
-class RowFile:
-    """A file that has not been opened."""
-
-    path: Path
-    text_column: str
-    """Name of the only column of a .txt file."""
-    option: str
-    """The configuration field that holds the path, for messages."""
-
-    def open(self) -> FileTable:
-        """Opens the rows. Raises DataError when the file is broken or empty."""
-        return open_file(self.path, self.text_column, self.option)
 
 
 Table = RowFile | RowTable
@@ -90,7 +75,7 @@ class RowBlocks:
         Raises:
             DataError: when a file is empty or broken.
         """
-        parts: list[RowTable | _RowSlice] = []
+        parts: list[RowTable] = []
         sources = []
         place = start
         missing = most
@@ -110,23 +95,26 @@ class RowBlocks:
         rows = JoinedRows(cast("list[FileTable]", parts))  # of which a block needs rows, places and folders alone
         return RowBlock(rows, after, is_last, [*accumulate(map(len, parts))], sources)
 
-    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable | _RowSlice, FilePlace]:
+    def _read_table(self, place: FilePlace, most: int) -> tuple[RowTable, FilePlace]:
         """Up to ``most`` rows of one table, and the place after them, which is in the next table when it has ended."""
         table = self._tables[place.table][1]
         if isinstance(table, RowFile) and table.path.suffix.lower() == ".jsonl":
-            lines = JsonlRows(table.path, (place.position, place.number), most)
+            lines = JsonlRows(table.fetch(), (place.position, place.number), most)
             if len(lines) == 0 and place.number == 0:
                 raise empty_file(table.path, table.option)
             has_ended = len(lines) < most
-            return lines, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, *lines.end)
+            after = FilePlace(place.table + 1) if has_ended else FilePlace(place.table, *lines.end)
+            return table.with_mapping(lines), after
         whole = self._open(place.table)
         stop = min(place.position + most, len(whole))
-        rows = (
+        rows: RowTable = (
             whole.part(place.position, stop)
             if isinstance(whole, _RowGroups)
             else _RowSlice(whole, place.position, stop)
         )
         has_ended = stop == len(whole)
+        if isinstance(table, RowFile) and isinstance(whole, _RowGroups):  # any other table has been mapped as a whole
+            rows = table.with_mapping(rows)
         return rows, FilePlace(place.table + 1) if has_ended else FilePlace(place.table, stop, stop)
 
     def _open(self, number: int) -> RowTable | _RowGroups:
@@ -143,7 +131,7 @@ def _open_table(table: Table) -> RowTable | _RowGroups:
         return table
     if table.path.suffix.lower() != ".parquet":
         return table.open()
-    rows = _RowGroups(table.path)
+    rows = _RowGroups(table.fetch())
     if len(rows) == 0:
         raise empty_file(table.path, table.option)
     return rows
@@ -170,6 +158,10 @@ class _RowSlice:
     def folder(self, index: int) -> Path:
         """The folder of the row's file."""
         return cast("FiledRows", self._rows).folder(self._start + index)
+
+    def fingerprint(self) -> str:
+        """That of all rows, and which of them these are."""
+        return f"{self._rows.fingerprint()} {self._start} {self._stop}"
 
 
 class _RowGroups:

@@ -14,21 +14,26 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.arrow_values import arrow_row, arrow_rows
 from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
-from sfumato.data.files.folders import data_ending, find_files
+from sfumato.data.files.folders import data_ending, find_sources
+from sfumato.data.files.mapped_rows import MappedRows
 from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+
+    from sfumato.data.files.dataset_info import RowMapping
+    from sfumato.data.files.remote import RemoteFile
 
 ARROW_BLOCK = 1000
 """Rows of an Arrow table that are converted to Python values in one call, where all rows are read."""
@@ -357,7 +362,8 @@ def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = 
     Args:
         path: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of such files (searched with its
             subfolders, in the order of their names; of one that holds several splits, see ``find_files``), or several
-            of these with commas between. All but .parquet, .arrow and .tar files may be compressed.
+            of these with commas between. All but .parquet, .arrow and .tar files may be compressed. Also URLs, and data
+            sets of a ``dataset_info.json`` (see ``find_sources``).
         text_column: name of the only column of a .txt file.
         option: the configuration field that holds the path, for messages.
         held_out: whether the rows are for evaluation.
@@ -368,7 +374,47 @@ def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = 
     Raises:
         DataError: when a file is missing, empty, broken, or of another kind.
     """
-    return join_rows([open_file(file, text_column, option) for file in find_files(path, option, held_out)])
+    return join_rows([file.open() for file in find_row_files(path, text_column, option, held_out)])
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file that has not been opened."""
+
+    path: Path
+    text_column: str
+    """Name of the only column of a .txt file."""
+    option: str
+    """The configuration field that holds the path, for messages."""
+    mapping: RowMapping | None = None
+    """What gives columns and roles the names that formats know."""
+    remote: RemoteFile | None = None
+    """The file at a URL that ``path`` holds once it is fetched."""
+
+    def fetch(self) -> Path:
+        """The path, fetched where it is at a URL. Raises DataError when it cannot be."""
+        return self.path if self.remote is None else self.remote.fetch()
+
+    def open(self) -> FileTable:
+        """Opens the rows. Raises DataError when the file is broken or empty."""
+        rows = open_file(self.fetch(), self.text_column, self.option)
+        return cast("FileTable", self.with_mapping(rows))
+
+    def with_mapping(self, rows: RowTable) -> RowTable:
+        """Rows of this file by the names that formats know."""
+        return rows if self.mapping is None else MappedRows(rows, self.mapping)
+
+
+def find_row_files(path: str | Path, text_column: str, option: str, held_out: bool = False) -> list[RowFile]:
+    """The files that ``open_rows`` opens, in order; files at URLs are listed, and fetched when they are opened.
+
+    Raises DataError when a file is missing, given twice, or of another kind.
+    """
+    return [
+        RowFile(file, text_column, option, part.mapping, part.remote.get(file))
+        for part in find_sources(path, option, held_out)
+        for file in part.files
+    ]
 
 
 def join_rows(tables: list[FileTable]) -> FileTable:

@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.files.folders import find_files, refuse_twice
+from sfumato.data.files.folders import refuse_twice
 from sfumato.data.files.late_rows import LateRows
-from sfumato.data.files.row_blocks import RowFile, Table
-from sfumato.data.files.rows import RowTable, join_rows
+from sfumato.data.files.remote import is_url, without_secrets
+from sfumato.data.files.row_blocks import Table
+from sfumato.data.files.rows import RowFile, RowTable, find_row_files, join_rows
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
@@ -63,7 +64,7 @@ class SourcesFile(Section):
     """A YAML file with several sources, as VeOmni has them."""
 
     sources: list[str] = Field(min_length=1)
-    """Files or folders, relative to the YAML file, else to the working directory."""
+    """Files or folders, relative to the YAML file, else to the working directory; or URLs."""
     names: list[str] | None = None
     """Names in messages and metrics; null takes the paths."""
     schedule: list[ScheduleEntry] | None = Field(None, min_length=1, max_length=1)
@@ -112,25 +113,17 @@ def open_sources_once(config: TextDataConfig, mesh: Mesh) -> Sources:
     opened: list[Sources] = []
 
     def describe() -> tuple[Any, ...]:
-        sources = open_sources(config)
+        listing = _list_files(str(config.train_path), config, "data.train_path")
+        sources = _open_listed(*listing, is_streamed=False)
         opened.append(sources)
-        parts = [getattr(rows, "parts", [rows]) for rows in sources.rows]
-        files = [[(str(part.path), len(part)) for part in source] for source in parts]
+        lengths = [[len(part) for part in getattr(rows, "parts", [rows])] for rows in sources.rows]
         fingerprints = [rows.fingerprint() for rows in sources.rows]
-        return sources.names, files, fingerprints, sources.weights, sources.level, sources.stopping
+        return sources.names, listing[1], lengths, fingerprints, sources.weights, sources.level, sources.stopping
 
-    names, files, fingerprints, *mixture = mesh.value_of_first(describe)
+    names, files, lengths, fingerprints, *mixture = mesh.value_of_first(describe)
     if opened:
         return opened[0]
-    column = _text_column(config)
-    rows: list[RowTable] = [
-        LateRows(
-            [RowFile(Path(path), column, "data.train_path") for path, _ in source],
-            [length for _, length in source],
-            fingerprint,
-        )
-        for source, fingerprint in zip(files, fingerprints, strict=True)
-    ]
+    rows: list[RowTable] = [LateRows(*source) for source in zip(files, lengths, fingerprints, strict=True)]
     return Sources(names, rows, *mixture)
 
 
@@ -145,17 +138,27 @@ def open_validation(config: TextDataConfig) -> Sources | None:
 
 
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:
-    text_column = _text_column(config)
-    if Path(path).suffix.lower() not in (".yaml", ".yml"):
-        file = SourcesFile(sources=[path], names=[Path(path).stem])  # pyright: ignore[reportCallIssue]  # has a default
+    return _open_listed(*_list_files(path, config, option, held_out), is_streamed)
+
+
+def _list_files(
+    path: str, config: TextDataConfig, option: str, held_out: bool = False
+) -> tuple[SourcesFile, list[list[RowFile]]]:
+    """How the sources of a path are mixed, and the files of each. Raises as ``open_sources``."""
+    if Path(path).suffix.lower() not in (".yaml", ".yml") or is_url(path):
+        name = Path(without_secrets(path)).stem
+        file = SourcesFile(sources=[path], names=[name])  # pyright: ignore[reportCallIssue]  # has a default
         places = [(path, option)]
     else:
         file = load_config(SourcesFile, path)
         places = [*_iterate_places(path, file.sources)]
-    files = [
-        [RowFile(path, text_column, entry) for path in find_files(place, entry, held_out)] for place, entry in places
-    ]
+    column = _text_column(config)
+    files = [find_row_files(place, column, entry, held_out) for place, entry in places]
     refuse_twice([file.path for source in files for file in source], path)
+    return file, files
+
+
+def _open_listed(file: SourcesFile, files: list[list[RowFile]], is_streamed: bool) -> Sources:
     weights = file.schedule[0].weights if file.schedule and len(files) > 1 else None
     mixture = (weights, file.level, file.stopping_strategy)
     rows: list[RowTable] = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
@@ -171,7 +174,7 @@ def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:
     """The paths of each source of a YAML file, and what messages call it."""
     for number, source in enumerate(sources):
         entry = f"{path}: sources.{number}"
-        if Path(source).suffix.lower() in (".yaml", ".yml"):
+        if Path(source).suffix.lower() in (".yaml", ".yml") and not is_url(source):
             raise DataError(f"{entry}: {source} is a YAML file; sources are data files and folders")
         yield _resolve_paths(path, source), entry
 

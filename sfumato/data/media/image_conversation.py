@@ -16,8 +16,9 @@ from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
 from sfumato.data.media.vision import ImageReader, Images, Span
 from sfumato.data.text.chat import ChatTemplate, build_chat_template
-from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, find_key, fingerprint_of, fit
-from sfumato.data.text.messages import Messages, read_messages, read_tools
+from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, fingerprint_of, fit
+from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.row_layouts import CONVERSATION_KEYS, read_conversation
 from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
 from sfumato.errors import DataError
@@ -43,7 +44,7 @@ class ImageConversation(ImageLimits, TextFormat):
         reader: ImageReader = tokenizer
         template = build_chat_template(config.chat_template, reader.tokenizer)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
-        keys = config.text_keys or ["messages", "conversations"]
+        keys = config.text_keys or CONVERSATION_KEYS
         transform = ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
         return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
@@ -141,7 +142,7 @@ class ImageConversationTransform:
 
     def _read(self, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """The messages of a row, whose contents are lists of parts, and the media that these name."""
-        return self._take(read_messages(row[find_key(row, self.keys, where)], where, row.get("system")), row, where)
+        return self._take(read_conversation(row, self.keys, where), row, where)
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """As ``_read``, for messages that have been read from the row."""

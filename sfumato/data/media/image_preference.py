@@ -13,6 +13,7 @@ from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.format import TextSample, TextTransform, fingerprint_of, refuse_equal
 from sfumato.data.text.messages import Messages, read_tools
 from sfumato.data.text.pairs import read_pair
+from sfumato.data.text.row_layouts import PAIRS, PREFERENCE_KEYS, convert_row
 from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
@@ -28,7 +29,7 @@ class ImagePreference(ImageConversation):
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: ImageReader = tokenizer
-        keys = config.text_keys or ["prompt", "chosen", "rejected"]
+        keys = config.text_keys or PREFERENCE_KEYS
         if len(keys) not in (2, 3):
             raise ConfigError(
                 f"data.text_keys of {self.type} data must be two columns (better and worse conversation) or three "
@@ -84,7 +85,8 @@ class ImagePreferenceTransform(ImageConversationTransform):
 
         Raises DataError when an answer holds an image.
         """
-        pair = read_pair(row, self.keys, where)
+        columns = convert_row(PAIRS, row, "preference", where) if self.keys == PREFERENCE_KEYS else row
+        pair = read_pair(columns, self.keys, where)
         conversations = []
         files = []
         shared = next(index for index, (chosen, rejected) in enumerate(zip(*pair, strict=False)) if chosen != rejected)

@@ -424,7 +424,10 @@ class _Chat:
                         raise self._error(index, f"the chat template leaves out its call of {name!r}")
         for name in _tool_names(self.tools or []):
             if name not in text:
-                raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}")
+                raise DataError(
+                    f"{self.where}: the chat template leaves out the tool {name!r}; data.chat_template hermes shows "
+                    f"tools (templates by name: {', '.join(template_names())})"
+                )
 
     def _error(self, index: int, problem: str) -> DataError:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
@@ -434,7 +437,7 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) ->
     """Builds the chat template of a configuration.
 
     Args:
-        name: ``chatml``, a Jinja file, or None for the tokenizer's own.
+        name: of a template of sfumato, a Jinja file, or None for the tokenizer's own.
         tokenizer: a fast tokenizer.
 
     Raises:
@@ -443,7 +446,10 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) ->
     check_fast(tokenizer)
     if name is None:
         if not tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template: set data.chat_template to chatml or to a Jinja file")
+            raise ConfigError(
+                f"the tokenizer has no chat template: set data.chat_template to {', '.join(template_names())} or to a "
+                "Jinja file"
+            )
         try:
             texts = [tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])]
         except ValueError as error:
@@ -511,12 +517,17 @@ def has_content(message: Message) -> bool:
     return isinstance(content, str) and (may_be_empty or bool(content.strip()))
 
 
+def template_names() -> list[str]:
+    """Names of the templates that come with sfumato, for ``data.chat_template``."""
+    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+
+
 def _read_template(name: str) -> str:
     """Reads a template of sfumato by its name, or a file. Raises ConfigError when there is none."""
     shipped = TEMPLATES / f"{name}.jinja"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+        names = ", ".join(template_names())
         raise ConfigError(f"data.chat_template: no Jinja file {name}; the templates with a name are {names}")
     return read_text(path)
 

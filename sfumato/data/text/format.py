@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -162,7 +162,7 @@ def source_of(text_format: TextFormat) -> list[str]:
     return [] if module.__name__.startswith("sfumato.") else [inspect.getsource(module)]
 
 
-def find_key(row: dict[str, object], keys: list[str], where: str) -> str:
+def find_key(row: Mapping[str, object], keys: list[str], where: str) -> str:
     """The first of ``keys`` that the row has a value for. Raises DataError that lists the row's columns."""
     for key in keys:
         if row.get(key) is not None:

@@ -25,14 +25,23 @@ from sfumato.data.text.format import (
     fit,
     refuse_equal,
 )
-from sfumato.data.text.messages import Messages, read_messages, read_tools
-from sfumato.data.text.pairs import as_messages, read_pair
+from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.pairs import as_messages, read_pair, with_explicit_prompt
+from sfumato.data.text.row_layouts import (
+    CONVERSATION_KEYS,
+    LABELLED,
+    PAIRS,
+    PREFERENCE_KEYS,
+    UNPAIRED_KEYS,
+    convert_row,
+    read_conversation,
+)
 from sfumato.data.text.step_labels import (
     SEPARATORS,
     place_steps,
     read_label,
     read_list,
-    read_number,
+    read_margin,
     step_ends,
     with_last,
 )
@@ -75,7 +84,7 @@ class Conversation(TextFormat):
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         template = build_chat_template(config.chat_template, tokenizer)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
-        keys = config.text_keys or ["messages", "conversations"]
+        keys = config.text_keys or CONVERSATION_KEYS
         return ConversationTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
@@ -87,7 +96,7 @@ class Preference(TextFormat):
     documents_per_sample: ClassVar[int] = 2
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
-        keys = config.text_keys or ["prompt", "chosen", "rejected"]
+        keys = config.text_keys or PREFERENCE_KEYS
         if len(keys) not in (2, 3):
             raise ConfigError(
                 "data.text_keys of preference data must be two columns (better and worse conversation) or three "
@@ -107,7 +116,7 @@ class PreferenceMargin(TextFormat):
     numbers: ClassVar[str] = "margins"
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
-        keys = config.text_keys or ["prompt", "chosen", "rejected", "margin"]
+        keys = config.text_keys or [*PREFERENCE_KEYS, "margin"]
         if len(keys) not in (3, 4):
             raise ConfigError(
                 "data.text_keys of preference_margin data must be three columns (better and worse conversation, margin)"
@@ -127,7 +136,7 @@ class Unpaired(TextFormat):
     numbers: ClassVar[str] = "labels"
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
-        keys = config.text_keys or ["prompt", "completion", "label"]
+        keys = config.text_keys or UNPAIRED_KEYS
         if len(keys) != 3:
             raise ConfigError(
                 f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
@@ -215,7 +224,7 @@ class ConversationTransform:
 
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """As a call."""
-        messages = read_messages(row[find_key(row, self.keys, where)], where, row.get("system"))
+        messages = read_conversation(row, self.keys, where)
         encoded = yield from self.template.asks(messages, where, read_tools(row, where))
         return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
@@ -231,6 +240,8 @@ class PreferenceTransform(ConversationTransform):
 
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample: the better document, then the worse one."""
+        if self.keys == PREFERENCE_KEYS:
+            row = convert_row(PAIRS, row, "preference", where)
         pair = read_pair(row, self.keys, where)
         tools = read_tools(row, where)
         documents = []
@@ -255,7 +266,7 @@ class MarginTransform(PreferenceTransform):
 
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample."""
-        margin = read_number(row, self.margin_key, where)
+        margin = read_margin(row, self.margin_key, where)
         (sample,) = yield from super().asks(row, where)
         chosen, rejected = sample.documents
         return [TextSample((with_last(chosen, margin), with_last(rejected, nan)))]
@@ -290,6 +301,10 @@ class UnpairedTransform(ConversationTransform):
     def _read_answers(self, row: dict[str, object], where: str) -> list[tuple[Messages, float]]:
         """Conversations and their labels: one, or two of a row that holds a pair."""
         prompt_key, answer_key, label_key = self.keys
+        if self.keys == UNPAIRED_KEYS:
+            row = convert_row(LABELLED, row, "unpaired", where)
+            if row.get("prompt") is None:
+                row = with_explicit_prompt(row, where)
         prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
         prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
         pairs: list[tuple[str, float | None]] = [(answer_key, None)]

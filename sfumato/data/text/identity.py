@@ -22,7 +22,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.identity import Identity, identify
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import RowTable
+    from sfumato.data.files.rows import RowFile, RowTable
 
 
 def identify_text(
@@ -80,11 +80,18 @@ def content_of_sources(sources: Sources | None) -> str:
     if sources is None:
         return digest_value(["nothing"])
     if sources.files is not None:
-        files = [file.path for files in sources.files for file in files]
+        files = [file for files in sources.files for file in files]
         every = -(-len(files) // BLOCKS)
         blocks = max(BLOCKS // len(files), 1)
-        sizes = [path.stat().st_size for path in files]
-        return digest_value(
-            [sources.names, sources.mixing, sizes, *(content_of_file(path, blocks) for path in files[::every])]
-        )
+        sizes = [file.path.stat().st_size if file.remote is None else file.remote.size for file in files]
+        digests = [_digest_streamed(file, blocks) for file in files[::every]]
+        mappings = [file.mapping.content for file in files if file.mapping is not None]
+        return digest_value([sources.names, sources.mixing, sizes, *digests, *mappings])
     return digest_value([sources.names, sources.mixing, *map(digest_rows, sources.rows)])
+
+
+def _digest_streamed(file: RowFile, blocks: int) -> str:
+    """The digest of samples of a file's bytes; of a file at a URL, which is fetched when its turn comes, its version."""
+    if file.remote is None:
+        return content_of_file(file.path, blocks)
+    return digest_value([file.remote.shown, file.remote.version])

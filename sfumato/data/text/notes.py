@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import describe_left_out, shared_line
+from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
 from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
 from sfumato.data.text.format import TextTransform
 from sfumato.data.text.messages import unread_keys
+from sfumato.data.text.row_layouts import (
+    CHANGED_COLUMNS,
+    CONVERSATION_KEYS,
+    CONVERSATIONS,
+    LABELLED,
+    PAIRS,
+    PREFERENCE_KEYS,
+    UNPAIRED_KEYS,
+    RowLayout,
+    describe_layouts,
+)
 from sfumato.errors import DataError
 
 LOOKED_AT = 64
@@ -50,18 +63,49 @@ def describe_text_data(
     lines = describe_left_out(data.train_path, "data.train_path")
     lines += describe_left_out(data.eval_path, "data.eval_path", held_out=True)
     keys = getattr(transform, "keys", None)
-    if keys is None or sources.files is not None:
+    if keys is None:
+        return lines
+    layouts = layouts_of(transform)
+    if sources.files is not None:
+        for name, files in zip(sources.names, sources.files, strict=True):
+            lines += _describe_layout(name, layouts, _first_rows(files))
         return lines
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
+    if layouts:
+        columns |= {*CHANGED_COLUMNS, *(column for layout in layouts for column in layout.columns)}
     template = getattr(transform, "template", None)
     for name, table in zip(sources.names, sources.rows, strict=True):
         rows = [row for _, row in islice(readable_rows(table), LOOKED_AT)]
+        lines += _describe_layout(name, layouts, rows)
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
     if held_out is not None:
         max_rows = COMPARED if data.datasets_type == "iterable" else None
         lines += _describe_shared_rows(sources, held_out, sorted(columns), num_eval_rows, max_rows)
     return lines
+
+
+def layouts_of(transform: TextTransform) -> Sequence[RowLayout]:
+    """The layouts that a transform tells rows by; none where ``data.text_keys`` names the columns."""
+    keys = getattr(transform, "keys", None)
+    if keys == CONVERSATION_KEYS:
+        return CONVERSATIONS
+    return PAIRS if keys == PREFERENCE_KEYS else LABELLED if keys == UNPAIRED_KEYS else ()
+
+
+def _describe_layout(name: str, layouts: Sequence[RowLayout], rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """The line that says what rows of a source are read as; none where no row has a layout."""
+    described = describe_layouts(layouts, rows)
+    return [f"{name}: rows read as {described}"] if described else []
+
+
+def _first_rows(files: Sequence[RowFile]) -> list[dict[str, object]]:
+    """The first rows of files that are streamed; what is broken there is named when its turn comes."""
+    try:
+        rows = RowBlocks([(0, files[0])]).read(FilePlace(), LOOKED_AT).rows
+        return [row for _, row in readable_rows(rows)]
+    except DataError:
+        return []
 
 
 def _describe_shared_rows(

@@ -44,6 +44,17 @@ def read_pair(row: dict[str, object], keys: list[str], where: str) -> tuple[Mess
     return [*history, *chosen[shared:]], [*history, *rejected[shared:]]
 
 
+def with_explicit_prompt(row: dict[str, object], where: str) -> dict[str, object]:
+    """A row of two whole conversations with what they share in the column ``prompt``. Raises as ``read_pair``."""
+    chosen, rejected = read_pair(row, ["chosen", "rejected"], where)
+    shared = 0
+    while chosen[shared] == rejected[shared]:
+        shared += 1
+    if not shared:
+        raise DataError(f"{where}: chosen and rejected share no message, so that there is no prompt")
+    return {**row, "prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+
+
 def as_messages(value: object, role: str, where: str, system: object = None) -> Messages:
     """The messages of a conversation; a text becomes one message of ``role``. ``system`` is as in ``read_messages``."""
     return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)

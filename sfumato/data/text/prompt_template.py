@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 from sfumato.config.characters import whole_characters
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
-from sfumato.data.text.chat import ROLES, ChatTemplate, Message, build_chat_template, check_fast, has_content
+from sfumato.data.text.chat import (
+    ROLES,
+    ChatTemplate,
+    Message,
+    build_chat_template,
+    check_fast,
+    has_content,
+    template_names,
+)
 from sfumato.data.text.stop_strings import before_stop, completes_stop
 from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
@@ -144,8 +152,8 @@ def build_prompt_template(
         return PromptTemplate(tokenizer)
     if config.chat_template is None and not tokenizer.chat_template:
         raise ConfigError(
-            "the tokenizer has no chat template: set data.chat_template to chatml or to a Jinja file, or to none, "
-            "which leaves prompts as they are"
+            f"the tokenizer has no chat template: set data.chat_template to {', '.join(template_names())} or a Jinja "
+            "file, or to none, which leaves prompts as they are"
         )
     chat = build_chat_template(config.chat_template, tokenizer)
     return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt, reader)

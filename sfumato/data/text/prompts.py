@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -26,6 +27,9 @@ from sfumato.data.text.prompt_formats.base import PromptRow
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
+
+LOOKED_AT = 64
+"""Rows from the beginning of a split whose format is told in the log."""
 
 Curriculum = Callable[[int, list[dict[str, object]], int], object]
 
@@ -79,6 +83,8 @@ def load_text_prompts(
     if config.synthetic is None and not config.data_type.makes_rows:
         for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
             log(line)
+        described = Counter(config.data_type.describe(rows[index]) for index in range(min(len(rows), LOOKED_AT)))
+        log(f"data.{split}_path: rows read as {' and '.join(described)}")
     prompts = []
     too_long = []
     index = 0

@@ -98,3 +98,11 @@ def read_number(row: dict[str, object], key: str, where: str) -> float:
     if not (is_number and math.isfinite(cast(float, value))):
         raise DataError(f"{where}: column {key!r} must be a finite number, not {value!r}")
     return float(cast(float, value))
+
+
+def read_margin(row: dict[str, object], key: str, where: str) -> float:
+    """How much better the better answer is: the column ``key``, or in a row without ``margin`` how much higher
+    UltraFeedback's ``score_chosen`` is than its ``score_rejected``. Raises DataError that names ``where``."""
+    if key == "margin" and row.get(key) is None and row.get("score_chosen") is not None:
+        return read_number(row, "score_chosen", where) - read_number(row, "score_rejected", where)
+    return read_number(row, key, where)

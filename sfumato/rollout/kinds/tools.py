@@ -71,10 +71,7 @@ class ToolUse(RolloutKind):
         try:
             template.render([{"role": "user", "content": "."}], "a prompt with tools", self.tools())
         except DataError as error:
-            raise ConfigError(
-                f"rollout.kind.calls hermes needs a chat template that shows tools: {error}; data.chat_template hermes "
-                "does"
-            ) from error
+            raise ConfigError(f"rollout.kind.calls hermes needs a chat template that shows tools: {error}") from error
         tokens_between(template, [{"role": "tool", "name": next(iter(tools)), "content": "1"}], None, self.tools())
 
     def tools(self) -> Tools | None:

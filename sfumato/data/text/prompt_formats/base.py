@@ -44,6 +44,8 @@ class PromptFormat(ABC):
     """Whether prompts may have images, for a model that sees; then rows that are read know their ``folder``."""
     media: ClassVar[tuple[str, ...]] = ()
     """Kinds of media that prompts may have."""
+    columns: ClassVar[str] = ""
+    """What messages call the rows, with the columns that are read; empty: the type alone."""
     text_column: ClassVar[str] = "prompt"
     """Column that the lines of a .txt file are."""
 
@@ -65,6 +67,11 @@ class PromptFormat(ABC):
     def limited(self, reader: ImageReader) -> ImageReader:
         """The reader of a model's images with the limits of this format."""
         return reader
+
+    def describe(self, row: dict[str, object]) -> str:
+        """What a row is read as, for the log."""
+        del row
+        return self.columns or self.type
 
     @abstractmethod
     def read(self, row: dict[str, object], where: str) -> PromptRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,12 +11,14 @@ from sfumato.data.files.rows import RowTable, open_rows, text_field
 from sfumato.data.text.format import find_key
 from sfumato.data.text.messages import read_messages, read_tools, without_absent
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages
+from sfumato.data.text.row_layouts import ask_of_alpaca, has_columns
 from sfumato.errors import DataError
 
 
 @dataclass(frozen=True)
 class Prompts(PromptFormat):
-    """A column of texts or of messages; all other columns are metadata."""
+    """A column of texts or of messages; all other columns are metadata. Without such a column, rows of GSM8K, of
+    conversations and of Alpaca are told by their columns."""
 
     type: ClassVar[str] = "prompts"
 
@@ -28,9 +31,31 @@ class Prompts(PromptFormat):
         return open_rows(str(getattr(config, option)), self.prompt_key, f"data.{option}", split == "eval")
 
     def read(self, row: dict[str, object], where: str) -> PromptRow:
-        key = find_key(row, [self.prompt_key], where)
+        other = self._format_of(row)
+        if other is not None:
+            return other.read(row, where)
+        key = self._find_key(row, where)
         content = text_or_messages(row[key], where, key)
         return PromptRow(content, other_columns(row, key, "tools"), read_tools(row, where))
+
+    def describe(self, row: dict[str, object]) -> str:
+        other = self._format_of(row)
+        return f"prompts ({self.prompt_key})" if other is None else other.describe(row)
+
+    def _format_of(self, row: dict[str, object]) -> PromptFormat | None:
+        """The format of verl's rows, and of rows without the column ``prompt``; None where the row is of this one."""
+        if self.prompt_key != "prompt":
+            return None
+        return next((other for other, fits in told_by_columns() if fits(row)), None)
+
+    def _find_key(self, row: dict[str, object], where: str) -> str:
+        if row.get(self.prompt_key) is None and self.prompt_key == "prompt":
+            others = "; ".join(dict.fromkeys(other.columns for other, _ in told_by_columns()))
+            raise DataError(
+                f"{where}: no column 'prompt'; its columns are {', '.join(row)}. Name the column in data.data_type, "
+                f"{{type: prompts, prompt_key: COLUMN}}, or take rows of {others}"
+            )
+        return find_key(row, [self.prompt_key], where)
 
 
 @dataclass(frozen=True)
@@ -38,6 +63,7 @@ class QuestionAnswer(PromptFormat):
     """Questions with answers that end in the solution, as in GSM8K: ``... #### 1,234``."""
 
     type: ClassVar[str] = "gsm8k"
+    columns: ClassVar[str] = "GSM8K (question, answer)"
     text_column: ClassVar[str] = "question"
 
     marker: str = "####"
@@ -66,6 +92,7 @@ class Verl(PromptFormat):
     ``reward_model.ground_truth``, beside ``data_source``, ``ability`` and ``extra_info``."""
 
     type: ClassVar[str] = "verl"
+    columns: ClassVar[str] = "verl and DAPO (prompt, reward_model.ground_truth)"
 
     def read(self, row: dict[str, Any], where: str) -> PromptRow:
         key = find_key(row, ["prompt"], where)
@@ -83,6 +110,7 @@ class ShareGPT(PromptFormat):
     before it the prompt."""
 
     type: ClassVar[str] = "sharegpt"
+    columns: ClassVar[str] = "conversations (conversations or messages)"
 
     def read(self, row: dict[str, object], where: str) -> PromptRow:
         key = find_key(row, ["conversations", "messages"], where)
@@ -94,3 +122,39 @@ class ShareGPT(PromptFormat):
         if all(message["role"] in ("system", "developer") for message in messages):
             raise DataError(f"{where}: the conversation is an answer without a prompt")
         return PromptRow(messages, metadata, read_tools(row, where))
+
+
+@dataclass(frozen=True)
+class AlpacaPrompts(PromptFormat):
+    """Alpaca's ``instruction`` and ``input``, joined by a line break; ``output`` is the answer."""
+
+    type: ClassVar[str] = "alpaca"
+    columns: ClassVar[str] = "Alpaca (instruction, input, output)"
+    text_column: ClassVar[str] = "instruction"
+
+    def read(self, row: dict[str, object], where: str) -> PromptRow:
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        metadata = other_columns(row, "instruction", "input", "output", "history", "system", "tools")
+        if row.get("output") is not None:
+            metadata["answer"] = row["output"]
+        return PromptRow([*system, *ask_of_alpaca(row, where)], metadata, read_tools(row, where))
+
+
+def told_by_columns() -> Sequence[tuple[PromptFormat, Callable[[Mapping[str, object]], bool]]]:
+    """Formats that ``prompts`` tells by their columns, with whether a row is of one, in the order they are tried."""
+
+    def is_of_verl(row: Mapping[str, object]) -> bool:
+        reward_model = row.get("reward_model")
+        has_truth = isinstance(reward_model, dict) and reward_model.get("ground_truth") is not None
+        return row.get("prompt") is not None and has_truth and row.get("answer") is None
+
+    def has(*names: str) -> Callable[[Mapping[str, object]], bool]:
+        return lambda row: row.get("prompt") is None and has_columns(row, *names)
+
+    return (
+        (Verl(), is_of_verl),
+        (QuestionAnswer(), has("question", "answer")),
+        (ShareGPT(), has("conversations")),
+        (ShareGPT(), has("messages")),
+        (AlpacaPrompts(), has("instruction")),
+    )

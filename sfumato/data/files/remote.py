@@ -1,0 +1,196 @@
+"""Files at URLs that fsspec reads (``s3://``, ``gs://``, ``hdfs://``, ...), fetched into a folder of this machine.
+
+A file is fetched once and kept by its URL, size and version (ETag, or the time of its last change): one that has
+changed is another file here. Credentials are those that the package of the protocol finds in its usual places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sfumato.errors import DataError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created")
+"""Keys of what file systems say of a file that change with its content."""
+CACHE = "SFUMATO_CACHE"
+"""Environment variable that names the folder for fetched files."""
+BLOCK = 2**22
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of the configuration is a URL."""
+    return URL.match(path) is not None
+
+
+def without_secrets(url: str) -> str:
+    """A URL as messages show it: without a query, which may hold a signature."""
+    return url.partition("?")[0]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URL."""
+
+    url: str
+    size: int
+    """In bytes."""
+    version: str
+    """What the file system says that changes with the content; empty where it says nothing."""
+
+    @property
+    def shown(self) -> str:
+        """The URL for messages."""
+        return without_secrets(self.url)
+
+    @cached_property
+    def path(self) -> Path:
+        """Where it lies once it is fetched."""
+        digest = hashlib.blake2b(f"{self.shown}\0{self.size}\0{self.version}".encode(), digest_size=16).hexdigest()
+        root = os.environ.get(CACHE) or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "sfumato")
+        return Path(root).expanduser() / "remote" / digest / self.shown.rstrip("/").rpartition("/")[2]
+
+    def fetch(self) -> Path:
+        """Fetches the file unless it is there. Processes of a machine wait for the one that fetches it.
+
+        Raises:
+            DataError: when it cannot be read, or there is no room for it.
+        """
+        if self.path.is_file():
+            return self.path
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with (self.path.parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self.path.is_file():
+                    self._download(self.path.parent / f"{self.path.name}.part")
+        except OSError as error:
+            raise DataError(
+                f"{self.shown} cannot be fetched to {self.path.parent}: {describe(error)} (the environment variable "
+                f"{CACHE} names another folder)"
+            ) from error
+        return self.path
+
+    def _download(self, part: Path) -> None:
+        with _errors_of(self.shown):
+            file_system, path = open_file_system(self.url)
+            with file_system.open(path, "rb") as source, part.open("wb") as target:
+                shutil.copyfileobj(source, target, BLOCK)
+        if part.stat().st_size != self.size:
+            raise DataError(f"{self.shown} has {part.stat().st_size} bytes, not the {self.size} of a moment ago")
+        # A fixed time, so that caches know a file that was fetched again; the path tells versions apart.
+        os.utime(part, (0, 0))
+        part.replace(self.path)
+
+
+def open_file_system(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of a URL, and the path there.
+
+    Raises:
+        DataError: for a protocol that nobody knows, or a URL with a password.
+        MissingDependencyError: when the package of the protocol is not installed.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    match = URL.match(url)
+    protocol = match[1].lower() if match else ""
+    authority = url.partition("://")[2].partition("/")[0]
+    if "::" in url or ("@" in authority and ":" in authority.partition("@")[0]):
+        raise DataError(
+            f"{protocol}://…: a URL must hold no password, and no other URL: credentials come from the environment or "
+            "the files that the package of the protocol reads"
+        )
+    query = url.partition("?")[2]
+    if re.search(r"(?i)(^|&)[^=]*(sig|token|key|secret|credential)[^=]*=", query):
+        raise DataError(
+            f"{without_secrets(url)}?…: a signed URL is a key, which would be written with the configuration: let the "
+            "package of the protocol sign requests, or fetch the file yourself"
+        )
+    if protocol not in {*known_implementations, *fsspec.available_protocols()}:
+        raise DataError(f"{without_secrets(url)}: fsspec knows no protocol {protocol}")
+    try:
+        file_system, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "abfs": "adlfs"}
+        package |= {"az": "adlfs", "oss": "ossfs", "http": "aiohttp", "https": "aiohttp"}
+        name = package.get(protocol)
+        hint = f"pip install {name}" if name else str(known_implementations.get(protocol, {}).get("err", error))
+        raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {hint}") from error
+    return file_system, str(path)
+
+
+def list_remote(url: str, option: str) -> tuple[str, list[RemoteFile]]:
+    """The files at a URL: a file, a pattern such as ``s3://bucket/test-*.parquet``, or all files below a folder.
+
+    Args:
+        url: of them.
+        option: the configuration field that holds it, for messages.
+
+    Returns:
+        The folder's path in the file system, empty for anything else; and the files in the order of their names.
+
+    Raises:
+        DataError: when nothing is there, or it cannot be listed.
+    """
+    shown = f"{option}: {without_secrets(url)}"
+    with _errors_of(shown):
+        file_system, path = open_file_system(url)
+        name = path.rpartition("/")[2]
+        if ("*" in name or "?" in name) and not url.startswith(("http://", "https://")):
+            folder = path.rpartition("/")[0]
+            paths = [file for file in file_system.find(folder, maxdepth=1) if fnmatch.fnmatch(file, path)]
+            root = ""
+        elif file_system.isfile(path):
+            root, paths = "", [path]
+        else:
+            root, paths = path.rstrip("/"), list(file_system.find(path))
+        if not paths:
+            raise DataError(f"{shown}: nothing is there")
+        return root, [_describe_file(file_system, file, url) for file in sorted(map(str, paths))]
+
+
+def _describe_file(file_system: AbstractFileSystem, path: str, url: str) -> RemoteFile:
+    info = file_system.info(path)
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+    size = info.get("size")
+    if not isinstance(size, int):
+        raise DataError(f"{without_secrets(url)}: the server does not say how large the file is: fetch it yourself")
+    is_same = file_system._strip_protocol(url) == path
+    return RemoteFile(url if is_same else file_system.unstrip_protocol(path), size, version)
+
+
+@contextlib.contextmanager
+def _errors_of(shown: str) -> Iterator[None]:
+    """Whatever a file system raises, as a DataError about ``shown``."""
+    try:
+        yield
+    except (DataError, MissingDependencyError):
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{shown}: not found") from error
+    except Exception as error:  # packages of protocols raise errors of their own
+        if isinstance(error, OSError) and error.errno is not None and isinstance(error.filename, str | os.PathLike):
+            raise  # of this machine's disk
+        raise DataError(f"{shown}: cannot be read: {describe(error)}") from error
+
+
+def describe(error: Exception) -> str:
+    """An error in one line, without what may be secret in a URL of it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"(\w+://)[^\s/@]*@", r"\1", re.sub(r"\?[^\s'\"]*", "", text))
+    return f"{type(error).__name__}: {text[:300]}"
