@@ -53,8 +53,9 @@ class TextDataConfig(Section):
     """Text, conversations, or pairs of a better and a worse answer."""
 
     train_path: FilePaths | None = None
-    """A .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of them, several with commas between, or
-    a .yaml file with weighted sources."""
+    """A .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of them, a URL such as s3://bucket/folder,
+    FOLDER:NAME for a data set of a dataset_info.json, several with commas between, or a .yaml file with weighted
+    sources."""
     eval_path: FilePaths | None = None
     """Validation set, like train_path; null evaluates nothing (synthetic problems: those that are held out)."""
     synthetic: SyntheticTextConfig | None = None
@@ -66,8 +67,8 @@ class TextDataConfig(Section):
     """mapping tokenises everything before the first step, once, and counts the steps; iterable reads files from front
     to back and tokenises while training."""
     text_keys: list[str] = []
-    """Columns of the text or messages, the first that a row has; empty takes content_split, text, content; messages,
-    conversations; prompt, chosen and rejected."""
+    """Columns of the text or messages, the first that a row has; empty tells rows by their columns: content_split, text,
+    content; messages, conversations, prompt and completion, Alpaca, GSM8K; pairs; answers with a label."""
     chat_template: FilePath | None = None
     """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
     images); null takes the tokenizer's own."""

@@ -59,7 +59,8 @@ def test_texts_become_messages_and_other_columns_metadata(tmp_path):
     (first, second), said = load(config_of(tmp_path, rows))
     assert text_of(first) == chatml(("user", "hello")) and text_of(second) == chatml(("user", "b"))
     assert first.metadata == {"answer": "4", "level": 2} and first.messages == [{"role": "user", "content": "hello"}]
-    assert (first.text, second.text) == ("hello", "b") and not said
+    assert (first.text, second.text) == ("hello", "b")
+    assert said == ["data.train_path: rows read as prompts (prompt)"]
     assert first.where == f"{tmp_path / 'rows.jsonl'}, line 1" and isinstance(first.token_ids, tuple)
 
 
@@ -203,9 +204,9 @@ def test_prompts_that_are_too_long(tmp_path):
     ]
     long = [{"prompt": "abcdefghijklmnop"}]
     prompts, said = load(config_of(tmp_path, long, overlong="truncate_left", **options))
-    assert text_of(prompts[0]) == "ghijklmnop" and "1 of 1 prompts" in said[0] and "last 10 tokens" in said[0]
+    assert text_of(prompts[0]) == "ghijklmnop" and "1 of 1 prompts" in said[1] and "last 10 tokens" in said[1]
     prompts, said = load(config_of(tmp_path, rows, overlong="drop", **options), split="eval", limit=2)
-    assert [len(prompt.token_ids) for prompt in prompts] == [3, 4] and "1 of 3 prompts" in said[0]
+    assert [len(prompt.token_ids) for prompt in prompts] == [3, 4] and "1 of 3 prompts" in said[1]
     message = refusal(config_of(tmp_path, rows, overlong="drop", **options), split="eval", limit=3)
     assert "data.eval_path: has 2 usable prompts and 2 too long, but 3 are asked for (eval.num_prompts)" in message
 
@@ -379,3 +380,30 @@ def test_a_function_whose_package_is_missing_says_which(tmp_path):
     (tmp_path / "order.py").write_text("import no_such_package.inside\n")
     with pytest.raises(ConfigError, match=r"install the package that has no_such_package$"):
         TextPromptLoader(PROMPTS, 4, 2, 5, f"{tmp_path}/order.py:order")
+
+
+TOLD = {
+    "GSM8K (question, answer)": ({"question": "hi", "answer": "so\n#### 1,200"}, "1200"),
+    "verl and DAPO (prompt, reward_model.ground_truth)": (
+        {"data_source": "math", "prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "4"}},
+        "4",
+    ),
+    "conversations (conversations or messages)": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4"}]},
+        "4",
+    ),
+    "Alpaca (instruction, input, output)": ({"instruction": "hi", "input": "", "output": "4"}, "4"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_prompts_are_told_by_their_columns_and_said(tmp_path, name):
+    row, answer = TOLD[name]
+    (prompt,), said = load(config_of(tmp_path, [row]))
+    assert list(prompt.token_ids) == list(load(config_of(tmp_path, [{"prompt": "hi"}]))[0][0].token_ids)
+    assert prompt.metadata["answer"] == answer and said == [f"data.train_path: rows read as {name}"]
+
+
+def test_a_prompt_of_no_format_is_refused_with_the_formats_that_there_are(tmp_path):
+    said = refusal(config_of(tmp_path, [{"text": "hi"}]))
+    assert "no column 'prompt'; its columns are text." in said and all(name in said for name in TOLD)

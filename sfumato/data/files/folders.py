@@ -11,7 +11,7 @@ from pathlib import Path
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed
 from sfumato.data.files.dataset_info import RowMapping, read_entry, split_dataset_name
-from sfumato.data.files.remote import URL, RemoteFile, is_url, list_remote, without_secrets
+from sfumato.data.files.remote import RemoteFile, is_url, list_remote, without_secrets
 from sfumato.errors import DataError
 
 TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
@@ -159,19 +159,20 @@ def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFil
 
 def _find_remote(url: str, option: str, held_out: bool) -> FolderFiles:
     """The files at a URL. Raises DataError for none."""
-    root, remote_files = list_remote(url, option)
-    by_path = {file.path: file for file in remote_files}
-    unversioned = [file.shown for file in remote_files if not file.version]
-    notes = [f"{unversioned[0]}: its server states no version: a change of equal size is not noticed"] * bool(
-        unversioned
-    )
-    if not root:
+    is_folder, by_name = list_remote(url, option)
+    by_path = {file.path: file for file in by_name.values()}
+    notes = [
+        f"{file.shown}: its server states no version: a change of equal size is not noticed"
+        for file in by_name.values()
+        if not file.version
+    ][:1]
+    if not is_folder:
         return FolderFiles([*by_path], notes, remote=by_path)
-    # The names of a folder choose splits, so they are looked at where they lie, and not where they are fetched to.
-    shown_root = Path(URL.sub("/", without_secrets(url)).rstrip("/"))
-    places = {Path(URL.sub("/", file.shown)): file for file in remote_files}
-    chosen = _choose_files(sorted(places), shown_root, option, held_out)
-    files = [places[file].path for file in chosen.files]
+    # The names in a folder choose its split: they are those of the URL, and not those of the fetched files.
+    folder = Path(without_secrets(url).rstrip("/"))
+    names = {folder / name: name for name in by_name if not any(part.startswith(".") for part in Path(name).parts)}
+    chosen = _choose_files([*names], folder, option, held_out)
+    files = [by_name[names[file]].path for file in chosen.files]
     return FolderFiles(files, [*chosen.notes, *notes], remote=by_path)
 
 

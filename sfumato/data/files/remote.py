@@ -126,15 +126,16 @@ def open_file_system(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         file_system, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hdfs": "pyarrow", "abfs": "adlfs"}
-        package |= {"az": "adlfs", "oss": "ossfs", "http": "aiohttp", "https": "aiohttp"}
+        s3, gs = "'sfumato[s3]' (s3fs)", "'sfumato[gs]' (gcsfs)"
+        package = {"s3": s3, "s3a": s3, "gs": gs, "gcs": gs, "hdfs": "pyarrow", "abfs": "adlfs", "az": "adlfs"}
+        package |= {"oss": "ossfs", "http": "aiohttp", "https": "aiohttp"}
         name = package.get(protocol)
         hint = f"pip install {name}" if name else str(known_implementations.get(protocol, {}).get("err", error))
         raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {hint}") from error
     return file_system, str(path)
 
 
-def list_remote(url: str, option: str) -> tuple[str, list[RemoteFile]]:
+def list_remote(url: str, option: str) -> tuple[bool, dict[str, RemoteFile]]:
     """The files at a URL: a file, a pattern such as ``s3://bucket/test-*.parquet``, or all files below a folder.
 
     Args:
@@ -142,7 +143,7 @@ def list_remote(url: str, option: str) -> tuple[str, list[RemoteFile]]:
         option: the configuration field that holds it, for messages.
 
     Returns:
-        The folder's path in the file system, empty for anything else; and the files in the order of their names.
+        Whether it is a folder; and the files in the order of their names, by their path in the folder.
 
     Raises:
         DataError: when nothing is there, or it cannot be listed.
@@ -150,18 +151,26 @@ def list_remote(url: str, option: str) -> tuple[str, list[RemoteFile]]:
     shown = f"{option}: {without_secrets(url)}"
     with _errors_of(shown):
         file_system, path = open_file_system(url)
-        name = path.rpartition("/")[2]
+        folder, _, name = path.rpartition("/")
+        is_folder = False
         if ("*" in name or "?" in name) and not url.startswith(("http://", "https://")):
-            folder = path.rpartition("/")[0]
             paths = [file for file in file_system.find(folder, maxdepth=1) if fnmatch.fnmatch(file, path)]
-            root = ""
-        elif file_system.isfile(path):
-            root, paths = "", [path]
+        elif _is_file(file_system, path):
+            paths = [path]
         else:
-            root, paths = path.rstrip("/"), list(file_system.find(path))
+            is_folder, folder = True, path.rstrip("/")
+            paths = list(file_system.find(path))
         if not paths:
             raise DataError(f"{shown}: nothing is there")
-        return root, [_describe_file(file_system, file, url) for file in sorted(map(str, paths))]
+        files = {file: _describe_file(file_system, file, url) for file in sorted(map(str, paths))}
+        return is_folder, {file.removeprefix(folder).lstrip("/"): described for file, described in files.items()}
+
+
+def _is_file(file_system: AbstractFileSystem, path: str) -> bool:
+    try:
+        return file_system.info(path)["type"] == "file"
+    except FileNotFoundError:  # a folder of an object store is nothing but the beginning of names
+        return False
 
 
 def _describe_file(file_system: AbstractFileSystem, path: str, url: str) -> RemoteFile:

@@ -303,8 +303,7 @@ class UnpairedTransform(ConversationTransform):
         prompt_key, answer_key, label_key = self.keys
         if self.keys == UNPAIRED_KEYS:
             row = convert_row(LABELLED, row, "unpaired", where)
-            if row.get("prompt") is None:
-                row = with_explicit_prompt(row, where)
+            row = with_explicit_prompt(row, where)
         prompt = as_messages(row[find_key(row, [prompt_key], where)], "user", where, row.get("system"))
         prompt = [{**message, "loss_mask": 0} if message.get("role") == "assistant" else message for message in prompt]
         pairs: list[tuple[str, float | None]] = [(answer_key, None)]

@@ -91,7 +91,7 @@ def content_of_sources(sources: Sources | None) -> str:
 
 
 def _digest_streamed(file: RowFile, blocks: int) -> str:
-    """The digest of samples of a file's bytes; of a file at a URL, which is fetched when its turn comes, its version."""
+    """The digest of samples of a file's bytes; of a file at a URL, which may not be fetched yet, its version."""
     if file.remote is None:
         return content_of_file(file.path, blocks)
     return digest_value([file.remote.shown, file.remote.version])

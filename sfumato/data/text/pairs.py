@@ -45,8 +45,15 @@ def read_pair(row: dict[str, object], keys: list[str], where: str) -> tuple[Mess
 
 
 def with_explicit_prompt(row: dict[str, object], where: str) -> dict[str, object]:
-    """A row of two whole conversations with what they share in the column ``prompt``. Raises as ``read_pair``."""
-    chosen, rejected = read_pair(row, ["chosen", "rejected"], where)
+    """A row of two conversations that both begin with the prompt, with it in the column ``prompt`` and the answers
+    alone; any other row is unchanged. Raises as ``read_pair``."""
+    chosen_value = row.get("chosen")
+    if row.get("completion") is not None or chosen_value is None:
+        return row
+    begins_with_answer = as_messages(chosen_value, "assistant", where)[0].get("role") == "assistant"
+    if begins_with_answer and row.get("prompt") is not None:
+        return row
+    chosen, rejected = read_pair(row, ["prompt", "chosen", "rejected"], where)
     shared = 0
     while chosen[shared] == rejected[shared]:
         shared += 1
