@@ -67,8 +67,8 @@ class TextDataConfig(Section):
     """mapping tokenises everything before the first step, once, and counts the steps; iterable reads files from front
     to back and tokenises while training."""
     text_keys: list[str] = []
-    """Columns of the text or messages, the first that a row has; empty tells rows by their columns: content_split, text,
-    content; messages, conversations, prompt and completion, Alpaca, GSM8K; pairs; answers with a label."""
+    """Columns of the text or messages, the first that a row has; empty tells rows by their columns: content_split,
+    text, content; messages, conversations, prompt and completion, Alpaca, GSM8K; pairs; answers with a label."""
     chat_template: FilePath | None = None
     """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
     images); null takes the tokenizer's own."""

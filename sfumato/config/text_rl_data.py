@@ -18,12 +18,13 @@ class TextPromptDataConfig(Section):
     """Prompts to train and to evaluate on, as text or as messages, with what rewards need to know of them."""
 
     data_type: Annotated[Any, Variant("sfumato.data.text.prompt_formats", short=True)] = "prompts"
-    """What rows hold: prompts (a column of texts or messages), image_prompts (the same with images), media_prompts
-    (with videos and audio, too), gsm8k (question and answer), verl (verl's and DAPO's parquet files), sharegpt, alpaca,
-    reasoning_gym, verifiers; or a format of your own by import path, `my_module:MyFormat`."""
+    """What rows hold: prompts (a column of texts or messages; else told by their columns), image_prompts (the same with
+    images), media_prompts (with videos and audio, too), gsm8k (question and answer), verl (verl's and DAPO's parquet
+    files), sharegpt, alpaca, reasoning_gym, verifiers; or a format of your own by import path, `my_module:MyFormat`."""
     train_path: FilePaths | None = None
     """Prompts: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file (one a line), a folder, a URL such as
-    s3://bucket/folder, FOLDER:NAME of a dataset_info.json, or several of these with commas between; columns that the format does not read are metadata."""
+    s3://bucket/folder, FOLDER:NAME of a dataset_info.json, or several of these with commas between; columns that the
+    format does not read are metadata."""
     eval_path: FilePaths | None = None
     """Prompts of the evaluation, in the same format."""
     synthetic: SyntheticTextConfig | None = None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
-from sfumato.data.files import row_blocks
+from sfumato.data.files import rows as rows_module
 from sfumato.data.files.rows import open_file
 from sfumato.data.files.sources import open_sources_once
 from sfumato.data.text.loader import build_text_loader
@@ -134,7 +134,7 @@ def opened_files(folder):
         return open_file(path, *arguments)
 
     mesh = Mesh(Layout(dp_shard=4), torch.device("cpu"), dist.get_rank())
-    with patch.object(row_blocks, "open_file", counting):
+    with patch.object(rows_module, "open_file", counting):
         try:
             (rows,) = open_sources_once(TextDataConfig(train_path=folder), mesh).rows
         except UserError as error:

@@ -22,7 +22,7 @@ from sfumato.data.text.row_layouts import (
     PAIRS,
     PREFERENCE_KEYS,
     UNPAIRED_KEYS,
-    RowLayout,
+    ColumnLayout,
     describe_layouts,
 )
 from sfumato.errors import DataError
@@ -85,7 +85,7 @@ def describe_text_data(
     return lines
 
 
-def layouts_of(transform: TextTransform) -> Sequence[RowLayout]:
+def layouts_of(transform: TextTransform) -> Sequence[ColumnLayout]:
     """The layouts that a transform tells rows by; none where ``data.text_keys`` names the columns."""
     keys = getattr(transform, "keys", None)
     if keys == CONVERSATION_KEYS:
@@ -93,7 +93,7 @@ def layouts_of(transform: TextTransform) -> Sequence[RowLayout]:
     return PAIRS if keys == PREFERENCE_KEYS else LABELLED if keys == UNPAIRED_KEYS else ()
 
 
-def _describe_layout(name: str, layouts: Sequence[RowLayout], rows: Sequence[Mapping[str, object]]) -> list[str]:
+def _describe_layout(name: str, layouts: Sequence[ColumnLayout], rows: Sequence[Mapping[str, object]]) -> list[str]:
     """The line that says what rows of a source are read as; none where no row has a layout."""
     described = describe_layouts(layouts, rows)
     return [f"{name}: rows read as {described}"] if described else []

@@ -30,7 +30,7 @@ _TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
 
 
 @dataclass(frozen=True)
-class RowLayout:
+class ColumnLayout:
     """A form in which rows are published."""
 
     name: str
@@ -51,7 +51,7 @@ def has_columns(row: Row, *names: str) -> bool:
     return all(row.get(name) is not None for name in names)
 
 
-def find_layout(layouts: Sequence[RowLayout], row: Row, data_type: str, where: str) -> RowLayout:
+def find_layout(layouts: Sequence[ColumnLayout], row: Row, data_type: str, where: str) -> ColumnLayout:
     """The first layout that fits a row. Raises DataError that names its columns and the layouts that there are."""
     for layout in layouts:
         if layout.fits(row):
@@ -65,7 +65,7 @@ def find_layout(layouts: Sequence[RowLayout], row: Row, data_type: str, where: s
     )
 
 
-def convert_row(layouts: Sequence[RowLayout], row: Row, data_type: str, where: str) -> dict[str, object]:
+def convert_row(layouts: Sequence[ColumnLayout], row: Row, data_type: str, where: str) -> dict[str, object]:
     """A row with the columns that a format reads. Raises DataError for a row of no layout, or a broken one."""
     layout = find_layout(layouts, row, data_type, where)
     return dict(row) if layout.convert is _unchanged else layout.convert(row, where)
@@ -88,7 +88,7 @@ def read_conversation(row: Row, keys: list[str], where: str) -> Messages:
     return read_messages(row[find_key(row, keys, where)], where, row.get("system"))
 
 
-def describe_layouts(layouts: Sequence[RowLayout], rows: Iterable[Row]) -> str:
+def describe_layouts(layouts: Sequence[ColumnLayout], rows: Iterable[Row]) -> str:
     """Which layouts rows have, as ``ShareGPT (conversations)``; empty where no row has one.
 
     A second layout that would fit, too, is named.
@@ -227,34 +227,34 @@ def _labelled_messages(row: Row, where: str) -> dict[str, object]:
 
 
 CONVERSATIONS = (
-    RowLayout(
+    ColumnLayout(
         "OpenAI messages", ("messages",), lambda row: has_columns(row, "messages") and _is_whole(row), _unchanged
     ),
-    RowLayout(
+    ColumnLayout(
         "ShareGPT", ("conversations",), lambda row: has_columns(row, "conversations") and _is_whole(row), _unchanged
     ),
-    RowLayout(
+    ColumnLayout(
         "TRL prompt and completion",
         ("prompt", "completion"),
         lambda row: has_columns(row, "prompt", "completion") and _is_unlabelled(row),
         _prompt_and_completion,
     ),
-    RowLayout(
+    ColumnLayout(
         "Alpaca",
         ("instruction", "input", "output"),
         lambda row: has_columns(row, "instruction", "output") and _is_unlabelled(row),
         _alpaca,
     ),
-    RowLayout(
+    ColumnLayout(
         "GSM8K", ("question", "answer"), lambda row: has_columns(row, "question", "answer"), _question_and_answer
     ),
 )
 
 PAIRS = (
-    RowLayout(
+    ColumnLayout(
         "TRL preference", ("prompt", "chosen", "rejected"), lambda row: has_columns(row, *PREFERENCE_KEYS), _unchanged
     ),
-    RowLayout(
+    ColumnLayout(
         "LLaMA-Factory ShareGPT preference",
         ("conversations", "chosen", "rejected"),
         lambda row: (
@@ -264,25 +264,25 @@ PAIRS = (
         ),
         _pair_beside_messages,
     ),
-    RowLayout(
+    ColumnLayout(
         "LLaMA-Factory Alpaca preference",
         ("instruction", "input", "chosen", "rejected"),
         lambda row: has_columns(row, "instruction", "chosen", "rejected"),
         _alpaca_pair,
     ),
-    RowLayout(
+    ColumnLayout(
         "question with a better and a worse answer",
         ("question", "chosen", "rejected"),
         lambda row: has_columns(row, "question", "chosen", "rejected"),
         lambda row, where: {**row, "prompt": _texts(row, where, "question")[0]},
     ),
-    RowLayout(
+    ColumnLayout(
         "pairs of transcripts of Human and Assistant",
         ("chosen", "rejected"),
         lambda row: _is_transcript(row.get("chosen")) and _is_transcript(row.get("rejected")),
         _pair_of_transcripts,
     ),
-    RowLayout(
+    ColumnLayout(
         "TRL preference with an implicit prompt",
         ("chosen", "rejected"),
         lambda row: (
@@ -293,16 +293,16 @@ PAIRS = (
 )
 
 LABELLED = (
-    RowLayout(
+    ColumnLayout(
         "TRL KTO", ("prompt", "completion", "label"), lambda row: has_columns(row, "prompt", "completion"), _unchanged
     ),
-    RowLayout(
+    ColumnLayout(
         "LLaMA-Factory Alpaca KTO",
         ("instruction", "input", "output", "kto_tag"),
         lambda row: has_columns(row, "instruction", "output", "kto_tag"),
         _labelled_alpaca,
     ),
-    RowLayout(
+    ColumnLayout(
         "LLaMA-Factory ShareGPT KTO",
         ("conversations", "kto_tag"),
         lambda row: (
