@@ -88,10 +88,12 @@ class RequestGuard:
         app: what is guarded.
         names: hosts that requests may name, besides those that mean this machine and the address that was connected to.
         remedy: what a person is told whose host is not among them.
+        has_pages: whether the server has pages of its own, whose ``Origin`` is the host that they came from.
     """
 
-    def __init__(self, app: ASGIApp, names: Sequence[str] = (), remedy: str = "") -> None:
+    def __init__(self, app: ASGIApp, names: Sequence[str] = (), remedy: str = "", *, has_pages: bool = False) -> None:
         self.app = app
+        self.has_pages = has_pages
         self.remedy = remedy
         self.names = {name.lower().rstrip(".") for name in (*names, "localhost", socket.gethostname())}
 
@@ -121,7 +123,9 @@ class RequestGuard:
         host = host_of(headers.get(b"host", ""))
         if not self._is_this_server(host, (scope.get("server") or ("",))[0]):
             return 421, f"this server is not {host[:100]!r}{self.remedy}"
-        if b"origin" in headers:
+        # a page that came through a proxy with TLS says https, and the proxy's name as host
+        own_origins = {scheme + headers[b"host"].lower() for scheme in ("http://", "https://")}
+        if b"origin" in headers and not (self.has_pages and headers[b"origin"].lower() in own_origins):
             return 403, "requests of web pages are refused (Origin)"
         if headers.get(b"sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "requests of web pages are refused (Sec-Fetch-Site)"

@@ -315,6 +315,11 @@ def _read(path: Path) -> Seen | None:
         return None, renewed
 
 
+def read_lock(path: Path) -> Seen | None:
+    """The state of a lock, for those who only look; None when there is none. Raises FolderError for what is no lock."""
+    return _read(path)
+
+
 def _open_lock(path: Path, flags: int) -> IO[bytes]:
     """Opens a lock, without following links and without waiting for a pipe.
 

@@ -9,13 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sfumato.config.file_checks import outside_problem
 from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
+from sfumato.tracking.headlines import headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.page import render_page
 from sfumato.tracking.report_answers import answers
@@ -25,10 +24,8 @@ from sfumato.tracking.report_tables import failed_rewards, last_values, section,
 from sfumato.tracking.reward_hacking import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.timeline import read_events
-from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_jsonl, series_of
+from sfumato.tracking.trackers import Series, finite, is_step, read_jsonl, series_of
 
-HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
-NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
 MOST_BYTES = 2**28
 """Size of the largest text file of a run that is read."""
 MOST_FACTS = 60
@@ -65,7 +62,7 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
     )
     parts = [
         _header(output_dir, metrics, samples, config, ending),
-        _headline(metrics, _weights(config)),
+        _headline(metrics, reward_weights(_parse_config(config))),
         failed_rewards(_read_text(output_dir, "log.txt")),
         _idle(metrics),
         _signs(metrics),
@@ -153,49 +150,24 @@ def _environment(output_dir: Path) -> dict[str, str]:
     return facts
 
 
-def _weights(config: str) -> dict[str, float]:
-    """Weights of the rewards in a configuration, by name."""
-    try:
-        rewards = _parse_config(config)["reward"]["rewards"]
-        weights = {}
-        for reward in rewards:
-            name = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
-            weight = reward.get("weight", 1.0)
-            weights[name.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
-    except (TypeError, KeyError, IndexError, AttributeError):  # a task without rewards
-        return {}
-    return weights
-
-
-def _better(name: str, weights: dict[str, float]) -> float:
-    """Positive for a metric of which more is better, negative where less is, 0 where the configuration does not say."""
-    reward = name.removeprefix("eval/reward/")
-    return 1.0 if reward in (name, "total") else weights.get(reward, 0.0)
-
-
 def _headline(metrics: Series, weights: dict[str, float]) -> str:
     """Cards with the first, the last and the best value of each evaluation's metric."""
     cards = []
-    for name, points in metrics.items():
-        values = list(finite(points).items())
-        if not name.startswith(HEADLINES) or not values or name in NO_HEADLINES:
-            continue
-        sign = _better(name, weights)
-        (first_step, first), (last_step, last) = values[0], values[-1]
-        best_step, best = (min if sign < 0 else max)(values, key=lambda item: item[1])
-        if len(values) == 1:
+    for figure in headlines(metrics, weights):
+        (first_step, first), (last_step, last), (best_step, best) = figure.first, figure.last, figure.best
+        if figure.is_single:
             numbers = f"<b>{first:.3f}</b>"
             note = f"one evaluation so far, at step {first_step}"
         else:
-            kind = {1.0: "better", -1.0: "worse"}.get(np.sign(sign * (last - first)), "unknown")
             numbers = (
                 f'<span class="first">{first:.3f}</span><span class="arrow">→</span><b>{last:.3f}</b>'
-                f'<span class="change {kind}">{last - first:+.3f}</span>'
+                f'<span class="change {figure.change}">{last - first:+.3f}</span>'
             )
-            which = "best" if sign else "highest"
+            which = "best" if figure.has_direction else "highest"
             note = f"before: step {first_step} · after: {last_step} · {which}: {best:.3f} at {best_step}"
+        name = escape(figure.name)
         cards.append(
-            f'<div class="card" data-metric="{escape(name)}"><p class="note">{escape(name.removeprefix("eval/"))}</p>'
+            f'<div class="card" data-metric="{name}"><p class="note">{name.removeprefix("eval/")}</p>'
             f'<p class="numbers">{numbers}</p><p class="note">{note}</p></div>'
         )
     return section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""

@@ -66,9 +66,24 @@ def time_per_phase(timings: Series) -> str:
 
 
 def failed_rewards(log: str) -> str:
-    """The table of reasons why samples have no reward, from the messages in the log.
+    """The table of reasons why samples have no reward, from the messages in the log."""
+    ordered = count_failed_rewards(log)
+    rows = [
+        (reason, str(train), str(evaluation), f"{first} to {last}")
+        for reason, train, evaluation, first, last in ordered[:MAX_REASONS]
+    ]
+    hidden = f"{len(ordered) - MAX_REASONS} more reasons are in log.txt." if len(ordered) > MAX_REASONS else ""
+    columns = ("reward and reason", "training samples", "evaluation samples", "steps")
+    return _table("Samples without a reward", hidden, columns, rows)
+
+
+def count_failed_rewards(log: str) -> list[tuple[str, int, int, int, int]]:
+    """Reasons why samples have no reward, the most frequent first, from the messages in the log.
 
     A resumed run repeats steps, and their messages: the last message about a step and reason counts.
+
+    Returns:
+        For each reason: its text, training samples, evaluation samples, and the first and the last step.
     """
     failures: dict[tuple[bool, int, str], int] = {}
     for is_evaluation, step, reason, count in _FAILED.findall(log):
@@ -79,13 +94,10 @@ def failed_rewards(log: str) -> str:
         failure.samples[is_evaluation] += count
         failure.steps.add(step)
     ordered = sorted(reasons.items(), key=lambda item: -item[1].samples.total())
-    rows = [
-        (reason, str(failed.samples[False]), str(failed.samples[True]), f"{min(failed.steps)} to {max(failed.steps)}")
-        for reason, failed in ordered[:MAX_REASONS]
+    return [
+        (reason, failed.samples[False], failed.samples[True], min(failed.steps), max(failed.steps))
+        for reason, failed in ordered
     ]
-    hidden = f"{len(ordered) - MAX_REASONS} more reasons are in log.txt." if len(ordered) > MAX_REASONS else ""
-    columns = ("reward and reason", "training samples", "evaluation samples", "steps")
-    return _table("Samples without a reward", hidden, columns, rows)
 
 
 @dataclass

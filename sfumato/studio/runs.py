@@ -1,0 +1,262 @@
+"""The runs below a folder, and what of each is held in memory while somebody looks at it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sfumato.config.file_checks import file_problem, path_inside
+from sfumato.config.load import parse_yaml
+from sfumato.errors import ConfigError, DataError
+from sfumato.studio.samples import SampleIndex
+from sfumato.studio.series import MetricTable
+from sfumato.studio.states import RunState, find_state
+from sfumato.studio.tail import LineTail, open_regular
+
+MARKS = ("metrics.jsonl", "environment.json", "run.lock")
+"""Files one of which a run folder has, beside config.yaml."""
+INSIDE = frozenset({"samples", "checkpoints", "hf_ckpt", "tensorboard", "rollouts", "tokens", "control", "cache"})
+"""Folders within a run that hold no other runs."""
+MOST_RUNS, MOST_FOLDERS, DEEPEST = 2000, 20_000, 6
+FOUND_AGAIN_S = 3.0
+"""How long a list of runs counts as new."""
+MOST_TEXT_BYTES = 2**24
+RUNS_IN_MEMORY = 16
+"""Runs whose numbers are held; those that nobody looked at for longest are forgotten, and read again."""
+RECENT_STEPS = 20
+"""Steps whose median time predicts when a run ends."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """What of a run a page has seen; another cursor means that there is something new."""
+
+    generation: int
+    step: int
+    samples: str
+    state: str
+    log_bytes: int
+    extra: str = ""
+
+    def __str__(self) -> str:
+        parts = (self.generation, self.step, self.samples, self.state.replace(" ", "-"), self.log_bytes, self.extra)
+        return ".".join(map(str, parts))
+
+
+class RunReader:
+    """A run folder and what has been read of it. Used by several threads."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        """
+        Args:
+            name: the path below the studio's folder, with slashes.
+            folder: of the run.
+        """
+        self.name = name
+        self.folder = folder
+        self.metrics = MetricTable()
+        self.timings = MetricTable()
+        self.samples = SampleIndex(folder)
+        self._tails = (
+            (LineTail(folder / "metrics.jsonl"), self.metrics),
+            (LineTail(folder / "timings.jsonl"), self.timings),
+        )
+        self._lock = threading.Lock()
+        self._read_at = 0.0
+        self._config: tuple[tuple[int, int], object] | None = None
+
+    def refresh(self, at_most_every_s: float = 0.5) -> None:
+        """Reads what the run has written since the last call."""
+        with self._lock:
+            if time.monotonic() - self._read_at < at_most_every_s:
+                return
+            for tail, table in self._tails:
+                tail.read_new(table.clear, table.add)
+            self.samples.refresh()
+            self._read_at = time.monotonic()
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, in words."""
+        said = [tail.problem for tail, _ in self._tails if tail.problem]
+        said += [
+            f"{tail.path.name}: {tail.num_broken} broken lines are left out"
+            for tail, _ in self._tails
+            if tail.num_broken
+        ]
+        said += [f"samples of step {step}: {problem}" for step, problem in list(self.samples.problems.items())[:5]]
+        if self.metrics.num_left_out:
+            said.append(f"metrics.jsonl: {self.metrics.num_left_out:,} values of too many metrics are left out")
+        return said
+
+    @property
+    def curves(self) -> MetricTable:
+        """Metrics and timings together."""
+        table = MetricTable()
+        table.curves = {**self.timings.curves, **self.metrics.curves}
+        return table
+
+    def config(self) -> object:
+        """The parsed configuration, of whatever shape; None where there is none that can be read."""
+        path = self.folder / "config.yaml"
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        stamp = (status.st_ino, status.st_mtime_ns)
+        if self._config is None or self._config[0] != stamp:
+            try:
+                parsed = parse_yaml(read_text(self.folder, "config.yaml"), "config.yaml")
+            except (ConfigError, DataError):
+                parsed = None
+            self._config = (stamp, parsed)
+        return self._config[1]
+
+    def environment(self) -> dict[str, object]:
+        """The content of environment.json; empty where it is missing or is being written."""
+        import json
+
+        try:
+            value = json.loads(read_text(self.folder, "environment.json"))
+        except (DataError, ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def total_steps(self, environment: dict[str, object]) -> int | None:
+        """Steps of the whole run; None where neither the run nor its configuration says."""
+        config = self.config()
+        train = config.get("train") if isinstance(config, dict) else None
+        for steps in (environment.get("total_steps"), train.get("max_steps") if isinstance(train, dict) else None):
+            if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+                return steps
+        return None
+
+    @property
+    def step_s(self) -> float | None:
+        """The typical time of one of the last steps, with everything that was done between them."""
+        curve = self.timings.curves.get("time/step_s")
+        values = list(curve.values[-RECENT_STEPS:]) if curve is not None else []
+        values = [value for value in values if value == value]
+        return statistics.median(values) if values else None
+
+    def state(self, environment: dict[str, object]) -> RunState:
+        """What the run is doing."""
+        return find_state(self.folder, bool(environment.get("finished")), self.metrics.last_step, self.step_s)
+
+    def cursor(self) -> Cursor:
+        """What there is to see now."""
+        self.refresh()
+        samples = f"{self.samples.generation}-{len(self.samples.steps)}-{max(self.samples.steps, default=0)}"
+        generation = sum(tail.generation for tail, _ in self._tails)
+        return Cursor(
+            generation,
+            max(self.metrics.last_step, self.timings.last_step),
+            samples,
+            self.state(self.environment()).state,
+            _size(self.folder / "log.txt"),
+            str(_size(self.folder / "control.jsonl")),
+        )
+
+
+class RunsFolder:
+    """The runs below a folder. A page names a run by its path; only paths of runs that were found are looked up."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.was_cut = False
+        """Whether there are more runs than are shown."""
+        self._readers: dict[str, RunReader] = {}
+        self._used: dict[str, float] = {}
+        self._folders: dict[str, Path] = {}
+        self._found_at = -FOUND_AGAIN_S
+        self._lock = threading.Lock()
+
+    def names(self, at_most_every_s: float = FOUND_AGAIN_S) -> list[str]:
+        """Names of the runs, those that have written most recently first."""
+        with self._lock:
+            if time.monotonic() - self._found_at >= at_most_every_s:
+                self._find()
+                self._found_at = time.monotonic()
+            return list(self._folders)
+
+    def reader(self, name: str) -> RunReader | None:
+        """The reader of a run; None where there is none of that name."""
+        if name not in self._folders:
+            self.names(at_most_every_s=1.0)
+        with self._lock:
+            folder = self._folders.get(name)
+            if folder is None:
+                return None
+            reader = self._readers.get(name)
+            if reader is None:
+                reader = self._readers[name] = RunReader(name, folder)
+            self._used[name] = time.monotonic()
+            while len(self._readers) > RUNS_IN_MEMORY:
+                oldest = min(self._readers, key=lambda other: self._used[other])
+                del self._readers[oldest]
+            return reader
+
+    def _find(self) -> None:
+        folders: list[tuple[float, str, Path]] = []
+        pending = [(self.root, 0)]
+        num_looked_at = 0
+        self.was_cut = False
+        while pending:
+            folder, depth = pending.pop()
+            num_looked_at += 1
+            if num_looked_at > MOST_FOLDERS or len(folders) >= MOST_RUNS:
+                self.was_cut = True
+                break
+            try:
+                with os.scandir(folder) as entries:
+                    listed = list(entries)
+            except OSError:  # removed meanwhile, or not ours to read: nothing in it can be shown
+                continue
+            files = {entry.name for entry in listed if entry.is_file(follow_symlinks=False)}
+            is_run = "config.yaml" in files and any(mark in files for mark in MARKS)
+            if is_run:
+                name = folder.relative_to(self.root).as_posix() if folder != self.root else folder.name
+                times = [entry.stat().st_mtime for entry in listed if entry.name in ("metrics.jsonl", "config.yaml")]
+                folders.append((max(times, default=0.0), name, folder))
+            if depth < DEEPEST:
+                pending += [
+                    (Path(entry.path), depth + 1)
+                    for entry in listed
+                    if entry.is_dir(follow_symlinks=False)
+                    and not entry.name.startswith(".")
+                    and not (is_run and entry.name in INSIDE)
+                ]
+        self._folders = {name: folder for _, name, folder in sorted(folders, key=lambda run: (-run[0], run[1]))}
+        for name in [name for name, reader in self._readers.items() if self._folders.get(name) != reader.folder]:
+            del self._readers[name]
+
+
+def read_text(folder: Path, name: str, first: int = 0, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """The text of a file in a run folder, from a byte on; empty where it is missing.
+
+    Raises DataError for a link out of the folder, a pipe, a device or a file that may not be read.
+    """
+    path = path_inside(folder, name)
+    problem = "lies outside of its folder" if path is None else file_problem(path)
+    if problem == "does not exist":
+        return ""
+    try:
+        file = None if problem or path is None else open_regular(path)
+        if file is None:
+            raise DataError(f"{name} {problem or 'is no file'}")
+        with file:
+            file.seek(first)
+            return file.read(most_bytes).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # not written yet
+        return 0

@@ -1,0 +1,246 @@
+"""The samples of a run: an index of all steps, made bit by bit, and the rows of a step, read when asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from sfumato.config.file_checks import path_inside
+from sfumato.studio.tail import LineTail, Record
+from sfumato.tracking.samples import step_folder
+from sfumato.tracking.trackers import is_number
+
+STEP_FOLDER = re.compile(r"step_([0-9]{1,15})")
+STEPS_IN_MEMORY = 64
+"""Steps whose rows are held; others are read again."""
+MOST_ROWS = 20_000
+"""Rows that are read of one step."""
+SNIPPET = 160
+"""Characters of an answer in a cell of the gallery."""
+FILE_FIELDS = ("file", "source")
+"""Fields of a row that name a file beside it."""
+
+Key = tuple[int, str, int]
+"""What samples of evaluations keep over training: sample_id, prompt and seed."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the gallery needs of a sample.
+
+    Attributes:
+        key: its number in ``SampleIndex.keys``.
+        file: of its picture, or empty.
+        total: its reward, NaN where it has none.
+        text: the beginning of its answer, or what damaged it.
+    """
+
+    key: int
+    file: str
+    total: float
+    text: str
+
+    def as_json(self) -> list[object]:
+        """The cell as a page gets it."""
+        return [self.key, self.file, self.total if math.isfinite(self.total) else None, self.text]
+
+
+@dataclass(frozen=True)
+class StepEntry:
+    """What the index holds of a step.
+
+    Attributes:
+        inode: of the step's folder: a resumed run makes another folder of that name.
+        version: changes when the files may have changed; part of their addresses.
+        evaluation: cells of the evaluation's samples.
+        num_train: number of training samples.
+    """
+
+    inode: int
+    version: str
+    evaluation: tuple[Cell, ...]
+    num_train: int
+
+
+class SampleIndex:
+    """The steps of a run that have samples, and where the samples of evaluations stand in their matrix.
+
+    Used by several threads.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.keys: list[Key] = []
+        """Rows of the matrix: prompts with their seeds, in the order in which they were seen."""
+        self.generation = 0
+        """Changes when steps that were indexed have been replaced or removed."""
+        self.problems: dict[int, str] = {}
+        """Why a step's samples could not be read."""
+        self._key_numbers: dict[Key, int] = {}
+        self._entries: dict[int, StepEntry] = {}
+        self._folders: dict[int, int] = {}
+        self._seen: tuple[int, int] | None = None
+        self._rows: OrderedDict[tuple[int, int], list[Record]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def refresh(self) -> bool:
+        """Looks for new, replaced and removed steps; returns whether there are any. Costs a ``stat`` where not."""
+        with self._lock:
+            folder = self.run_dir / "samples"
+            try:
+                status = folder.stat()
+            except OSError:  # nothing was written yet, or the run was moved away
+                status = None
+            seen = None if status is None else (status.st_ino, status.st_mtime_ns)
+            if seen == self._seen:
+                return False
+            self._seen = seen
+            folders = {} if seen is None else self._list_folders(folder)
+            replaced = [step for step, inode in self._folders.items() if folders.get(step) != inode]
+            for step in replaced:
+                self._entries.pop(step, None)
+                self.problems.pop(step, None)
+            self.generation += bool(replaced)
+            self._folders = folders
+            return True
+
+    def _list_folders(self, folder: Path) -> dict[int, int]:
+        """Steps with the inodes of their folders. Links and unfinished folders are left out."""
+        if path_inside(self.run_dir, folder.absolute()) is None:
+            return {}
+        with os.scandir(folder) as entries:
+            named = [(STEP_FOLDER.fullmatch(entry.name), entry) for entry in entries]
+            steps = {
+                int(match[1]): entry.inode() for match, entry in named if match and entry.is_dir(follow_symlinks=False)
+            }
+        return dict(sorted(steps.items()))
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that have samples, ascending."""
+        return list(self._folders)
+
+    @property
+    def num_indexed(self) -> int:
+        """Steps whose samples have been looked at."""
+        return len(self._entries)
+
+    def index(self, budget_s: float) -> bool:
+        """Looks at steps that were not looked at, the newest first; returns whether all of them have been.
+
+        Args:
+            budget_s: stops after so many seconds, so that a page need not wait for a long run.
+        """
+        deadline = time.monotonic() + budget_s
+        with self._lock:
+            for step in reversed(self._folders):
+                if step not in self._entries:
+                    if time.monotonic() > deadline:
+                        return False
+                    self.entry(step)
+            return True
+
+    def entry(self, step: int) -> StepEntry | None:
+        """What the index holds of a step; None where there is no such step."""
+        with self._lock:
+            if step in self._folders and step not in self._entries:
+                self._entries[step] = self._look_at(step)
+            return self._entries.get(step)
+
+    def evaluation_steps(self) -> list[int]:
+        """Steps among those looked at that have samples of an evaluation, ascending."""
+        with self._lock:
+            return sorted(step for step, entry in self._entries.items() if entry.evaluation)
+
+    def train_steps(self) -> list[int]:
+        """Steps among those looked at that have training samples, ascending."""
+        with self._lock:
+            return sorted(step for step, entry in self._entries.items() if entry.num_train)
+
+    def _look_at(self, step: int) -> StepEntry:
+        inode = self._folders[step]
+        rows = self.rows(step)
+        cells = [self._make_cell(row) for row in rows if row.get("kind") == "eval"]
+        try:
+            version = f"{(step_folder(self.run_dir, step) / 'samples.jsonl').stat().st_mtime_ns:x}"
+        except OSError:  # removed meanwhile
+            version = f"{inode:x}"
+        return StepEntry(inode, version, tuple(cells), sum(row.get("kind") == "train" for row in rows))
+
+    def _make_cell(self, row: Record) -> Cell:
+        key = (whole_number(row.get("sample_id")), str(row.get("prompt", "")), whole_number(row.get("seed")))
+        number = self._key_numbers.get(key)
+        if number is None:
+            number = self._key_numbers[key] = len(self.keys)
+            self.keys.append(key)
+        total = row.get("total")
+        text = row.get("damage") or row.get("text") or ""
+        return Cell(number, text_of(row, "file"), float(total) if is_number(total) else math.nan, str(text)[:SNIPPET])
+
+    def rows(self, step: int) -> list[Record]:
+        """The rows of a step; empty where there is none, or where they cannot be read, which ``problems`` says."""
+        with self._lock:
+            inode = self._folders.get(step)
+            if inode is None:
+                return []
+            held = self._rows.get((step, inode))
+            if held is not None:
+                self._rows.move_to_end((step, inode))
+                return held
+            rows = self._read_rows(step)
+            self._rows[step, inode] = rows
+            while len(self._rows) > STEPS_IN_MEMORY:
+                self._rows.popitem(last=False)
+            return rows
+
+    def _read_rows(self, step: int) -> list[Record]:
+        rows: list[Record] = []
+        num_left_out = 0
+
+        def add(record: Record) -> None:
+            nonlocal num_left_out
+            if len(rows) < MOST_ROWS:
+                rows.append(record)
+            else:
+                num_left_out += 1
+
+        tail = LineTail(step_folder(self.run_dir, step) / "samples.jsonl")
+        tail.read_new(rows.clear, add)
+        broken = f"{tail.num_broken} broken lines" if tail.num_broken else ""
+        left_out = f"{num_left_out} rows beyond the first {MOST_ROWS:,} are left out" if num_left_out else ""
+        if problem := tail.problem or broken or left_out:
+            self.problems[step] = problem
+        return rows
+
+    def sample(self, step: int, kind: str, sample_id: int) -> Record | None:
+        """The row of one sample; None where there is none."""
+        for row in self.rows(step):
+            if row.get("kind") == kind and row.get("sample_id") == sample_id:
+                return row
+        return None
+
+    def path_of_file(self, step: int, name: str) -> Path | None:
+        """The path of a file that a row of the step names, within the step's folder; None for any other name."""
+        if not any(row.get(field) == name for row in self.rows(step) for field in FILE_FIELDS):
+            return None
+        folder = step_folder(self.run_dir, step)
+        if Path(name).name != name or path_inside(folder, name) != folder.resolve() / name:
+            return None
+        return folder / name
+
+
+def text_of(row: Record, name: str) -> str:
+    """A field of a row that is a text; empty where it is none."""
+    value = row.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def whole_number(value: object) -> int:
+    """A field of a row that is a whole number; 0 where it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**64 else 0

@@ -1,0 +1,78 @@
+"""The headline figures of a run: what its evaluations say before and after, for the report and the studio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sfumato.tracking.trackers import Series, finite, is_number
+
+HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
+NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The first, the last and the best value of a metric.
+
+    Attributes:
+        name: of the metric.
+        first: step and value of the first evaluation.
+        last: of the last one, which may be the first.
+        best: of the best one; the highest where it is not known which values are better.
+        change: whether the last value is better than the first.
+        has_direction: whether it is known which values are better.
+    """
+
+    name: str
+    first: tuple[int, float]
+    last: tuple[int, float]
+    best: tuple[int, float]
+    change: Literal["better", "worse", "unknown"]
+    has_direction: bool
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there was one evaluation alone."""
+        return self.first[0] == self.last[0]
+
+
+def headlines(metrics: Series, weights: Mapping[str, float]) -> list[Headline]:
+    """The headline figures of a run.
+
+    Args:
+        metrics: of ``metrics.jsonl``.
+        weights: of the rewards, as ``reward_weights`` gives them.
+    """
+    figures = []
+    for name, points in metrics.items():
+        values = list(finite(points).items())
+        if not name.startswith(HEADLINES) or not values or name in NO_HEADLINES:
+            continue
+        direction = _direction(name, weights)
+        best = (min if direction < 0 else max)(values, key=lambda item: item[1])
+        change = {1.0: "better", -1.0: "worse"}.get(np.sign(direction * (values[-1][1] - values[0][1])), "unknown")
+        figures.append(Headline(name, values[0], values[-1], best, change, bool(direction)))
+    return figures
+
+
+def reward_weights(config: Any) -> dict[str, float]:
+    """Weights of the rewards in a parsed configuration of whatever shape, by name."""
+    try:
+        weights = {}
+        for reward in config["reward"]["rewards"]:
+            name = reward.get("name") or (reward["path"] if reward["type"] == "function" else reward["type"])
+            weight = reward.get("weight", 1.0)
+            weights[name.rpartition(":")[2]] = float(weight) if is_number(weight) else 0.0
+    except (TypeError, KeyError, IndexError, AttributeError):  # a task without rewards
+        return {}
+    return weights
+
+
+def _direction(name: str, weights: Mapping[str, float]) -> float:
+    """Positive for a metric of which more is better, negative where less is, 0 where the configuration does not say."""
+    reward = name.removeprefix("eval/reward/")
+    return 1.0 if reward in (name, "total") else weights.get(reward, 0.0)
