@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import chat, check, compare, doctor, evaluate, export, preprocess, report, sample
+from sfumato.commands import chat, check, compare, doctor, evaluate, export, preprocess, report, sample, studio
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
@@ -23,6 +23,7 @@ COMMANDS = (
     sample,
     chat,
     evaluate,
+    studio,
 )
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from sfumato.config.characters import printable
 from sfumato.errors import DataError
-from sfumato.studio.runs import RunReader, read_text
+from sfumato.studio.runs import RunReader, read_part, read_text
 from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.tracking.headlines import HEADLINES, headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
@@ -102,6 +102,25 @@ def describe_overview(reader: RunReader) -> JSON:
     }
 
 
+def list_alerts(reader: RunReader) -> list[JSON]:
+    """What a person should be told of: a run that died or stands still, signs of reward hacking, values that are no
+    numbers. ``text`` tells a trouble from another, so that each is told once."""
+    state = reader.state(reader.environment())
+    alerts = []
+    if state.state in ("died", "standing still"):
+        alerts.append({"kind": state.state, "text": printable(f"{state.state}: {state.text}")})
+    metrics = reader.metrics.series()
+    # the name alone: the numbers of a sign change with every step, and would be told again and again
+    alerts += [
+        {"kind": "reward_hacking", "text": f"sign of reward hacking in {printable(sign.metric)}"}
+        for sign in signs_of_hacking(metrics)
+    ]
+    failed = metrics.get("reward/failed", {})
+    if failed and (list(failed.values())[-1] or 0) > 0:
+        alerts.append({"kind": "reward_failures", "text": "samples of the newest step have no reward"})
+    return alerts
+
+
 def _figures(reader: RunReader) -> list[JSON]:
     """The headline figures of a run."""
     names = [name for name in reader.metrics.curves if name.startswith(HEADLINES)]
@@ -159,12 +178,13 @@ def read_log(reader: RunReader, before: int | None) -> JSON:
     last = size if before is None else max(0, min(before, size))
     first = max(0, last - LOG_BYTES)
     try:
-        content = read_text(reader.folder, "log.txt", first, last - first)
+        content = read_part(reader.folder, "log.txt", first, last - first)
     except DataError as error:
         return {"text": str(error), "first": 0, "last": 0}
     if first:
-        cut, newline, rest = content.partition("\n")
+        cut, newline, rest = content.partition(b"\n")
         if newline:
-            first += len(cut.encode("utf-8", errors="replace")) + 1
+            first += len(cut) + 1
             content = rest
-    return {"text": printable(hide_in_text(content)), "first": first, "last": last}
+    text = content.decode("utf-8", errors="replace")
+    return {"text": printable(hide_in_text(text)), "first": first, "last": last}

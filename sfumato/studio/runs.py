@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from sfumato.config.file_checks import file_problem, path_inside
 from sfumato.config.load import parse_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.studio.samples import SampleIndex
-from sfumato.studio.series import MetricTable
+from sfumato.studio.series import Curve, MetricTable
 from sfumato.studio.states import RunState, find_state
 from sfumato.studio.tail import LineTail, open_regular
 
@@ -25,8 +28,9 @@ MOST_RUNS, MOST_FOLDERS, DEEPEST = 2000, 20_000, 6
 FOUND_AGAIN_S = 3.0
 """How long a list of runs counts as new."""
 MOST_TEXT_BYTES = 2**24
-RUNS_IN_MEMORY = 16
-"""Runs whose numbers are held; those that nobody looked at for longest are forgotten, and read again."""
+VALUES_IN_MEMORY = 2**24
+"""Numbers of all runs that are held, 16 bytes each. Runs that nobody looked at for longest are forgotten first, and
+read again when they are asked for; the one that is looked at is always held."""
 RECENT_STEPS = 20
 """Steps whose median time predicts when a run ends."""
 
@@ -100,6 +104,16 @@ class RunReader:
         table.curves = {**self.timings.curves, **self.metrics.curves}
         return table
 
+    def curve(self, name: str) -> Curve | None:
+        """A metric or a timing; None where the run has none of that name."""
+        return self.metrics.curves.get(name) or self.timings.curves.get(name)
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in memory."""
+        tables = (self.metrics, self.timings)
+        return sum(len(curve.values) for table in tables for curve in list(table.curves.values()))
+
     def config(self) -> object:
         """The parsed configuration, of whatever shape; None where there is none that can be read."""
         path = self.folder / "config.yaml"
@@ -118,8 +132,6 @@ class RunReader:
 
     def environment(self) -> dict[str, object]:
         """The content of environment.json; empty where it is missing or is being written."""
-        import json
-
         try:
             value = json.loads(read_text(self.folder, "environment.json"))
         except (DataError, ValueError, RecursionError):
@@ -169,6 +181,9 @@ class RunsFolder:
         self.root = root
         self.was_cut = False
         """Whether there are more runs than are shown."""
+        self.problem = ""
+        """Why the folder itself cannot be read; empty where it can."""
+        self._described: dict[str, tuple[tuple[object, ...], dict[str, object]]] = {}
         self._readers: dict[str, RunReader] = {}
         self._used: dict[str, float] = {}
         self._folders: dict[str, Path] = {}
@@ -195,16 +210,51 @@ class RunsFolder:
             if reader is None:
                 reader = self._readers[name] = RunReader(name, folder)
             self._used[name] = time.monotonic()
-            while len(self._readers) > RUNS_IN_MEMORY:
-                oldest = min(self._readers, key=lambda other: self._used[other])
-                del self._readers[oldest]
+            self._forget_oldest(name)
             return reader
+
+    def described(self, name: str, describe: Callable[[RunReader], dict[str, object]]) -> dict[str, object] | None:
+        """What ``describe`` says of a run; that of before where no file has changed that it may depend on.
+
+        A run that is alive is described anew each time. None where there is no run of that name any more.
+        """
+        folder = self._folders.get(name)
+        if folder is None:
+            return None
+        stamp = tuple(_stamp(folder / file) for file in (*MARKS, "config.yaml", "timings.jsonl"))
+        known = self._described.get(name)
+        is_alive = known is not None and known[1].get("state") in ("running", "standing still")
+        if known is None or known[0] != stamp or is_alive:
+            reader = self.reader(name)
+            if reader is None:
+                return None
+            reader.refresh()
+            known = self._described[name] = (stamp, describe(reader))
+        return known[1]
+
+    def stamp(self) -> str:
+        """A text that is another one when the list of runs, or what it says of one, may have changed."""
+        names = self.names()
+        stamps = [
+            (name, [_stamp(self._folders[name] / file) for file in MARKS]) for name in names if name in self._folders
+        ]
+        return hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()
+
+    def _forget_oldest(self, needed: str) -> None:
+        """Forgets runs until the numbers of the others fit into memory."""
+        held = {name: reader.num_values for name, reader in self._readers.items()}
+        for name in sorted(held, key=lambda other: self._used[other]):
+            if sum(held.values()) <= VALUES_IN_MEMORY:
+                break
+            if name != needed:
+                del self._readers[name], held[name]
 
     def _find(self) -> None:
         folders: list[tuple[float, str, Path]] = []
         pending = [(self.root, 0)]
         num_looked_at = 0
         self.was_cut = False
+        self.problem = ""
         while pending:
             folder, depth = pending.pop()
             num_looked_at += 1
@@ -214,7 +264,9 @@ class RunsFolder:
             try:
                 with os.scandir(folder) as entries:
                     listed = list(entries)
-            except OSError:  # removed meanwhile, or not ours to read: nothing in it can be shown
+            except OSError as error:  # removed meanwhile, or not ours to read: nothing in it can be shown
+                if folder == self.root:
+                    self.problem = f"{self.root.name} cannot be read: {error.strerror}"
                 continue
             files = {entry.name for entry in listed if entry.is_file(follow_symlinks=False)}
             is_run = "config.yaml" in files and any(mark in files for mark in MARKS)
@@ -235,24 +287,38 @@ class RunsFolder:
             del self._readers[name]
 
 
-def read_text(folder: Path, name: str, first: int = 0, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """The text of a file in a run folder, from a byte on; empty where it is missing.
+def read_text(folder: Path, name: str) -> str:
+    """The text of a file in a run folder, its first ``MOST_TEXT_BYTES``; empty where it is missing.
 
     Raises DataError for a link out of the folder, a pipe, a device or a file that may not be read.
     """
+    return read_part(folder, name, 0, MOST_TEXT_BYTES).decode("utf-8", errors="replace")
+
+
+def read_part(folder: Path, name: str, first: int, most_bytes: int) -> bytes:
+    """Bytes of a file in a run folder, from one on; raises as ``read_text``."""
     path = path_inside(folder, name)
     problem = "lies outside of its folder" if path is None else file_problem(path)
     if problem == "does not exist":
-        return ""
+        return b""
     try:
         file = None if problem or path is None else open_regular(path)
         if file is None:
             raise DataError(f"{name} {problem or 'is no file'}")
         with file:
             file.seek(first)
-            return file.read(most_bytes).decode("utf-8", errors="replace")
+            return file.read(most_bytes)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does."""
+    try:
+        status = path.stat()
+    except OSError:  # not written yet
+        return (0, 0, 0)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _size(path: Path) -> int:

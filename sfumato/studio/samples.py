@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +28,14 @@ SNIPPET = 160
 FILE_FIELDS = ("file", "source")
 """Fields of a row that name a file beside it."""
 
-Key = tuple[int, str, int]
-"""What samples of evaluations keep over training: sample_id, prompt and seed."""
+IN_MATRIX = ("eval", "watched")
+"""Kinds of samples that are drawn again with the same prompt and seed: of evaluations, and of watched prompts."""
+
+Stamp = tuple[int, int]
+"""Number and time of a step's samples.jsonl: a resumed run makes another one of that name."""
+
+Key = tuple[str, int, str, int]
+"""What these samples keep over training: kind, sample_id, prompt and seed."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +64,13 @@ class StepEntry:
     """What the index holds of a step.
 
     Attributes:
-        inode: of the step's folder: a resumed run makes another folder of that name.
         version: changes when the files may have changed; part of their addresses.
-        evaluation: cells of the evaluation's samples.
+        repeated: cells of the evaluation's samples, and of watched prompts.
         num_train: number of training samples.
     """
 
-    inode: int
     version: str
-    evaluation: tuple[Cell, ...]
+    repeated: tuple[Cell, ...]
     num_train: int
 
 
@@ -84,9 +90,9 @@ class SampleIndex:
         """Why a step's samples could not be read."""
         self._key_numbers: dict[Key, int] = {}
         self._entries: dict[int, StepEntry] = {}
-        self._folders: dict[int, int] = {}
+        self._folders: dict[int, Stamp] = {}
         self._seen: tuple[int, int] | None = None
-        self._rows: OrderedDict[tuple[int, int], list[Record]] = OrderedDict()
+        self._rows: OrderedDict[tuple[int, Stamp], list[Record]] = OrderedDict()
         self._lock = threading.RLock()
 
     def refresh(self) -> bool:
@@ -102,7 +108,7 @@ class SampleIndex:
                 return False
             self._seen = seen
             folders = {} if seen is None else self._list_folders(folder)
-            replaced = [step for step, inode in self._folders.items() if folders.get(step) != inode]
+            replaced = [step for step, stamp in self._folders.items() if folders.get(step) != stamp]
             for step in replaced:
                 self._entries.pop(step, None)
                 self.problems.pop(step, None)
@@ -110,15 +116,19 @@ class SampleIndex:
             self._folders = folders
             return True
 
-    def _list_folders(self, folder: Path) -> dict[int, int]:
-        """Steps with the inodes of their folders. Links and unfinished folders are left out."""
+    def _list_folders(self, folder: Path) -> dict[int, Stamp]:
+        """Steps with what tells their samples from those of before. Links and unfinished folders are left out."""
         if path_inside(self.run_dir, folder.absolute()) is None:
             return {}
+        steps = {}
         with os.scandir(folder) as entries:
-            named = [(STEP_FOLDER.fullmatch(entry.name), entry) for entry in entries]
-            steps = {
-                int(match[1]): entry.inode() for match, entry in named if match and entry.is_dir(follow_symlinks=False)
-            }
+            for entry in entries:
+                match = STEP_FOLDER.fullmatch(entry.name)
+                if match and entry.is_dir(follow_symlinks=False):
+                    with contextlib.suppress(OSError):  # a folder without samples
+                        status = os.stat(os.path.join(entry.path, "samples.jsonl"), follow_symlinks=False)
+                        # a file system gives the number of a removed file to the next one: the time tells them apart
+                        steps[int(match[1])] = (status.st_ino, status.st_mtime_ns)
         return dict(sorted(steps.items()))
 
     @property
@@ -153,10 +163,10 @@ class SampleIndex:
                 self._entries[step] = self._look_at(step)
             return self._entries.get(step)
 
-    def evaluation_steps(self) -> list[int]:
-        """Steps among those looked at that have samples of an evaluation, ascending."""
+    def repeated_steps(self) -> list[int]:
+        """Steps among those looked at that have samples of an evaluation or of watched prompts, ascending."""
         with self._lock:
-            return sorted(step for step, entry in self._entries.items() if entry.evaluation)
+            return sorted(step for step, entry in self._entries.items() if entry.repeated)
 
     def train_steps(self) -> list[int]:
         """Steps among those looked at that have training samples, ascending."""
@@ -164,17 +174,14 @@ class SampleIndex:
             return sorted(step for step, entry in self._entries.items() if entry.num_train)
 
     def _look_at(self, step: int) -> StepEntry:
-        inode = self._folders[step]
+        _, time_ns = self._folders[step]
         rows = self.rows(step)
-        cells = [self._make_cell(row) for row in rows if row.get("kind") == "eval"]
-        try:
-            version = f"{(step_folder(self.run_dir, step) / 'samples.jsonl').stat().st_mtime_ns:x}"
-        except OSError:  # removed meanwhile
-            version = f"{inode:x}"
-        return StepEntry(inode, version, tuple(cells), sum(row.get("kind") == "train" for row in rows))
+        cells = [self._make_cell(row) for row in rows if row.get("kind") in IN_MATRIX]
+        return StepEntry(f"{time_ns:x}", tuple(cells), sum(row.get("kind") == "train" for row in rows))
 
     def _make_cell(self, row: Record) -> Cell:
-        key = (whole_number(row.get("sample_id")), str(row.get("prompt", "")), whole_number(row.get("seed")))
+        names = (text_of(row, "prompt"), whole_number(row.get("seed")))
+        key = (text_of(row, "kind"), whole_number(row.get("sample_id")), *names)
         number = self._key_numbers.get(key)
         if number is None:
             number = self._key_numbers[key] = len(self.keys)
@@ -186,15 +193,15 @@ class SampleIndex:
     def rows(self, step: int) -> list[Record]:
         """The rows of a step; empty where there is none, or where they cannot be read, which ``problems`` says."""
         with self._lock:
-            inode = self._folders.get(step)
-            if inode is None:
+            stamp = self._folders.get(step)
+            if stamp is None:
                 return []
-            held = self._rows.get((step, inode))
+            held = self._rows.get((step, stamp))
             if held is not None:
-                self._rows.move_to_end((step, inode))
+                self._rows.move_to_end((step, stamp))
                 return held
             rows = self._read_rows(step)
-            self._rows[step, inode] = rows
+            self._rows[step, stamp] = rows
             while len(self._rows) > STEPS_IN_MEMORY:
                 self._rows.popitem(last=False)
             return rows
@@ -235,7 +242,7 @@ class SampleIndex:
         return folder / name
 
 
-def text_of(row: Record, name: str) -> str:
+def text_of(row: Mapping[str, object], name: str) -> str:
     """A field of a row that is a text; empty where it is none."""
     value = row.get(name)
     return value if isinstance(value, str) else ""

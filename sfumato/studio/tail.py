@@ -25,8 +25,8 @@ Record = dict[str, object]
 class LineTail:
     """The place up to which a file of JSON lines has been read.
 
-    A resumed run replaces the file by a shorter one, one that was moved aside leaves another in its place: another inode,
-    or fewer bytes than were read, is a reset.
+    A resumed run replaces the file by a shorter one, one that was moved aside leaves another in its place: another
+    inode, or fewer bytes than were read, is a reset.
 
     Attributes:
         path: of the file, which may be missing.

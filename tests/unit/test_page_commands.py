@@ -89,7 +89,7 @@ def has_those_flags(command: Command, patch: pytest.MonkeyPatch) -> None:
 def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
     """By the parser of ``sfumato``, and a configuration by its task."""
     words = [each.strip("[]") for each in command.words[1:] if each not in ("VALUE", "...]", "[--section.field")]
-    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"]):
+    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"], ["studio"]):
         return
     arguments, rest = build_parser().parse_known_args(["1" if each == "N" else each for each in words])
     if words[0] == "check" and words[1] not in ("CONFIG", "FILE"):
@@ -154,6 +154,7 @@ RULES = [
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
     Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
+    Rule(r"sfumato studio( runs/| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
     Rule(r"sfumato preprocess( |$)", None, "run by tests/unit/test_media_cache.py"),
     Rule(
         r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"

@@ -1,0 +1,362 @@
+"""What pages may have runs and other programs do: control files, the playground, and replay.
+
+Nothing here is reachable without ``sfumato studio --control``. A run looks into its folder ``control/`` between two
+steps; the studio writes there and nowhere else. Checkpoints are loaded by other processes, which end with the studio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from sfumato.config.characters import printable
+from sfumato.config.file_checks import path_inside
+from sfumato.config.writing import write_atomically
+from sfumato.errors import DataError
+from sfumato.serving.requests import RefusedRequestError, check_media_type, read_body
+from sfumato.studio.requests import find_run, find_sample, json_response, parse_body, text_parameter
+from sfumato.studio.runs import RunReader, RunsFolder, read_text
+from sfumato.studio.secrets import hide_in_text
+from sfumato.studio.tail import LineTail, Record
+
+COMMANDS = ("save", "sample", "evaluate", "stop", "pause", "resume")
+MOST_BODY_BYTES = 2**16 + 2**10
+MOST_PROMPTS, LONGEST_PROMPT = 16, 2000
+WATCHED = "watched_prompts.txt"
+ANSWERS = 50
+"""Answers of the run that a page shows, the newest."""
+REPLAY_S = 900.0
+START_S = 300.0
+"""How long a checkpoint may take to be loaded."""
+ANSWER_S = 600.0
+MOST_LINE = 2**22
+KINDS = ("eval", "train", "watched")
+
+
+class Control:
+    """The answers to what pages want done.
+
+    Args:
+        runs: the runs below the studio's folder.
+        may_control: whether pages may change runs; loading checkpoints is part of it, since it takes memory.
+    """
+
+    def __init__(self, runs: RunsFolder, may_control: bool) -> None:
+        self.runs = runs
+        self.may_control = may_control
+        self.outputs = Path(tempfile.mkdtemp(prefix="sfumato-studio-")) if may_control else None
+        """Where replay and the playground write."""
+        self._playground: Playground | None = None
+        self._loading = asyncio.Lock()
+        """One checkpoint is in memory at a time."""
+        self._files: dict[str, Path] = {}
+
+    def routes(self) -> tuple[Route, ...]:
+        """Addresses; without control only the one that says so."""
+        settings = Route("/api/settings", self.settings)
+        if not self.may_control:
+            return (settings,)
+        return (
+            settings,
+            Route("/api/control", self.answers, methods=["GET"]),
+            Route("/api/control", self.control, methods=["POST"]),
+            Route("/api/watched", self.watch, methods=["POST"]),
+            Route("/api/playground", self.play, methods=["POST"]),
+            Route("/api/playground/end", self.end_playground, methods=["POST"]),
+            Route("/api/replay", self.replay, methods=["POST"]),
+            Route("/made", self.made),
+        )
+
+    async def settings(self, request: Request) -> Response:
+        """What pages may offer."""
+        return json_response({"control": self.may_control})
+
+    async def control(self, request: Request) -> Response:
+        """Asks a run for something: it answers in control.jsonl when it has come to the end of its step."""
+        value = await _read_json(request, "run", "command")
+        command = value.get("command")
+        if command not in COMMANDS:
+            raise RefusedRequestError(400, f"command must be one of {', '.join(COMMANDS)}")
+        reader = self._run(value)
+        if not reader.state(reader.environment()).is_alive:
+            raise RefusedRequestError(409, "no process of this run is at work, so nobody would read the command")
+        name = f"studio-{secrets.token_hex(6)}"
+        content = json.dumps({"command": command}).encode()
+        await run_in_threadpool(_write_control, reader, f"{name}.json", content)
+        return json_response({"id": name})
+
+    async def answers(self, request: Request) -> Response:
+        """What the run has answered, and the watched prompts."""
+        reader = find_run(self.runs, text_parameter(request, "run"))
+        return json_response(await run_in_threadpool(_read_answers, reader))
+
+    async def watch(self, request: Request) -> Response:
+        """Has the run draw other prompts beside its evaluation, from the next time on."""
+        value = await _read_json(request, "run", "prompts")
+        prompts = value.get("prompts")
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise RefusedRequestError(400, "prompts must be a list of texts")
+        lines = [" ".join(prompt.split()) for prompt in prompts]
+        lines = [line for line in lines if line]
+        if len(lines) > MOST_PROMPTS or any(len(line) > LONGEST_PROMPT for line in lines):
+            raise RefusedRequestError(400, f"at most {MOST_PROMPTS} prompts of {LONGEST_PROMPT} letters can be watched")
+        if any(line.startswith("#") for line in lines):
+            raise RefusedRequestError(400, "a prompt must not begin with #, which marks a comment in the run's file")
+        content = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="replace")
+        await run_in_threadpool(_write_control, self._run(value), WATCHED, content)
+        return json_response({"prompts": lines})
+
+    async def replay(self, request: Request) -> Response:
+        """Makes a sample again from its checkpoint, in a process of its own, and says what differs."""
+        value = await _read_json(request, "run", "step", "kind", "id")
+        reader, step, sample_id, kind = self._run(value), value.get("step"), value.get("id"), value.get("kind")
+        if not _is_whole(step) or not _is_whole(sample_id) or kind not in KINDS:
+            raise RefusedRequestError(400, "step and id must be whole numbers, and kind one of " + ", ".join(KINDS))
+        assert isinstance(step, int) and isinstance(sample_id, int) and isinstance(kind, str)
+        find_sample(reader, step, kind, sample_id)
+        sample = f"step_{step:06d}/{kind}_{sample_id:04d}"
+        async with self._alone():
+            return json_response(await self._replay(reader, sample))
+
+    async def _replay(self, reader: RunReader, sample: str) -> dict[str, object]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sfumato.cli", "replay", str(reader.folder), sample, "--json"),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MOST_LINE,
+        )
+        try:
+            output, messages = await asyncio.wait_for(process.communicate(), REPLAY_S)
+        except TimeoutError as error:
+            raise RefusedRequestError(504, f"making the sample again took longer than {REPLAY_S:.0f} s") from error
+        finally:
+            await _end(process)
+        try:
+            result = json.loads(output.splitlines()[-1])
+        except (ValueError, IndexError) as error:
+            raise RefusedRequestError(500, f"the sample was not made again: {_last_words(messages)}") from error
+        file = result.pop("file", None)
+        if isinstance(file, str) and Path(file).suffix in (".png", ".webp") and Path(file).is_file():
+            result["picture"] = self._address(Path(file))
+        return _cleaned(result)
+
+    async def play(self, request: Request) -> Response:
+        """Has a checkpoint, or all of them, answer a prompt. The process that holds the model stays for the next."""
+        names = ("run", "prompt", "checkpoint", "seed", "steps", "guidance", "max_new_tokens", "temperature")
+        value = await _read_json(request, *names)
+        reader = self._run(value)
+        prompt = value.get("prompt")
+        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > 20_000:
+            raise RefusedRequestError(400, "prompt must be a text of 1 to 20,000 letters")
+        checkpoint = value.get("checkpoint")
+        if checkpoint is not None and checkpoint != "all" and not _is_whole(checkpoint):
+            raise RefusedRequestError(400, 'checkpoint must be a step, "all", or null for the newest')
+        numbers = {name: value[name] for name in names[3:] if value.get(name) is not None}
+        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers.values()):
+            raise RefusedRequestError(400, f"{', '.join(names[3:])} must be numbers")
+        async with self._alone():
+            if self._playground is None or not self._playground.serves(reader):
+                await self._end_playground()
+                assert self.outputs is not None
+                self._playground = await Playground.start(reader, self.outputs)
+            try:
+                answers = await self._playground.ask({"prompt": prompt, "checkpoint": checkpoint, **numbers})
+            except BaseException:
+                await self._end_playground()
+                raise
+        for answer in answers:
+            file = answer.pop("file", None)
+            if isinstance(file, str):
+                answer["picture"] = self._address(Path(file))
+        return json_response({"answers": [_cleaned(answer) for answer in answers]})
+
+    async def end_playground(self, request: Request) -> Response:
+        """Frees the memory that the playground's model takes."""
+        await _read_json(request)
+        async with self._alone():
+            await self._end_playground()
+        return json_response({})
+
+    async def made(self, request: Request) -> Response:
+        """A picture that replay or the playground has made."""
+        path = self._files.get(text_parameter(request, "name"))
+        if path is None or path.is_symlink() or not path.is_file():
+            raise RefusedRequestError(404, "this picture is not there any more")
+        return FileResponse(path, media_type="image/webp" if path.suffix == ".webp" else "image/png")
+
+    async def close(self) -> None:
+        """Ends the playground."""
+        await self._end_playground()
+
+    async def _end_playground(self) -> None:
+        if self._playground is not None:
+            playground = self._playground
+            self._playground = None
+            await playground.close()
+
+    def _address(self, path: Path) -> str:
+        name = secrets.token_urlsafe(16)
+        self._files[name] = path
+        while len(self._files) > 1000:
+            del self._files[next(iter(self._files))]
+        return f"/made?name={name}"
+
+    @contextlib.asynccontextmanager
+    async def _alone(self):
+        """One process that holds a model at a time. Raises RefusedRequestError (429) while another one is at work."""
+        if self._loading.locked():
+            raise RefusedRequestError(429, "another checkpoint is at work: wait until it is done")
+        async with self._loading:
+            yield
+
+    def _run(self, value: dict[str, object]) -> RunReader:
+        name = value.get("run")
+        if not isinstance(name, str):
+            raise RefusedRequestError(400, "run must be the name of a run")
+        return find_run(self.runs, name)
+
+
+class Playground:
+    """A process that holds the model of a run, and answers prompts with its checkpoints."""
+
+    def __init__(self, folder: Path, process: asyncio.subprocess.Process, ready: dict[str, object]) -> None:
+        self.folder = folder
+        self.ready = ready
+        self._process = process
+        self._number = 0
+
+    @classmethod
+    async def start(cls, reader: RunReader, outputs: Path) -> Playground:
+        """Starts the process. Raises RefusedRequestError when the run has nothing that can be loaded."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "sfumato.cli", "playground", str(reader.folder), "--out", str(outputs)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=MOST_LINE,
+        )
+        playground = cls(reader.folder, process, {})
+        try:
+            playground.ready = await playground._read(START_S)
+        except BaseException:
+            await playground.close()
+            raise
+        if "error" in playground.ready:
+            await playground.close()
+            raise RefusedRequestError(422, printable(str(playground.ready["error"])))
+        return playground
+
+    def serves(self, reader: RunReader) -> bool:
+        """Whether the process is alive, and holds the model of this run with all its checkpoints."""
+        checkpoints = self.ready.get("checkpoints")
+        from sfumato.tracking.atomic_folders import list_checkpoints
+
+        standing = list(list_checkpoints(reader.folder / "checkpoints"))
+        return self._process.returncode is None and self.folder == reader.folder and checkpoints == standing
+
+    async def ask(self, question: dict[str, object]) -> list[dict[str, object]]:
+        """Answers to a question, one for each checkpoint."""
+        self._number += 1
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"id": self._number, **question}).encode() + b"\n")
+        await self._process.stdin.drain()
+        answers: list[dict[str, object]] = []
+        while True:
+            line = await self._read(ANSWER_S)
+            if line.get("id") != self._number:
+                continue
+            if line.get("done") or "error" in line:
+                return [*answers, line] if "error" in line else answers
+            answers.append(line)
+
+    async def _read(self, timeout_s: float) -> dict[str, object]:
+        assert self._process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
+            value = json.loads(line)
+        except TimeoutError as error:
+            raise RefusedRequestError(504, f"the model has not answered within {timeout_s:.0f} s") from error
+        except ValueError as error:
+            raise RefusedRequestError(
+                500, "the process that holds the model has ended: see sfumato playground"
+            ) from error
+        return value if isinstance(value, dict) else {}
+
+    async def close(self) -> None:
+        """Ends the process."""
+        await _end(self._process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends a process, at once where it does not end by itself within a second."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), 1.0)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _read_json(request: Request, *names: str) -> dict[str, object]:
+    check_media_type(request, "application/json")
+    too_large = f"a request has at most {MOST_BODY_BYTES:,} bytes"
+    return parse_body(await read_body(request, MOST_BODY_BYTES, too_large, 10.0), frozenset(names))
+
+
+def _write_control(reader: RunReader, name: str, content: bytes) -> None:
+    """Writes a file into the run's control folder, which is made; the run sees all of it or nothing."""
+    folder = reader.folder / "control"
+    try:
+        folder.mkdir(exist_ok=True)
+        if folder.is_symlink() or path_inside(reader.folder, "control") != folder.resolve():
+            raise DataError(f"{folder} is a link: remove it")
+        write_atomically(folder / name, content)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}") from error
+
+
+def _read_answers(reader: RunReader) -> dict[str, object]:
+    answers: list[Record] = []
+    LineTail(reader.folder / "control.jsonl").read_new(answers.clear, answers.append)
+    waiting = sorted(path.stem for path in (reader.folder / "control").glob("studio-*.json"))
+    prompts = read_text(reader.folder / "control", WATCHED).splitlines()
+    prompts = [line for line in prompts if line.strip() and not line.startswith("#")]
+    return {
+        "answers": _cleaned(answers[-ANSWERS:]),
+        "waiting": waiting,
+        "prompts": [printable(line) for line in prompts],
+    }
+
+
+def _cleaned(value: object) -> object:
+    """A value with texts that do nothing to what shows them, and without secrets."""
+    if isinstance(value, str):
+        return printable(hide_in_text(value[:20_000]))
+    if isinstance(value, dict):
+        return {str(name): _cleaned(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(item) for item in value[:1000]]
+    return value
+
+
+def _last_words(messages: bytes) -> str:
+    lines = [line for line in messages.decode("utf-8", errors="replace").splitlines() if line.strip()]
+    return printable(hide_in_text(lines[-1][:400])) if lines else "its process said nothing"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53

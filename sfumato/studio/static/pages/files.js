@@ -1,0 +1,36 @@
+// Configuration and log. Keys and passwords are replaced before they are sent.
+
+import {get} from "../api.js";
+import {fill, h} from "../dom.js";
+
+export async function show(view, parameters) {
+  const run = parameters.get("run");
+  const {config, facts} = await get("/api/files", {run});
+  const log = h("pre", {id: "log"});
+  let first = 0;
+  const earlier = h("button", {type: "button", onclick: async () => {
+    const part = await get("/api/log", {run, before: first});
+    log.textContent = part.text + log.textContent;
+    first = part.first;
+    earlier.disabled = first === 0;
+  }}, "earlier lines");
+  fill(view, h("h2", {}, "Log"), h("p", {class: "tools"}, earlier), log,
+    h("h2", {}, "Configuration"), h("pre", {id: "config"}, config || "no config.yaml"),
+    h("h2", {}, "Environment"), h("dl", {class: "facts"}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
+
+  let seen = null;
+  async function update() {
+    const part = await get("/api/log", {run});
+    if (seen === part.last) return;
+    const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 20;
+    // lines that were asked for further above stay, where the parts meet
+    log.textContent = part.text || "nothing yet";
+    first = part.first;
+    seen = part.last;
+    earlier.disabled = first === 0;
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
+  }
+
+  await update();
+  return {update};
+}

@@ -1,0 +1,365 @@
+"""The studio's answers: what is read of run folders that grow, resume, are moved or are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from sfumato.studio.app import Studio, build_app
+from sfumato.studio.secrets import hide_in_text, hide_secrets
+from sfumato.studio.series import Curve, reduce_curve
+from sfumato.studio.tail import LineTail
+from sfumato.studio.thumbnails import Thumbnails
+from sfumato.tracking.lock import Owner
+from sfumato.tracking.samples import SampleRecord, save_samples
+from tests.studio_runs import HOST, PROMPTS, TOKEN, add_decisions, eval_records, picture, write_run, write_steps
+
+
+def client_of(root, tmp_path):
+    studio = Studio(root, Thumbnails(tmp_path / "thumbnails"))
+    client = TestClient(build_app(studio, TOKEN), base_url=HOST)
+    assert client.get("/", params={"token": TOKEN}).status_code == 200
+    return client
+
+
+@pytest.fixture
+def runs(tmp_path):
+    root = tmp_path / "runs"
+    write_run(root / "a")
+    return root
+
+
+@pytest.fixture
+def client(runs, tmp_path):
+    return client_of(runs, tmp_path)
+
+
+def read(client, path, status=200, **parameters):
+    answer = client.get(path, params=parameters)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def pause():
+    time.sleep(0.55)  # files are looked at twice a second
+
+
+def test_whole_lines_alone_are_read_and_another_file_is_a_reset(tmp_path):
+    path, records, resets = tmp_path / "m.jsonl", [], []
+    tail = LineTail(path)
+
+    def look():
+        return tail.read_new(lambda: (resets.append(1), records.clear()), records.append)
+
+    assert not look()
+    path.write_bytes(b'{"step": 1}\n{"st')
+    assert look() and records == [{"step": 1}]
+    with path.open("ab") as file:
+        file.write(b'ep": 2}\nno json\n[1]\n')
+    assert look() and records == [{"step": 1}, {"step": 2}] and tail.num_broken == 2
+    assert not look()
+    replacement = tmp_path / "new"
+    replacement.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n{"step": 5}\n{"step": 6}\n')
+    os.replace(replacement, path)
+    assert look() and len(resets) == 1 and records[-1] == {"step": 6} and tail.num_broken == 0
+    with path.open("r+b") as file:  # written over in place: the same inode, and no fewer bytes
+        file.write(b'{"step": 9}\n')
+    assert look() and len(resets) == 2 and records[0] == {"step": 9}
+    path.unlink()
+    assert look() and records == [] and not look()
+
+
+def test_a_file_that_is_a_link_or_may_not_be_read_is_said(tmp_path, runs, client):
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"step": 99, "loss": 1}\n')
+    (runs / "a" / "metrics.jsonl").unlink()
+    (runs / "a" / "metrics.jsonl").symlink_to(secret)
+    overview = read(client, "/api/overview", run="a")
+    assert overview["step"] == 0 and any("metrics.jsonl cannot be read" in text for text in overview["problems"])
+
+
+def test_the_list_of_runs_says_what_each_does(client, runs):
+    write_run(runs / "deep" / "b", steps=20)
+    environment = json.loads((runs / "deep" / "b" / "environment.json").read_text())
+    (runs / "deep" / "b" / "environment.json").write_text(json.dumps(environment | {"finished": True}))
+    (runs / "no run").mkdir()
+    (runs / "a" / "samples" / "x").mkdir()
+    lines = {line["run"]: line for line in read(client, "/api/runs")["runs"]}
+    assert set(lines) == {"a", "deep/b"}
+    assert lines["a"]["state"] == "stopped" and lines["deep/b"]["state"] == "finished"
+    assert (lines["a"]["step"], lines["a"]["total_steps"], lines["a"]["eta_s"]) == (12, 20, None)
+    figure = lines["a"]["figures"][-1]
+    assert figure["name"] == "eval/reward/total" and figure["first"] == [4, 0.2] and figure["change"] == "better"
+    assert [line["run"] for line in read(client, "/api/runs", search="DEEP")["runs"]] == ["deep/b"]
+
+
+def write_lock(folder, **changes):
+    from sfumato.tracking import lock
+
+    here = {"host": "h", "pid": os.getpid(), "born": lock._born(os.getpid()), "place": lock._machine_id()}
+    owner = Owner(**(here | {"since": "now", "token": "t"} | changes))
+    (folder / "run.lock").write_text(json.dumps(vars(owner)))
+
+
+def test_a_run_that_is_at_work_died_or_stands_still(client, runs):
+    write_lock(runs / "a")
+    alive = read(client, "/api/overview", run="a")
+    assert alive["state"] == "running" and alive["eta_s"] == pytest.approx(8 * 0.5)
+    old = time.time() - 3600
+    for name in ("metrics.jsonl", "timings.jsonl", "log.txt"):
+        os.utime(runs / "a" / name, (old, old))
+    still = read(client, "/api/status", run="a")
+    assert still["state"] == "standing still" and [alert["kind"] for alert in still["alerts"]] == ["standing still"]
+    write_lock(runs / "a", born="another process of that number")
+    died = read(client, "/api/status", run="a")
+    assert died["state"] == "died" and "gone" in died["alerts"][0]["text"]
+    write_lock(runs / "a", place="another machine")
+    os.utime(runs / "a" / "run.lock", (old, old))
+    assert "not renewed" in read(client, "/api/status", run="a")["alerts"][0]["text"]
+
+
+def test_the_overview_holds_what_the_report_does(client):
+    overview = read(client, "/api/overview", run="a")
+    assert [line["reason"] for line in overview["failed"]] == ["sharp: timed out"] and overview["failed"][0][
+        "train"
+    ] == 2
+    assert overview["curves"][:2] == ["reward/total", "eval/reward/total"] and overview["has_signs"]
+    assert ["task", "rl_diffusion"] in overview["facts"] and overview["last_sample_step"] == 12
+
+
+def test_curves_of_a_resumed_run_are_those_of_its_file(client, runs):
+    assert read(client, "/api/curves", run="a", name="loss")["curves"]["a"]["loss"]["x"][-1] == 12
+    write_steps(runs / "a", 7, 8)
+    pause()
+    curve = read(client, "/api/curves", run="a", name="loss")["curves"]["a"]["loss"]
+    assert curve["x"] == list(range(1, 9)) and curve["y"] == [1 / step for step in range(1, 9)]
+    metrics = {line["name"]: line for line in read(client, "/api/metrics", run="a")["metrics"]}
+    assert metrics["lr"]["is_flat"] and not metrics["loss"]["is_flat"] and metrics["time/step_s"]["last"] == 0.5
+
+
+def test_a_reduced_curve_keeps_the_extremes_of_each_pixel():
+    generator = np.random.default_rng(0)
+    curve = Curve()
+    values = generator.normal(size=20_000)
+    values[777], values[15_000] = 90.0, -90.0
+    values[123] = np.nan
+    for step, value in enumerate(values):
+        curve.add(step, float(value))
+    reduced = reduce_curve(curve, 100)
+    assert len(reduced["x"]) <= 202 and reduced["total"] == 20_000
+    assert reduced["x"] == sorted(reduced["x"]) and {0, 777, 15_000, 19_999} <= set(reduced["x"])
+    for column in range(100):
+        inside = values[200 * column : 200 * (column + 1)]
+        shown = [y for x, y in zip(reduced["x"], reduced["y"], strict=True) if 200 * column <= x < 200 * (column + 1)]
+        assert np.nanmax(inside) == max(shown) and np.nanmin(inside) == min(shown)
+    part = reduce_curve(curve, 100, 500, 600)
+    assert part["x"] == list(range(500, 601)) and part["smooth"] is None
+    curve.add(19_999, 5.0)
+    curve.add(100, 6.0)
+    assert curve.values[-1] == 5.0 and curve.values[100] == 6.0
+
+
+def test_the_gallery_has_each_prompt_and_seed_at_each_step(client, runs):
+    gallery = read(client, "/api/gallery", run="a")
+    assert gallery["repeated_steps"] == [1, 4, 8, 12] and gallery["is_complete"]
+    assert {prompt["prompt"] for prompt in gallery["prompts"]} == set(PROMPTS)
+    column = read(client, "/api/cells", run="a", steps="4,8,5")
+    assert set(column) == {"4", "8"}
+    by_prompt = {gallery["prompts"][cell[0]]["id"]: cell for cell in column["8"]["cells"]}
+    assert by_prompt[0][1:3] == ["eval_0000.png", 0.4] and by_prompt[2][2] == 0.6
+    # a resumed run makes the step again: its files have other addresses
+    write_steps(runs / "a", 5, 8)
+    save_samples(runs / "a", 8, eval_records(16)[:2])
+    pause()
+    again = read(client, "/api/gallery", run="a")
+    assert again["generation"] > gallery["generation"]
+    new = read(client, "/api/cells", run="a", steps="8")["8"]
+    assert new["version"] != column["8"]["version"] and len(new["cells"]) == 2
+
+
+def test_groups_and_samples_say_what_they_taught(client, runs):
+    step = read(client, "/api/step", run="a", step=4)
+    assert [len(group["samples"]) for group in step["groups"]] == [3, 3] and not step["groups"][0]["is_computed"]
+    assert step["groups"][0]["mean"] == pytest.approx(1 / 6)
+    add_decisions(runs / "a", 8)
+    computed = read(client, "/api/step", run="a", step=8)["groups"][1]
+    assert computed["group"] == "1" and computed["mean"] == 0.25 and computed["is_computed"]
+    sample = read(client, "/api/sample", run="a", step=8, kind="train", id=4)
+    assert sample["ids"] == [3, 4, 5]
+    assert sample["sample"]["log_ratio"] == [0.0, 0.02] and sample["largest_advantage"] == 1.0
+    assert read(client, "/api/sample", 404, run="a", step=8, kind="train", id=77)["error"].startswith("a has no sample")
+
+
+def test_a_prompt_over_training_is_never_mixed_with_another_one(client, runs):
+    film = read(client, "/api/frames", run="a", id=0, seed=7, prompt=PROMPTS[0])
+    assert [frame["step"] for frame in film["frames"]] == [1, 4, 8, 12]
+    assert [frame["total"] for frame in film["frames"]] == [0.05, 0.2, 0.4, 0.6]
+    assert read(client, "/api/frames", run="a", id=0, seed=7, prompt="a cat")["frames"] == []
+    assert read(client, "/api/frames", run="a", id=0, seed=8)["frames"] == []
+
+
+def test_why_pairs_the_samples_of_two_steps(client):
+    why = read(client, "/api/why", run="a", first=4, last=12)
+    total = why["differences"][0]
+    assert total["reward"] == "total" and total["mean"] == pytest.approx(0.0) and total["num_prompts"] == 3
+    assert total["low"] < 0 < total["high"]
+    assert [mover["before"]["id"] for mover in why["risen"]] == [0] and why["risen"][0]["change"] == pytest.approx(0.4)
+    assert [mover["after"]["id"] for mover in why["fallen"]] == [2]
+    watched = {line["reward"] for line in why["differences"] if line["is_watched"]}
+    assert "small" in watched and "total" not in watched
+
+
+def test_runs_are_compared_and_a_broken_one_is_said(client, runs):
+    config = (runs / "a" / "config.yaml").read_text().replace("max_steps: 20", "max_steps: 30\n  lr: 0.1")
+    write_run(runs / "b", config=config)
+    compared = read(client, "/api/compare", run=["a", "b"])
+    assert {line["name"]: line["values"] for line in compared["config"]}["train.max_steps"] == ["20", "30"]
+    assert compared["results"]["eval/reward/total"][1]["last"] == 0.6 and compared["paired"][0]["steps"] == [12, 12]
+    (runs / "b" / "metrics.jsonl").write_text("broken\n{}\n")
+    assert "broken" in read(client, "/api/compare", run=["a", "b"])["problem"]
+    read(client, "/api/compare", 400, run=["a"])
+
+
+def test_a_small_copy_is_made_once_and_a_small_picture_keeps_its_pixels(client, runs, tmp_path):
+    answer = client.get("/thumbnail", params={"run": "a", "step": 4, "file": "eval_0000.png", "width": 128})
+    assert answer.headers["content-type"] == "image/webp" and "immutable" in answer.headers["cache-control"]
+    copies = list((tmp_path / "thumbnails").rglob("*.webp"))
+    assert len(copies) == 1 and np.array_equal(np.asarray(Image.open(copies[0]).convert("RGB")), picture(40))
+    assert not any((runs / "a").rglob("*.webp"))
+    large = np.random.default_rng(0).integers(0, 255, (600, 900, 3), dtype=np.uint8)
+    save_samples(runs / "a", 16, [SampleRecord(large, "eval", "p", 7, 0)])
+    pause()
+    for width in (64, 512):
+        answer = client.get("/thumbnail", params={"run": "a", "step": 16, "file": "eval_0000.png", "width": width})
+        (tmp_path / "copy.webp").write_bytes(answer.content)
+        assert Image.open(tmp_path / "copy.webp").size == (width, round(width * 2 / 3))
+    (runs / "a" / "samples" / "step_000016" / "eval_0000.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    assert "broken" in read(client, "/thumbnail", 404, run="a", step=16, file="eval_0000.png", width=256)["error"]
+    Thumbnails(tmp_path / "thumbnails").trim(0)
+    assert not list((tmp_path / "thumbnails").rglob("*.webp"))
+
+
+def test_a_video_is_sent_as_it_is_and_has_a_still(client, runs):
+    film = np.stack([picture(value) for value in (10, 90, 200)])
+    save_samples(runs / "a", 16, [SampleRecord(film, "eval", "p", 7, 0)])
+    pause()
+    whole = client.get("/file", params={"run": "a", "step": 16, "file": "eval_0000.webp"})
+    assert whole.content == (runs / "a" / "samples" / "step_000016" / "eval_0000.webp").read_bytes()
+    part = client.get(
+        "/file", params={"run": "a", "step": 16, "file": "eval_0000.webp"}, headers={"range": "bytes=0-3"}
+    )
+    assert part.status_code == 206 and part.content == b"RIFF"
+    still = client.get("/thumbnail", params={"run": "a", "step": 16, "file": "eval_0000.webp", "width": 128})
+    assert still.status_code == 200
+
+
+def test_texts_of_a_language_model_and_broken_rows(client, runs):
+    rows = [SampleRecord("an answer\n" * 9000, "eval", "question \x1b[31m", 7, 0, {"exact": 1.0}, 1.0)]
+    folder = save_samples(runs / "a", 16, rows)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(
+            '{"kind": "eval", "prompt": 5, "seed": "x", "sample_id": [1], "total": "high", "file": 3}\nno json\n'
+        )
+    pause()
+    step = read(client, "/api/step", run="a", step=16)
+    assert "\x1b" not in json.dumps(step["evaluation"], ensure_ascii=False) and step["problem"] == "1 broken lines"
+    sample = read(client, "/api/sample", run="a", step=16, kind="eval", id=0)["sample"]
+    assert "characters left out" in sample["text"] and len(sample["text"]) < 21_000
+    assert read(client, "/api/gallery", run="a")["problems"] == ["step 16: 1 broken lines"]
+
+
+def test_the_log_is_read_from_its_end(client, runs):
+    lines = [f"line {number} é\n" for number in range(20_000)]
+    (runs / "a" / "log.txt").write_text("".join(lines))
+    last = read(client, "/api/log", run="a")
+    assert last["text"].endswith("line 19999 é\n") and last["first"] > 0
+    text, first = last["text"], last["first"]
+    while first:
+        part = read(client, "/api/log", run="a", before=first)
+        text, first = part["text"] + text, part["first"]
+    assert text == "".join(lines)
+
+
+def test_secrets_are_never_sent(client, runs):
+    key = "sk-" + "a1" * 12
+    (runs / "a" / "config.yaml").write_text(
+        f"train: {{max_steps: 20}}\nreward: {{api_key: hunter2hunter2, note: {key}}}\n"
+    )
+    environment = {
+        "run_id": "a",
+        "command": ["t.py", "--judge.api_key", "hunter2hunter2"],
+        "url": "http://me:pass@host/",
+    }
+    (runs / "a" / "environment.json").write_text(json.dumps(environment))
+    (runs / "a" / "log.txt").write_text(f"using {key} and OPENAI_API_KEY=hunter2hunter2 at http://me:pass@host/x\n")
+    for path in ("/api/files", "/api/log", "/api/overview"):
+        text = client.get(path, params={"run": "a"}).text
+        assert "hunter2" not in text and key not in text and "pass@" not in text and "hidden" in text, path
+    (runs / "a" / "config.yaml").write_text(f"broken: [{key}\npassword: hunter2hunter2\n")
+    text = client.get("/api/files", params={"run": "a"}).text
+    assert "hunter2" not in text and key not in text
+    write_run(runs / "b", config=f"train: {{max_steps: 20}}\nreward: {{api_key: another-secret-word, note: {key}}}\n")
+    (runs / "a" / "config.yaml").write_text("train: {max_steps: 20}\nreward: {api_key: hunter2hunter2}\n")
+    compared = client.get("/api/compare", params={"run": ["a", "b"]}).text
+    assert "hunter2" not in compared and "another-secret" not in compared and key not in compared
+
+
+def test_plain_texts_are_not_taken_for_secrets():
+    plain = {"token_env": "HF_TOKEN", "max_new_tokens": 8, "pad_token": "<pad>", "path": "runs/a", "key": "prompt"}
+    assert hide_secrets(plain) == plain
+    assert hide_in_text("max_new_tokens=2048 tokens: 4096") == "max_new_tokens=2048 tokens: 4096"
+
+
+def test_the_stream_says_what_is_new_and_where_it_is(client, runs, tmp_path):
+    import asyncio
+
+    from sfumato.studio.live import Live
+    from sfumato.studio.runs import RunsFolder
+
+    async def follow():
+        live = Live(RunsFolder(runs))
+        stream = await live.events("a", "")
+        assert (await anext(stream)).startswith("retry:")
+        first = await anext(stream)
+        cursor = first.partition("id: ")[2].partition("\n")[0]
+        assert "event: change" in first and ".12." in cursor
+        write_steps(runs / "a", 13, 13)
+        second = await asyncio.wait_for(anext(stream), 10)
+        assert ".13." in second
+        (runs / "a").rename(runs / "a.1")
+        third = await asyncio.wait_for(anext(stream), 10)
+        write_run(runs / "a", steps=2)
+        fourth = await asyncio.wait_for(anext(stream), 10)
+        assert third != second and ".2." in fourth
+        await stream.aclose()
+        assert live.num_streams == 0
+
+    asyncio.run(follow())
+
+
+def test_a_run_moved_aside_is_another_run(client, runs):
+    assert read(client, "/api/overview", run="a")["step"] == 12
+    (runs / "a").rename(runs / "a.1")
+    write_run(runs / "a", steps=3)
+    time.sleep(1.1)
+    assert read(client, "/api/overview", run="a")["step"] == 3
+    time.sleep(2.5)
+    assert {line["run"] for line in read(client, "/api/runs")["runs"]} == {"a", "a.1"}
+    assert read(client, "/api/overview", run="a.1")["step"] == 12
+
+
+def test_a_run_that_has_just_begun_or_vanished(client, runs):
+    (runs / "new").mkdir()
+    (runs / "new" / "config.yaml").write_text("")
+    (runs / "new" / "run.lock").write_text("")
+    overview = read(client, "/api/overview", run="new")
+    assert overview["step"] == 0 and overview["state"] == "running"
+    for path in ("/api/gallery", "/api/metrics", "/api/files", "/api/log", "/api/timeline", "/api/checkpoints"):
+        read(client, path, run="new")
+    read(client, "/api/overview", 404, run="gone")
