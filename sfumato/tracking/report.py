@@ -153,19 +153,19 @@ def _environment(output_dir: Path) -> dict[str, str]:
 def _headline(metrics: Series, weights: dict[str, float]) -> str:
     """Cards with the first, the last and the best value of each evaluation's metric."""
     cards = []
-    for figure in headlines(metrics, weights):
-        (first_step, first), (last_step, last), (best_step, best) = figure.first, figure.last, figure.best
-        if figure.is_single:
+    for headline in headlines(metrics, weights):
+        (first_step, first), (last_step, last), (best_step, best) = headline.first, headline.last, headline.best
+        if headline.is_single:
             numbers = f"<b>{first:.3f}</b>"
             note = f"one evaluation so far, at step {first_step}"
         else:
             numbers = (
                 f'<span class="first">{first:.3f}</span><span class="arrow">→</span><b>{last:.3f}</b>'
-                f'<span class="change {figure.change}">{last - first:+.3f}</span>'
+                f'<span class="change {headline.change}">{last - first:+.3f}</span>'
             )
-            which = "best" if figure.has_direction else "highest"
+            which = "best" if headline.has_direction else "highest"
             note = f"before: step {first_step} · after: {last_step} · {which}: {best:.3f} at {best_step}"
-        name = escape(figure.name)
+        name = escape(headline.name)
         cards.append(
             f'<div class="card" data-metric="{name}"><p class="note">{name.removeprefix("eval/")}</p>'
             f'<p class="numbers">{numbers}</p><p class="note">{note}</p></div>'
