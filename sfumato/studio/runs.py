@@ -200,7 +200,8 @@ class RunsFolder:
 
     def reader(self, name: str) -> RunReader | None:
         """The reader of a run; None where there is none of that name."""
-        if name not in self._folders:
+        folder = self._folders.get(name)
+        if folder is None or not (folder / "config.yaml").is_file():  # new, or moved aside
             self.names(at_most_every_s=1.0)
         with self._lock:
             folder = self._folders.get(name)

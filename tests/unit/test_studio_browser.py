@@ -23,6 +23,7 @@ from tests.unit.test_studio import write_lock
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="chromium is not installed: apt-get install chromium"),
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="pip install playwright"),
 ]
@@ -220,7 +221,7 @@ def test_the_gallery_stays_small_however_long_the_run(browser, tmp_path):
             page.evaluate(f"document.querySelector('.slider input').value = {column}")
             page.dispatch_event(".slider input", "input")
             page.wait_for_selector(f".head:has-text('step {1 + column}')")
-            page.wait_for_selector("a.cell.active")
+            page.wait_for_selector(".cell.active")
             most = max(most, page.evaluate("document.querySelectorAll('#view *').length"))
         assert most < 600, most
         page.context.close()
