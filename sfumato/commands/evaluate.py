@@ -124,8 +124,9 @@ def run(options: argparse.Namespace) -> int:
                     by=options.by,
                     reference=options.reference,
                     features=options.features,
+                    out=options.out,
                 )
-    folder = choose_folder(options.out, "evaluation")
+    folder = choose_folder(options.out, "evaluation") if samples is None else samples.folder
     page = write_evaluation(folder, evaluation, samples)
     print_table(evaluation, options.json)
     say(f"written: {page}")

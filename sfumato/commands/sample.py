@@ -45,7 +45,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draws and writes; 0 when everything is written."""
+    """Draws and writes; 0 when everything is written, 130 after Ctrl-C with what was finished until then."""
     # torch is imported by these
     from sfumato.evaluation.generate import draw_samples
     from sfumato.evaluation.samples_folder import SamplesFolder, choose_folder
@@ -59,21 +59,31 @@ def run(options: argparse.Namespace) -> int:
         sources = find_sources(options.models, not options.no_base, say)
         written: SamplesFolder | None = None
         notes: list[str] = []
-        for drawn in draw_samples(sources, prompts, settings, options.samples):
-            if written is None:  # nothing is made for a command that draws nothing
-                written = SamplesFolder(choose_folder(options.out, "samples"))
-                say(f"{len(drawn.samples)} samples of each model: {drawn.settings}")
-                notes.append(drawn.settings)
-            for named in drawn.samples:
-                written.add(named)
-            notes.append(f"{drawn.source.label}: {drawn.source.folder}")
-            say(f"{drawn.source.label}: {len(drawn.samples)} samples")
+        interrupted = False
+        last_text = ""
+        try:
+            for drawn in draw_samples(sources, prompts, settings, options.samples):
+                if written is None:  # nothing is made for a command that draws nothing
+                    written = SamplesFolder(choose_folder(options.out, "samples"))
+                    say(drawn.settings)
+                    notes.append(drawn.settings)
+                for named in drawn.samples:
+                    written.add(named)
+                    last_text = named.sample.text or ""
+                    if named.sample.damage:
+                        say(f"{named.model}, prompt {named.prompt_id}, seed {named.seed}: {named.sample.damage}")
+                if drawn.is_last:
+                    notes.append(f"{drawn.source.label}: {drawn.source.folder}")
+                    say(f"{drawn.source.label}: done, {len(written)} samples in all")
+        except KeyboardInterrupt:
+            if written is None:
+                raise
+            interrupted = True
+            notes.append("interrupted: samples are missing")
+            say(f"interrupted: {len(written)} samples are written")
     assert written is not None
-    damaged = [named for named in written.samples if named.sample.damage]
-    for named in damaged:
-        say(f"{named.model}, prompt {named.prompt_id}, seed {named.seed}: {named.sample.damage}")
-    if len(written.samples) == 1 and written.samples[0].sample.text is not None:
-        print(printable(written.samples[0].sample.text))
+    if len(written) == 1 and last_text:
+        print(printable(last_text))
     page = written.write_page("Samples", notes)
     print(f"written: {page}")
-    return 0
+    return 130 if interrupted else 0

@@ -103,7 +103,7 @@ class PictureDistances:
         self.network = load_features(features, device)
         self.reference = reference
         self.features = features
-        self._real = self._features_of(read_pictures(reference))
+        self._real = self.features_of(read_pictures(reference))
 
     @property
     def prefix(self) -> str:
@@ -116,11 +116,11 @@ class PictureDistances:
         """A line for people."""
         return f"{self.prefix} and kid: {len(self._real)} pictures of {self.reference}, features of {self.features}"
 
-    def distances(self, pictures: Iterable[np.ndarray]) -> dict[str, float]:
+    def distances(self, drawn: Tensor) -> dict[str, float]:
         """FID and KID, by their names.
 
         Args:
-            pictures: uint8 ``[H, W, 3]``, or videos ``[F, H, W, 3]`` whose frames count each; at least two.
+            drawn: features of at least two pictures, from ``features_of``.
 
         Raises:
             ConfigError: for fewer.
@@ -128,7 +128,6 @@ class PictureDistances:
         from torchmetrics.image.fid import FrechetInceptionDistance
         from torchmetrics.image.kid import KernelInceptionDistance
 
-        drawn = self._features_of(pictures)
         if min(len(drawn), len(self._real)) < 2:
             raise ConfigError(f"--reference: {len(drawn)} and {len(self._real)} pictures: both sides need at least two")
         subset_size = min(KID_SUBSET_SIZE, len(drawn), len(self._real))
@@ -146,8 +145,12 @@ class PictureDistances:
         return {self.prefix: float(fid.compute()), f"kid_{self.prefix}": float(kid_mean)}
 
     @torch.no_grad()
-    def _features_of(self, pictures: Iterable[np.ndarray]) -> Tensor:
-        """Features of all pictures, float64 ``[N, D]`` on the CPU."""
+    def features_of(self, pictures: Iterable[np.ndarray]) -> Tensor:
+        """Features of all pictures, float64 ``[N, D]`` on the CPU.
+
+        Args:
+            pictures: uint8 ``[H, W, 3]``, or videos ``[F, H, W, 3]`` whose frames count each.
+        """
         features: list[Tensor] = []
         batch: list[Tensor] = []
 
@@ -163,7 +166,7 @@ class PictureDistances:
                     flush()
                 batch.append(picture)
         flush()
-        return torch.cat(features) if features else torch.zeros(0, 1, dtype=torch.float64)
+        return torch.cat(features) if features else torch.zeros(0, self.network.num_features, dtype=torch.float64)
 
 
 class _PassedFeatures(nn.Module):

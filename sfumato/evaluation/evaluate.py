@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from sfumato.data.images.prompts import check_prompts
 from sfumato.errors import ConfigError
 from sfumato.evaluation.generate import PromptChoice, draw_samples
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.results import Evaluation
-from sfumato.evaluation.samples_folder import NamedSample
-from sfumato.evaluation.scoring import SampleScorer, choose_rewards, grouped_means, mean_over_groups
+from sfumato.evaluation.samples_folder import SamplesFolder, choose_folder
+from sfumato.evaluation.scoring import SampleScorer, ScoredSample, add_rewards, choose_rewards
 from sfumato.evaluation.sources import ModelSource, is_picture_folder
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ def evaluate_samples(
     by: str | None = None,
     reference: Path | None = None,
     features: Path | None = None,
-) -> tuple[Evaluation, list[NamedSample]]:
+    out: Path | None = None,
+) -> tuple[Evaluation, SamplesFolder]:
     """Draws samples of all models for the same prompts and seeds, and scores them.
 
     Args:
@@ -41,14 +45,18 @@ def evaluate_samples(
         by: column of the prompts; each of its values gets a mean of its own.
         reference: folder of pictures for FID and KID.
         features: of ``load_features``.
+        out: as of ``choose_folder``; it is made when the first samples are there.
+
+    Returns:
+        The results, and the folder that the samples were written to.
 
     Raises:
         UserError: when something is missing or does not fit.
     """
-    is_diffusion = sources[0].is_diffusion
+    draws_pictures = sources[0].draws_pictures
     network = None
     if reference is not None:
-        if not is_diffusion:
+        if not draws_pictures:
             raise ConfigError("--reference compares pictures, and these models answer in text: leave it out")
         from sfumato.evaluation.distances import PictureDistances
 
@@ -57,9 +65,11 @@ def evaluate_samples(
     scorer = None
     if rewards or network is None:
         scorer = SampleScorer(choose_rewards(rewards, sources))
-        scorer.check_modality(is_diffusion)
+        scorer.check_modality(draws_pictures)
     evaluation = Evaluation([source.label for source in sources])
-    all_samples: list[NamedSample] = []
+    scored: list[ScoredSample] = []
+    seen: list[Tensor] = []
+    written: SamplesFolder | None = None
 
     def check(chosen: list[Any]) -> None:
         _check_rows(chosen, [] if scorer is None else scorer.rewards, by)
@@ -67,26 +77,35 @@ def evaluate_samples(
     try:
         for drawn in draw_samples(sources, prompts, options, num_samples, check):
             samples = drawn.samples
-            if not evaluation.notes:
-                evaluation.notes.append(f"{len(samples)} samples of each model: {drawn.settings}")
+            label = drawn.source.label
+            if written is None:
+                written = SamplesFolder(choose_folder(out, "evaluation"))
+                evaluation.notes.append(drawn.settings)
             if scorer is not None:
                 samples, messages = scorer.score(samples)
                 for message in messages:
-                    options.say(f"{drawn.source.label}: {message}")
-                    evaluation.notes.append(f"{drawn.source.label}: {message}")
+                    options.say(f"{label}: {message}")
+                    evaluation.notes.append(f"{label}: {message}")
             if network is not None:
-                for name, value in network.distances([named.sample.frames for named in samples]).items():
-                    evaluation.add_value(drawn.source.label, name, value)
-            all_samples += samples
-            options.say(f"{drawn.source.label}: {len(samples)} samples")
+                seen.append(network.features_of([named.sample.pixels for named in samples if not named.sample.damage]))
+            for named in samples:
+                written.add(named)
+                group = None if by is None else str(named.sample.metadata[by])
+                scored.append(ScoredSample(label, (named.prompt_id, named.seed), named.rewards, group))
+            if drawn.is_last:
+                options.say(f"{label}: {sum(sample.model == label for sample in scored)} samples")
+                for name, value in ({} if network is None else network.distances(torch.cat(seen))).items():
+                    evaluation.add_value(label, name, value)
+                seen = []
     finally:
         if scorer is not None:
             scorer.close()
-    _add_rewards(evaluation, all_samples, by)
+    assert written is not None
+    add_rewards(evaluation, scored, by)
     evaluation.notes += [f"{source.label}: {source.folder}" for source in sources]
     if network is not None:
         evaluation.notes.append(network.describe())
-    return evaluation, all_samples
+    return evaluation, written
 
 
 def evaluate_pictures_in_folders(
@@ -106,7 +125,7 @@ def evaluate_pictures_in_folders(
     network = PictureDistances(reference, features, options.find_device())
     evaluation = Evaluation([str(folder) for folder in folders])
     for folder in folders:
-        for name, value in network.distances(read_pictures(folder)).items():
+        for name, value in network.distances(network.features_of(read_pictures(folder))).items():
             evaluation.add_value(str(folder), name, value)
     evaluation.notes.append(network.describe())
     return evaluation
@@ -164,23 +183,3 @@ def _check_rows(prompts: list[Any], rewards: Sequence[Reward], by: str | None) -
     if lacking is not None:
         names = ", ".join(lacking.metadata) or "none"
         raise ConfigError(f"--by {by}: {lacking.where} has no such column; it has {names}")
-
-
-def _add_rewards(evaluation: Evaluation, samples: Sequence[NamedSample], by: str | None) -> None:
-    """Adds the results of all rewards, and of the groups of ``by``."""
-    names = list(dict.fromkeys(name for named in samples for name in named.rewards))
-    by_model = {model: [named for named in samples if named.model == model] for model in evaluation.models}
-    for name in names:
-        evaluation.add_metric(name, {model: _values(some, name) for model, some in by_model.items()})
-        if by is None:
-            continue
-        groups = {model: grouped_means(some, by, name) for model, some in by_model.items()}
-        for group in dict.fromkeys(group for found in groups.values() for group in found):
-            evaluation.add_metric(f"{name}: {group}", {model: groups[model][group] for model in groups})
-        for model in groups:
-            evaluation.add_value(model, f"{name}: mean over {by}", mean_over_groups(groups[model]))
-
-
-def _values(samples: Sequence[NamedSample], name: str) -> Mapping[tuple[int, int], float]:
-    """Values of a reward by prompt and seed."""
-    return {(named.prompt_id, named.seed): named.rewards[name] for named in samples}

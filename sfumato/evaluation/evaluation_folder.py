@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -13,23 +12,26 @@ from rich.text import Text
 from sfumato.config.characters import in_one_line, printable
 from sfumato.config.writing import write_atomically
 from sfumato.evaluation.results import Evaluation, as_json, as_markdown, rows_of
-from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder, write_sections
+from sfumato.evaluation.samples_folder import SamplesFolder, write_sections
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.trackers import strict_json
 
 INTERVALS = "Brackets hold 95 % bootstrap intervals over prompts; differences are over pairs of equal prompt and seed."
 
 
-def write_evaluation(folder: Path, evaluation: Evaluation, samples: Sequence[NamedSample] | None) -> Path:
-    """Writes ``evaluation.json``, ``evaluation.md``, the samples, and the page, whose path is returned."""
+def write_evaluation(folder: Path, evaluation: Evaluation, samples: SamplesFolder | None = None) -> Path:
+    """Writes ``evaluation.json``, ``evaluation.md`` and the page, whose path is returned.
+
+    Args:
+        folder: where to.
+        evaluation: results.
+        samples: that were written to the same folder, for the page.
+    """
     write_atomically(folder / "evaluation.json", f"{strict_json(as_json(evaluation))}\n".encode())
     write_atomically(folder / "evaluation.md", printable(as_markdown(evaluation)).encode())
     sections = [_table(evaluation)]
     if samples is not None:
-        written = SamplesFolder(folder)
-        for named in samples:
-            written.add(named)
-        sections.append(written.grid())
+        sections.append(samples.grid())
     return write_sections(folder, "Evaluation", evaluation.notes, sections)
 
 

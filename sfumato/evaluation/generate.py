@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.errors import ConfigError
-from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.options import OF_PICTURES, OF_TEXTS, GenerationOptions
 from sfumato.evaluation.samples_folder import NamedSample
 from sfumato.evaluation.sources import ModelSource
 
@@ -32,12 +32,14 @@ class PromptChoice:
 
 @dataclass(frozen=True)
 class ModelSamples:
-    """The samples of one model."""
+    """Some samples of one model: all of some prompts."""
 
     source: ModelSource
     samples: list[NamedSample]
     settings: str
     """How they were drawn, as a line for people."""
+    is_last: bool
+    """Whether they are the model's last ones."""
 
 
 def draw_samples(
@@ -47,7 +49,7 @@ def draw_samples(
     num_samples: int = 1,
     check: Callable[[list[Any]], None] = lambda prompts: None,
 ) -> Iterator[ModelSamples]:
-    """Draws one model after the other.
+    """Draws one model after the other, some prompts at a time.
 
     Args:
         sources: models, all of diffusion or all of language.
@@ -62,7 +64,11 @@ def draw_samples(
     """
     kinds = {source.is_diffusion for source in sources}
     if len(kinds) > 1:
-        raise ConfigError("some of the models draw pictures, and others answer in text: sample them in two commands")
+        raise ConfigError("some of the models draw pictures, and others answer in text: take two commands")
+    if kinds == {True}:
+        options.refuse(OF_TEXTS, "on models that draw pictures")
+    else:
+        options.refuse((*OF_PICTURES, "max_sequence_length"), "on language models")
     models = _diffusion(sources, options) if kinds == {True} else _language(sources, options)
     chosen: list[Any] | None = None
     for source, model, choose in models:
@@ -72,15 +78,19 @@ def draw_samples(
             if not chosen:
                 raise ConfigError("there is no prompt: give --prompt TEXT or a file with prompts")
             check(chosen)
-        ids = list(range(len(chosen)))
-        samples = []
-        for repetition in range(num_samples):
-            drawn = model.draw(chosen, ids, repetition)
-            seed = model.settings.seed + repetition
-            samples += [
-                NamedSample(source.label, prompt_id, seed, sample) for prompt_id, sample in zip(ids, drawn, strict=True)
-            ]
-        yield ModelSamples(source, samples, model.settings.describe())
+        for start in range(0, len(chosen), model.prompts_at_once):
+            part = chosen[start : start + model.prompts_at_once]
+            ids = list(range(start, start + len(part)))
+            samples = []
+            for repetition in range(num_samples):
+                drawn = model.draw(part, ids, repetition)
+                seed = model.settings.seed + repetition
+                samples += [
+                    NamedSample(source.label, prompt_id, seed, sample)
+                    for prompt_id, sample in zip(ids, drawn, strict=True)
+                ]
+            is_last = start + len(part) == len(chosen)
+            yield ModelSamples(source, samples, model.settings.describe(), is_last)
 
 
 Models = Iterator[tuple[ModelSource, "PictureModel | TextModel", Callable[[PromptChoice], list[Any]]]]

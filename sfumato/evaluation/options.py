@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError
+
+OF_PICTURES = ("batch_size", "height", "width", "num_frames", "num_inference_steps", "guidance_scale")
+OF_TEXTS = ("max_new_tokens", "temperature", "top_p", "top_k", "system_prompt", "chat_template")
+OF_FOLDERS = ("dtype", "max_sequence_length")
+"""Settings that pictures, texts, and folders of weights alone have."""
+
+OPTION_OF = {"num_inference_steps": "steps"}
+"""Options whose names differ from those of the settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,23 @@ class GenerationOptions:
             raise ConfigError("--device cuda: torch finds no GPU: install a CUDA build of torch, or take cpu")
         return torch.device("cuda" if torch.cuda.is_available() and self.device != "cpu" else "cpu")
 
+    def refuse(self, names: Sequence[str], why: str) -> None:
+        """Raises ConfigError for the first of these settings that is given, since it would have no effect."""
+        for name in names:
+            if getattr(self, name) is not None:
+                option = OPTION_OF.get(name, name).replace("_", "-")
+                raise ConfigError(f"--{option} has no effect {why}: leave it out")
+
     def dtype_on(self, device: torch.device) -> str:
         """The precision of folders of weights."""
         return self.dtype or ("bf16" if device.type == "cuda" else "fp32")
+
+
+def follow_run(config: Any, device: torch.device) -> None:
+    """Sets this process as a run with that configuration sets its own, so that kernels are the same."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda" and isinstance(config, RLConfig):
+        torch.backends.cuda.enable_cudnn_sdp(False)  # which RL does, since replays have gradients

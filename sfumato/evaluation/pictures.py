@@ -20,7 +20,7 @@ from sfumato.data.images.image_text import open_image_pairs, open_image_text
 from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
 from sfumato.errors import ConfigError
-from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
 from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.load import build_diffusion_model, family_of
@@ -33,6 +33,8 @@ from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectory_sampler import sample_of
 
 DEFAULT_SEED = 42
+WRITTEN_AT_ONCE = 16
+"""Pictures that are in memory before they are written, unless a micro-batch has more."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,13 @@ class PictureModel:
         set_output(model, settings.size, "--height, --width, --num-frames: size")
         if settings.guidance_scale_2 is not None:
             model.set_second_guidance(settings.guidance_scale_2)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that are drawn before their pictures are written: whole micro-batches, so that bits stay the same."""
+        if self.settings.step_cache > 0:  # whose error is measured once for all
+            return 2**31
+        return self.settings.micro_batch_size * max(WRITTEN_AT_ONCE // self.settings.micro_batch_size, 1)
 
     def draw(self, prompts: Sequence[Prompt], ids: Sequence[int], repetition: int = 0) -> list[Sample]:
         """One picture, or video, for each prompt.
@@ -327,13 +336,14 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
         assert source.run is not None
         config = source.run.config
         train = one_process(config.train)
-        if config.train.num_threads is not None:
-            torch.set_num_threads(config.train.num_threads)
+        follow_run(config, device)
+        options.refuse(OF_FOLDERS, "on a run, which keeps its own")
         model = build_diffusion_model(config.model, device, train.mixed_precision, train.seed, "cuda")
         model.parallelize(Mesh(Layout(), device), train)
     else:
         run = source.run if options.base is None else None
         if run is not None:  # its precision and length of prompts
+            options.refuse(OF_FOLDERS, "on the export of a run, whose own are taken")
             section = run.config.model.model_copy(update={"lora": None})
             if source.kind == "pipeline":
                 section = section.model_copy(update={"model_path": str(source.folder), "config_path": None})

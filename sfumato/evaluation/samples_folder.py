@@ -67,23 +67,50 @@ def choose_folder(out: Path | None, default: str) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What the page needs of a sample once its content is in a file."""
+
+    model: str
+    prompt_id: int
+    seed: int
+    prompt: str
+    file: str
+    text: str | None
+    damage: str
+    rewards: Mapping[str, float]
+
+
 class SamplesFolder:
     """Writes samples as they are drawn, so that an interrupted command leaves those that were finished."""
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is empty."""
         self.folder = folder
-        self.samples: list[NamedSample] = []
-        self._files: list[str] = []
+        self._written: list[_Written] = []
         self._sources: dict[int, str] = {}
 
+    def __len__(self) -> int:
+        return len(self._written)
+
     def add(self, named: NamedSample) -> None:
-        """Writes a sample's file and row. Raises OSError on a full disk."""
+        """Writes a sample's file and row; its pixels are not held on to. Raises OSError on a full disk."""
         file = self._write(named)
-        self.samples.append(named)
-        self._files.append(file)
         with (self.folder / ROWS).open("ab") as rows:
             rows.write(strict_json(self._row(named, file)).encode() + b"\n")
+        sample = named.sample
+        self._written.append(
+            _Written(
+                named.model,
+                named.prompt_id,
+                named.seed,
+                sample.prompt,
+                file,
+                sample.text,
+                sample.damage,
+                named.rewards,
+            )
+        )
 
     def write_page(self, title: str, notes: Sequence[str]) -> Path:
         """Writes the page: a row for each prompt and seed, a column for each model.
@@ -96,23 +123,22 @@ class SamplesFolder:
 
     def grid(self) -> str:
         """The section of the page with the samples."""
-        models = list(dict.fromkeys(named.model for named in self.samples))
-        cells: dict[tuple[int, int], dict[str, int]] = {}
-        for index, named in enumerate(self.samples):
-            cells.setdefault((named.prompt_id, named.seed), {})[named.model] = index
+        models = list(dict.fromkeys(written.model for written in self._written))
+        cells: dict[tuple[int, int], dict[str, _Written]] = {}
+        for written in self._written:
+            cells.setdefault((written.prompt_id, written.seed), {})[written.model] = written
         shown = list(cells.items())[:MOST_SHOWN]
         head = "".join(f'<th scope="col">{escape(printable(model))}</th>' for model in models)
         body = []
-        for (_, seed), by_model in shown:
-            first = next(iter(by_model.values()))
+        for (prompt_id, seed), by_model in shown:
             row = "".join(
                 f"<td>{self._cell(by_model[model]) if model in by_model else '<span class=gap>absent</span>'}</td>"
                 for model in models
             )
-            prompt = in_html(self.samples[first].sample.prompt)
+            prompt = in_html(next(iter(by_model.values())).prompt)
             body.append(
                 f'<tr class="prompt"><th colspan="{len(models)}"><span>{prompt} <small>seed {seed}</small>'
-                f"{self._source(first)}</span></th></tr><tr>{row}</tr>"
+                f"{self._source(prompt_id)}</span></th></tr><tr>{row}</tr>"
             )
         hidden = f"{len(shown)} of {len(cells)} rows; all are in {ROWS}" if len(shown) < len(cells) else ""
         width = max(104, min(MAX_PIXELS, 1080 // max(len(models), 1) - 10))
@@ -168,25 +194,24 @@ class SamplesFolder:
             self._sources[named.prompt_id] = name
         return self._sources[named.prompt_id]
 
-    def _cell(self, index: int) -> str:
+    def _cell(self, written: _Written) -> str:
         """A sample on the page, with its rewards below."""
-        named = self.samples[index]
-        sample = named.sample
-        if sample.text is not None:
-            content = f'<div class="text">{folded(sample.text)}</div>'
+        if written.text is not None:
+            content = f'<div class="text">{folded(written.text)}</div>'
         else:
-            path = (self.folder / self._files[index]).with_suffix(".png" if sample.pixels.ndim == 3 else ".webp")
-            content = _picture(path, sample.prompt)
-        damage = f'<span class="warn">{escape(sample.damage)}</span>' if sample.damage else ""
+            path = self.folder / written.file
+            # browsers show the animation beside a video; there may be none of the other kinds
+            content = _picture(path.with_suffix(".webp") if path.suffix == ".mp4" else path, written.prompt)
+        damage = f'<span class="warn">{escape(written.damage)}</span>' if written.damage else ""
         rewards = "".join(
             f"<br><small>{escape(printable(name))} {'failed' if math.isnan(value) else format_value(value)}</small>"
-            for name, value in named.rewards.items()
+            for name, value in written.rewards.items()
         )
         return f"{content}{damage}{rewards}"
 
-    def _source(self, index: int) -> str:
+    def _source(self, prompt_id: int) -> str:
         """The prompt's image on the page."""
-        name = self._sources.get(self.samples[index].prompt_id)
+        name = self._sources.get(prompt_id)
         if name is None:
             return ""
         return f'<div class="source">{_picture(self.folder / name, "source")}<small>source</small></div>'

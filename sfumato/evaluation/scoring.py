@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from sfumato.config.base import Section, Variant
 from sfumato.config.load import load_config, parse_yaml
 from sfumato.errors import ConfigError
+from sfumato.evaluation.results import Evaluation
 from sfumato.evaluation.samples_folder import NamedSample
 from sfumato.evaluation.sources import ModelSource
 from sfumato.rewards.base import Reward
@@ -94,23 +95,44 @@ class SampleScorer:
         self.scorer.close()
 
 
-def grouped_means(samples: Sequence[NamedSample], column: str, metric: str) -> dict[str, dict[tuple[int, int], float]]:
-    """Values of a metric by the value of a column of the prompts.
+@dataclass(frozen=True)
+class ScoredSample:
+    """The values of a sample, without its content."""
 
-    Raises:
-        ConfigError: when a prompt has no such column.
+    model: str
+    key: tuple[int, int]
+    """Its prompt and seed."""
+    rewards: Mapping[str, float]
+    group: str | None = None
+    """The value of the column that means are taken by."""
+
+
+def add_rewards(evaluation: Evaluation, samples: Sequence[ScoredSample], by: str | None) -> None:
+    """Adds the results of all rewards, and of the groups of samples.
+
+    Args:
+        evaluation: is added to.
+        samples: of all models.
+        by: the column whose values the samples' groups are; None: there are none.
     """
-    groups: dict[str, dict[tuple[int, int], float]] = {}
-    for named in samples:
-        if column not in named.sample.metadata:
-            names = ", ".join(named.sample.metadata) or "none"
-            raise ConfigError(f"--by {column}: prompt {named.prompt_id} has no such column; it has {names}")
-        group = groups.setdefault(str(named.sample.metadata[column]), {})
-        group[named.prompt_id, named.seed] = named.rewards[metric]
-    return groups
+    for name in dict.fromkeys(name for sample in samples for name in sample.rewards):
+        by_model: dict[str, dict[tuple[int, int], float]] = {model: {} for model in evaluation.models}
+        by_group: dict[str, dict[str, dict[tuple[int, int], float]]] = {}
+        for sample in samples:
+            by_model[sample.model][sample.key] = sample.rewards[name]
+            if sample.group is not None:
+                of_group = by_group.setdefault(sample.group, {})
+                of_group.setdefault(sample.model, {})[sample.key] = sample.rewards[name]
+        evaluation.add_metric(name, by_model)
+        for group, of_group in by_group.items():
+            evaluation.add_metric(f"{name}: {group}", of_group)
+        for model in evaluation.models if by_group else ():
+            groups = [of_group[model] for of_group in by_group.values()]
+            evaluation.add_value(model, f"{name}: mean over {by}", mean_over_groups(groups))
 
 
-def mean_over_groups(groups: Mapping[str, Mapping[object, float]]) -> float:
+def mean_over_groups(groups: Sequence[Mapping[tuple[int, int], float]]) -> float:
     """The mean of the groups' means, each group counting the same; values that failed are left out."""
-    means = [np.nanmean(list(values.values())) for values in groups.values() if not np.isnan([*values.values()]).all()]
-    return float(np.mean(means)) if means else float("nan")
+    finite = [[value for value in group.values() if math.isfinite(value)] for group in groups]
+    means = [sum(values) / len(values) for values in finite if values]
+    return sum(means) / len(means) if means else math.nan

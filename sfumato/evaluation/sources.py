@@ -87,6 +87,11 @@ class ModelSource:
             return True
         return self.kind in ("run", "checkpoint") and self.run is not None and self.run.is_diffusion
 
+    @property
+    def draws_pictures(self) -> bool:
+        """Whether its samples are pictures: of diffusion models, and of language models that draw codes of images."""
+        return self.is_diffusion or (self.run is not None and getattr(self.run.config, "modality", "") == "image")
+
 
 def find_sources(names: Sequence[str], with_base: bool, say: Callable[[str], None]) -> list[ModelSource]:
     """The models that paths name, in their order, with labels that differ.

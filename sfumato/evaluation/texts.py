@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -26,7 +26,7 @@ from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_templ
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError
-from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
 from sfumato.models.language.hf_config import changing_positions, known_positions
 from sfumato.models.language.load import build_language_model
@@ -101,6 +101,9 @@ class TextModel:
         self.say = say
         self._engine: Engine | None = None
         self._engine_length = 0
+
+    prompts_at_once: ClassVar[int] = 2**31
+    """Prompts that are drawn together: all, which the engine batches as it has room."""
 
     @property
     def longest(self) -> int | None:
@@ -345,8 +348,8 @@ def _load(
         return _load_folder(architecture, options, device, settings)
     config = run.config
     train = one_process(config.train)
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
+    follow_run(config, device)
+    options.refuse(OF_FOLDERS, "on a run, which keeps its own")
     model = build_language_model(
         config.model, train, data_type=config.data.data_type, with_router_loss=not isinstance(config, TextRLConfig)
     )
@@ -355,6 +358,11 @@ def _load(
     facts_of(model.tokenizer).date = run_date(config.train)
     if isinstance(config, TextRLConfig):
         template = build_text_template(config, model.tokenizer, reader)
+        if options.chat_template is not None:
+            asked = _template(model, options.chat_template, options)
+            template = replace(asked, stop=template.stop, without_text=template.without_text)
+        elif options.system_prompt is not None:
+            template = replace(template, system_prompt=options.system_prompt)
         config.rollout.kind.prepare(template)
         stops = {"stop_token_ids": stop_tokens(template), "stop": template.stop}
         settings = settings or TextSettings(
@@ -421,9 +429,15 @@ def _template(model: LanguageModel, chat_template: str | None, options: Generati
 
 
 def replaced_settings(settings: TextSettings, options: GenerationOptions) -> TextSettings:
-    """Settings with what the options give in their place."""
+    """Settings with what the options give in their place.
+
+    Raises:
+        ConfigError: for an option that changes nothing, since the likeliest token is taken.
+    """
     asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
     sampling = replace(settings.sampling, **{name: value for name, value in asked.items() if value is not None})
+    if sampling.temperature == 0:
+        options.refuse(("top_p", "top_k"), "at temperature 0, which takes the likeliest token each time")
     max_new_tokens = options.max_new_tokens or settings.max_new_tokens
     max_length = settings.max_length
     if max_length is not None:  # of a run: room for longer answers than its own

@@ -9,6 +9,9 @@ from PIL import Image
 
 from sfumato.cli import main
 from sfumato.config.load import merge
+from sfumato.evaluation.pictures import PictureModel
+from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
+from sfumato.rewards.base import Sample
 from sfumato.tracking.samples import read_samples, step_folder
 from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, tiny_text_rl_config
 
@@ -163,6 +166,8 @@ WRONG = {
     "prompts that do not exist": (["run", "--prompts", "nothing.txt"], "nothing.txt"),
     "a size that the model cannot make": (["run", "--height", "17"], "cannot make that"),
     "weights without prompts": (["pipeline"], "give --prompt TEXT or --prompts FILE"),
+    "a setting of texts": (["run", "--top-k", "3"], "--top-k has no effect on models that draw pictures"),
+    "a setting of folders": (["run", "--dtype", "bf16"], "--dtype has no effect on a run"),
     "adapters of nobody": (["adapters", "--prompt", "a"], "give its pipeline folder as --base"),
 }
 
@@ -187,3 +192,37 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(rl_run, tmp_path, capsys
     path.write_bytes(path.read_bytes()[:-1])
     assert sample(path.parent, "--out", tmp_path / "out") == 3
     assert "bytes instead of" in capsys.readouterr().err
+
+
+def test_videos_are_played_by_browsers_and_other_programs(tmp_path):
+    cv2 = pytest.importorskip("cv2", reason="the extra video")
+    video = np.zeros((9, 48, 64, 3), np.uint8)
+    video[..., 0] = 200
+    folder = SamplesFolder(tmp_path)
+    shown = Sample(image=video, prompt="<b>red</b>", group_id=0, source=np.full((48, 64, 3), 90, np.uint8))
+    folder.add(NamedSample("base", 0, 1, shown))
+    folder.write_page("Samples", [])
+    (row,) = rows_of(tmp_path)
+    capture = cv2.VideoCapture(str(tmp_path / row["file"]))
+    frames = [capture.read() for _ in range(10)]
+    assert [is_read for is_read, _ in frames] == [True] * 9 + [False]
+    assert frames[0][1][..., 2].mean() == pytest.approx(200, abs=8) and frames[0][1][..., :2].mean() < 8
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert page.count("data:image/webp") == 1 and page.count("data:image/png") == 1 and "<b>red" not in page
+
+
+def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch, capsys):
+    draw = PictureModel.draw
+    calls = []
+
+    def interrupted(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return draw(self, *arguments)
+
+    monkeypatch.setattr(PictureModel, "draw", interrupted)
+    assert sample(rl_run, "--out", tmp_path / "out") == 130
+    assert {row["model"] for row in rows_of(tmp_path / "out")} == {"base"}
+    assert "interrupted: 2 samples are written" in capsys.readouterr().err
+    assert "samples are missing" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
