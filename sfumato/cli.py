@@ -1,4 +1,4 @@
-"""The command line: ``sfumato COMMAND ...``. Training starts with ``train.sh``."""
+"""The command line: ``sfumato COMMAND ...``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import chat, check, compare, doctor, evaluate, export, preprocess, report, sample, studio
+from sfumato.commands import chat, check, compare, doctor, evaluate, export, launch, preprocess, report, sample, studio
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
 
 # Each has add_parser(commands) and run(options), and imports what is slow within run: --help stays quick.
 COMMANDS = (
+    launch,
     check,
     preprocess,
     doctor,

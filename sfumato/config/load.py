@@ -21,6 +21,7 @@ from sfumato.config.base import Section, leaves
 from sfumato.config.file_checks import file_problem
 from sfumato.config.help import format_help, inner_section
 from sfumato.config.secrets import secret_problem
+from sfumato.config.shipped import find_beside
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError
 
@@ -297,11 +298,13 @@ def load_config(
     """
     overrides = overrides or {}
     # from below: defaults of the recipe that file or overrides name, the file, the overrides
-    data = _without_makers(read_yaml(path), overrides) if path is not None else {}
+    data = {} if path is None else _without_makers(find_beside(read_yaml(path), path), overrides)
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
     # the same three layers once more with the text of each scalar, for fields that are text
-    written = {} if path is None else _without_makers(read_yaml(path, as_written=True), overrides)
+    written = {}
+    if path is not None:
+        written = _without_makers(find_beside(read_yaml(path, as_written=True), path), overrides)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
     # before validation, whose messages repeat values

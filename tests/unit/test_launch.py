@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sfumato.cli import main
 from sfumato.config.__main__ import schema_of_script
 from sfumato.config.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
-USAGE = "usage: bash train.sh tasks/TASK.py CONFIG.yaml [--section.field VALUE ...]"
+USAGE = "usage: sfumato launch TASK.py CONFIG.yaml [--section.field VALUE ...]"
 
 ECHO = """
 import json, os, sys
@@ -70,12 +71,26 @@ def launch(*arguments, **environment):
 
 
 @pytest.fixture
-def fake_python(tmp_path):
-    """Stands for Python and prints how it was called, but for the reading of the configuration."""
-    path = tmp_path / "fake python"
-    path.write_text('#!/bin/sh\n[ "$2" = sfumato.config ] || printf "%s\\n" "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+def started(monkeypatch):
+    """Calls ``sfumato launch`` in this process and returns the command that it becomes, without Python itself."""
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # else launch adds it for the task
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def start(*arguments, **environment):
+        commands = []
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            patch.setattr(os, "execv", lambda _, command: commands.append(command))
+            code = main(["launch", *map(str, arguments)])
+        assert (code == 2) == (not commands)
+        return commands[0][1:] if commands else []
+
+    return start
 
 
 @pytest.fixture
@@ -103,15 +118,51 @@ def folder(tmp_path):
 # train.sh
 
 
-def test_without_arguments_the_usage_is_shown():
-    done = launch()
-    assert done.returncode == 2 and done.stderr.strip() == USAGE and not done.stdout
+def test_without_arguments_it_says_what_this_machine_would_start(tmp_path):
+    gpus = program(tmp_path, "nvidia-smi", ["GPU 0: some GPU", "GPU 1: some GPU"])
+    done = launch(NPROC_PER_NODE="", PATH=gpus, NNODES="4")
+    assert done.returncode == 0 and done.stdout.startswith(USAGE), done.stderr
+    assert "would start 2 processes on each of 4 nodes (NNODES): visible devices of nvidia-smi" in done.stdout
 
 
 def test_a_missing_task_is_named():
-    done = launch("tasks/no_such_task.py", "config.yaml")
+    done = launch("tasks/train_txt.py", "config.yaml")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [USAGE, "error: task not found: tasks/no_such_task.py"]
+    assert "error: task not found: tasks/train_txt.py; did you mean 'train_text'?" in done.stderr
+    assert USAGE in done.stderr
+
+
+def test_a_task_that_is_left_out_is_named_with_the_whole_command(folder):
+    done = launch(folder / "dit.yaml")
+    assert done.returncode == 2 and "SyntaxError" not in done.stderr
+    assert f"the task is missing before it: sfumato launch tasks/train_dit.py {folder / 'dit.yaml'}" in done.stderr
+
+
+def test_a_configuration_of_another_task_is_named_with_its_command(folder):
+    done = launch("train_text", folder / "rl.yaml", "--train.max_steps", "3")
+    command = f"sfumato launch tasks/rl_diffusion.py {folder / 'rl.yaml'}"
+    assert done.returncode == 2
+    assert done.stderr == f"error: {folder / 'rl.yaml'} is a configuration of another task: {command}\n"
+
+
+def test_an_environment_without_packages_is_named_with_what_installs_them(tmp_path):
+    """As an empty .venv beside the repository is."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    done = launch("train_text", "configs/quickstart/text_rl_sft.yaml", PYTHON=str(python))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"error: {python} has no yaml, pydantic, torch" in done.stderr and "-m pip install -e" in done.stderr
+    done = launch("train_text", "configs/quickstart/text_rl_sft.yaml", PYTHON=str(tmp_path / "nowhere"))
+    assert done.returncode == 2 and f"there is no program {tmp_path / 'nowhere'}: make setup" in done.stderr
+
+
+def test_a_task_is_found_by_its_name_and_a_shipped_configuration_from_anywhere(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task, config = started("train_text", "configs/quickstart/text_rl_sft.yaml", NPROC_PER_NODE="1")
+    assert (task, config) == (
+        str(ROOT / "tasks" / "train_text.py"),
+        str(ROOT / "configs" / "quickstart" / "text_rl_sft.yaml"),
+    )
 
 
 def test_one_process_is_plain_python_and_arguments_pass_through(echo, tmp_path):
@@ -160,11 +211,10 @@ def started_ranks(called: list[str]) -> int:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3])
-def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_python, gpus):
+def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, started, gpus):
     path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(gpus)])
-    called = launch(echo, "c.yaml", NPROC_PER_NODE="", PATH=path, PYTHON=fake_python).stdout.splitlines()
     launcher = ["-m", "sfumato.launcher", "--nproc-per-node", "3"] if gpus == 3 else []
-    assert called == [*launcher, str(echo), "c.yaml"]
+    assert started(echo, "c.yaml", PATH=path) == [*launcher, str(echo), "c.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -180,16 +230,20 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, fake_pyth
         ("GPU-8f2c,GPU-11aa,MIG-0b1d", 3),
     ],
 )
-def test_only_the_gpus_that_are_visible_count(echo, tmp_path, fake_python, visible, ranks):
+def test_only_the_gpus_that_are_visible_count(echo, tmp_path, started, visible, ranks):
     path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(8)])
-    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python, "CUDA_VISIBLE_DEVICES": visible}
-    assert started_ranks(launch(echo, "c.yaml", **environment).stdout.splitlines()) == ranks
+    assert started_ranks(started(echo, "c.yaml", PATH=path, CUDA_VISIBLE_DEVICES=visible)) == ranks
 
 
-def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, fake_python):
+def test_gpus_of_amd_count_too(echo, tmp_path, started):
+    path = program(tmp_path, "rocm-smi", ["device,GUID", "card0,1", "card1,2", "card2,3"])
+    assert started_ranks(started(echo, "c.yaml", PATH=path)) == 3
+    assert started_ranks(started(echo, "c.yaml", PATH=path, HIP_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="0")) == 2
+
+
+def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, started):
     path = program(tmp_path, "nvidia-smi", ["No devices were found"])
-    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python, "CUDA_VISIBLE_DEVICES": "0,1"}
-    assert started_ranks(launch(echo, "c.yaml", **environment).stdout.splitlines()) == 1
+    assert started_ranks(started(echo, "c.yaml", PATH=path, CUDA_VISIBLE_DEVICES="0,1")) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,23 +252,22 @@ def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, fake_python):
         ("runtime:\n  backend: ray\n", [], True),
         ("runtime: {backend: ray, address: auto}\n", [], True),
         ("a: 1\n", ["--runtime.backend", "ray"], True),
+        ("a: 1\n", ["--runtime.backend=ray"], True),
         ("runtime: {backend: in_process}  # backend: ray\n", [], False),
         ("data: {backend: rays}\n", [], False),
     ],
 )
-def test_with_roles_on_ray_there_is_one_driver(echo, tmp_path, fake_python, yaml, arguments, is_driver):
+def test_with_roles_on_ray_there_is_one_driver(echo, tmp_path, started, yaml, arguments, is_driver):
     path = program(tmp_path, "nvidia-smi", ["GPU 0", "GPU 1"])
     config = tmp_path / "c.yaml"
     config.write_text(yaml)
-    environment = {"NPROC_PER_NODE": "", "PATH": path, "PYTHON": fake_python}
-    called = launch(echo, str(config), *arguments, **environment).stdout.splitlines()
+    called = started(echo, str(config), *arguments, PATH=path)
     assert called[-2 - len(arguments) :] == [str(echo), str(config), *arguments]
     assert ("sfumato.launcher" in called) != is_driver
 
 
-def test_several_nodes(echo, fake_python):
-    environment = {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "4", "PYTHON": fake_python}
-    called = launch(echo, "c.yaml", **environment, MASTER_ADDR="node0").stdout.splitlines()
+def test_several_nodes(echo, started):
+    called = started(echo, "c.yaml", NNODES="2", NODE_RANK="1", NPROC_PER_NODE="4", MASTER_ADDR="node0")
     options = dict(zip(called[2:-2:2], called[3:-2:2], strict=True))
     assert called[:2] == ["-m", "sfumato.launcher"] and called[-2:] == [str(echo), "c.yaml"]
     assert (options["--nnodes"], options["--node-rank"], options["--nproc-per-node"]) == ("2", "1", "4")
@@ -222,17 +275,16 @@ def test_several_nodes(echo, fake_python):
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
-def test_several_nodes_need_the_address_of_the_first_and_their_numbers(echo, fake_python, missing):
-    environment = {"NNODES": "2", "MASTER_ADDR": "node0", "NODE_RANK": "0", "PYTHON": fake_python}
-    done = launch(echo, "c.yaml", **{**environment, missing: ""})
-    assert done.returncode != 0 and missing in done.stderr and not done.stdout
+def test_several_nodes_need_the_address_of_the_first_and_their_numbers(echo, started, capsys, missing):
+    environment = {"NNODES": "2", "MASTER_ADDR": "node0", "NODE_RANK": "0"}
+    assert not started(echo, "c.yaml", **{**environment, missing: ""})
+    assert f"error: NNODES is 2: set {missing} to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "value"), [("NPROC_PER_NODE", "gpu"), ("NPROC_PER_NODE", "0"), ("NNODES", "two")])
-def test_a_number_of_processes_that_is_none_is_refused(echo, fake_python, name, value):
-    done = launch(echo, "c.yaml", PYTHON=fake_python, **{name: value})
-    assert done.returncode == 2 and f"{name} must be a whole number above 0, not '{value}'" in done.stderr
-    assert not done.stdout
+def test_a_number_of_processes_that_is_none_is_refused(echo, started, capsys, name, value):
+    assert not started(echo, "c.yaml", **{name: value})
+    assert f"{name} must be a whole number above 0, not '{value}'" in capsys.readouterr().err
 
 
 # Exit codes of tasks
