@@ -7,14 +7,30 @@ import sys
 from collections.abc import Sequence
 
 import sfumato
-from sfumato.commands import chat, check, compare, doctor, evaluate, export, launch, preprocess, report, sample, studio
+from sfumato.commands import (
+    chat,
+    check,
+    compare,
+    doctor,
+    evaluate,
+    export,
+    launch,
+    new,
+    preprocess,
+    recipes,
+    report,
+    sample,
+    studio,
+)
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
 
 # Each has add_parser(commands) and run(options), and imports what is slow within run: --help stays quick.
 COMMANDS = (
+    new,
     launch,
+    recipes,
     check,
     preprocess,
     doctor,

@@ -34,9 +34,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="start a task: one process per device, or ranks on several nodes",
-        description="Starts a task with one process, or one per device where there are more devices (NPROC_PER_NODE) or "
-        "nodes (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT). Without arguments it says what it would start on "
-        "this machine.",
+        description="Starts a task with one process, or where there are more devices (NPROC_PER_NODE) or nodes "
+        "(NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT) with one per device. Without arguments it says what it would "
+        "start on this machine.",
         usage=HINT,
         allow_abbrev=False,
     )
