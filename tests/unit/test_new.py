@@ -91,7 +91,7 @@ def test_what_is_listed_is_what_there_is(capsys: pytest.CaptureFixture[str]) -> 
     ):
         assert list(recipes_of(task)) == list(recipes)
     sentences = [sentence for entries in listed.values() for sentence in entries.values()]
-    assert all(len(sentence) > 10 for sentence in sentences)
+    assert all(len(sentence) > 8 for sentence in sentences)
     assert main(["recipes", "DPPO"]) == 0
     assert "configurations:\n  quickstart/algorithms/dppo" in capsys.readouterr().out
     assert main(["recipes", "no such thing"]) == 2
