@@ -12,5 +12,4 @@ SHIPPED |= {f"sfumato.{'.'.join(path.parts)}": path.as_posix() for path in FOLDE
 setup(
     packages=[*find_namespace_packages(include=["sfumato*"]), *SHIPPED],
     package_dir=SHIPPED,
-    package_data={"": ["*.jinja", "*.yaml"], "sfumato": ["py.typed"]},
 )
