@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [page for folder in ("text_rl", "diffusion_rl") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
 PROGRAMS = ("apt-get", "bash", "docker", "make", "pip", "python", "ray", "sbatch", "scp", "sfumato", "torchrun", "vllm")
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}[^\n]+\n)+")

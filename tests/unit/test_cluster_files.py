@@ -17,7 +17,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.tiny import ROOT
+from tests.tiny import ROOT, tiny_text_config, write_config
 
 CLUSTER = ROOT / "cluster"
 SCRIPTS = sorted([*CLUSTER.glob("*.sh"), *CLUSTER.glob("*.sbatch")])
@@ -305,3 +305,65 @@ def test_a_slurm_job_saves_while_its_nodes_live(
     assert (asked.read_text() if asked.exists() else "") == (f"requeue {job}\n" if requeued else "")
     assert not (tmp_path / job / "token").exists()
     shutil.rmtree(f"/tmp/sfumato-slurm-{job}")
+
+
+NODES_SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+steps=()
+for node in 0 1; do SLURM_NODEID=$node "$@" & steps+=($!); done
+trap 'kill -TERM "${steps[@]}"' TERM
+code=0
+for step in "${steps[@]}"; do
+  while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+  wait "$step"
+  [ $? -le $code ] || code=143
+done
+exit $code
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_slurm_job_without_ray_saves_on_both_nodes_and_goes_on(
+    tmp_path: Path, number: signal.Signals, requeued: bool
+) -> None:
+    """Slurm's commands are replaced, as no Slurm is here; both nodes are this machine, a rank on each."""
+    for name, text in (("srun", NODES_SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    config = tiny_text_config(tmp_path)
+    config["train"] |= {"max_steps": 100_000, "lr_warmup_steps": 1}
+    path = write_config(config, tmp_path / "config.yaml")
+    job = str(os.getpid() * 10 + int(number))
+    slurm = {
+        "SLURM_JOB_ID": job,
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "one,two",
+        "HEAD_IP": "127.0.0.1",
+        "NPROC_PER_NODE": "1",
+        "RUN_DIR": str(tmp_path),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+    }
+    output = tmp_path / "output"
+    command = ["bash", str(CLUSTER / "slurm_sft.sbatch"), "tasks/train_text.py", str(path)]
+    steps = []
+    for _ in range(2):  # the second goes on where the first was stopped
+        with output.open("w") as file:
+            process = subprocess.Popen(command, env={**os.environ, **slurm}, stdout=file, stderr=file)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        before = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        try:
+            until = time.monotonic() + 240
+            while not metrics.exists() or len(metrics.read_text().splitlines()) < before + 3:
+                assert process.poll() is None and time.monotonic() < until, output.read_text()
+                time.sleep(0.2)
+            process.send_signal(number)
+            assert process.wait(timeout=120) == 143, output.read_text()
+        finally:
+            process.kill()
+        steps.append(len(metrics.read_text().splitlines()))
+        assert list((tmp_path / "run" / "checkpoints").glob("global_step_*/manifest.json"))
+    assert steps[1] > steps[0] + 2
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == (f"requeue {job}\n" * 2 if requeued else "")

@@ -14,7 +14,10 @@ from tests.page_commands import FENCE
 from tests.tiny import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "text_rl").glob("*.md")), *ROOT.glob("*.md")]
+PAGES = [
+    *sorted(page for page in DOCS.rglob("*.md") if page.parent.name not in ("_build", "configuration_reference")),
+    *sorted(ROOT.glob("*.md")),
+]
 LINK = re.compile(r"\]\((?!https?:|mailto:)(?P<path>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 LISTED = re.compile(r"^```\{toctree\}\n(?::.*\n)*\n(?P<pages>(?:.+\n)+)```", re.MULTILINE)
 
