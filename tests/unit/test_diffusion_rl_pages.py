@@ -1,4 +1,4 @@
-"""Pages of algorithms of RL of diffusion models show their recipes as they are, and the index of papers has them all."""
+"""Pages of algorithms of RL of diffusion models show their recipes, and the index of papers has them all."""
 
 from __future__ import annotations
 

