@@ -75,7 +75,12 @@ class Checkpointer:
                 return
             folder = newest[1]
         else:
-            folder = Path(requested)
+            folder = Path(self.mesh.first(requested, among="world"))
+            if self.mesh.any(str(folder) != requested):
+                raise CheckpointError(
+                    "train.load_checkpoint_path names the folder of a run that saves at this moment, so that ranks saw "
+                    "different checkpoints: name one of its checkpoints"
+                )
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sfumato.commands.options import add_trust
 from sfumato.config.characters import printable
 from sfumato.config.trust import code_of_configurations
+from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
     from sfumato.commands.options import Commands
@@ -17,17 +18,60 @@ if TYPE_CHECKING:
 def add_parser(commands: Commands) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("export", help="write the trained weights of a run or checkpoint for other programs")
-    parser.add_argument("source", type=Path, help="run folder (its newest checkpoint is taken) or checkpoint folder")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="run folder (its newest checkpoint), checkpoint, hf_ckpt, or a file of kohya's adapters",
+    )
     parser.add_argument("out", type=Path, help="folder to write, which must not exist")
     parser.add_argument("--merge", action="store_true", help="add adapters to the weights they belong to")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="cast weights; else as they were trained")
+    parser.add_argument("--lora", choices=("kohya",), help="write adapters also with kohya's names and alphas")
+    parser.add_argument("--gguf", action="store_true", help="also one file for llama.cpp, by its converter")
+    parser.add_argument("--llama-cpp", metavar="DIR", help="folder of llama.cpp; else LLAMA_CPP of the environment")
     add_trust(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Writes the folder; 0 when it is written."""
-    from sfumato.commands.export_checkpoint import export_checkpoint
+    from sfumato.commands.export_checkpoint import copy_export, export_checkpoint, is_export, run_of, source_model
+    from sfumato.commands.export_formats import (
+        change_dtype,
+        find_converter,
+        import_lora,
+        read_kohya_class,
+        write_gguf,
+        write_kohya,
+    )
 
-    with code_of_configurations(options.trust_code):
-        print(printable(export_checkpoint(options.source, options.out, options.merge)))
+    source: Path = options.source
+    out: Path = options.out
+    if source.is_file():
+        if out.exists():
+            raise ConfigError(f"{out} exists: name another folder")
+        if options.merge or options.gguf or options.lora:
+            raise ConfigError(f"{source} is a file of adapters, which is only turned into diffusers' (and --dtype)")
+        print(printable(f"{import_lora(source, out)}: adapters of {source}"))
+    elif is_export(source):
+        if options.merge:
+            raise ConfigError(f"--merge needs the checkpoint: sfumato export {run_of(source)} {out} --merge")
+        if not (options.dtype or options.lora or options.gguf):
+            raise ConfigError(f"{source} is exported already: add --dtype, --lora or --gguf, or copy it")
+    # before minutes are spent on the export
+    pipeline_class = read_kohya_class(source_model(source)) if options.lora else ""
+    if options.gguf:
+        find_converter(options.llama_cpp)
+    if is_export(source):
+        print(printable(copy_export(source, out)))
+    elif not source.is_file():
+        with code_of_configurations(options.trust_code):
+            print(printable(export_checkpoint(source, out, options.merge)))
+    if options.lora:
+        for file in write_kohya(out, pipeline_class):
+            print(printable(f"{file}: adapters with kohya's names"))
+    if options.dtype:
+        print(f"{change_dtype(out, options.dtype)} files of weights are {options.dtype}")
+    if options.gguf:
+        print(printable(f"{write_gguf(out, options.dtype or 'bf16', options.llama_cpp)}: for llama.cpp"))
     return 0

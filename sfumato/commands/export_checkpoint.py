@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,12 +12,12 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
-from sfumato.config.load import load_config
+from sfumato.config.load import load_config, read_yaml
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.models.exportable import Exportable
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
+from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, newest_intact, restore_folder, verify_checkpoint
 from sfumato.tracking.progress import quiet_libraries
 
 if TYPE_CHECKING:
@@ -53,6 +54,39 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     export_model(model, None, out, mesh, merge)
     written = f"{'averaged' if averaged else 'trained'} weights of {folder}"
     return "\n".join([*passed_over, f"{out}: {written}"])
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder holds exported weights, and is neither a run nor a checkpoint."""
+    names = ("model_index.json", "adapter_config.json", "config.json", "pytorch_lora_weights.safetensors")
+    is_run = (folder / "checkpoints").is_dir() or (folder / MANIFEST).exists()
+    return not is_run and any((folder / name).is_file() for name in names)
+
+
+def copy_export(folder: Path, out: Path) -> str:
+    """Copies exported weights, so that they can be changed; returns what was written."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name another folder")
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    return f"{out}: copy of {folder}"
+
+
+def run_of(folder: Path) -> Path:
+    """The run folder of a run, a checkpoint or an ``hf_ckpt``."""
+    if (folder / "checkpoints").is_dir():
+        return folder
+    path = folder.absolute()
+    return path.parent if is_export(folder) else path.parent.parent
+
+
+def source_model(folder: Path) -> Path:
+    """The folder of the model that a run began with. Raises ConfigError where its configuration names none."""
+    config = read_yaml(run_of(folder) / "config.yaml")
+    section = config.get("model")
+    path = section.get("model_path") if isinstance(section, dict) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{run_of(folder) / 'config.yaml'} names no model.model_path, whose kind is needed")
+    return Path(path)
 
 
 def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:

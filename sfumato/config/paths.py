@@ -74,6 +74,41 @@ ModelPath = Annotated[str, AfterValidator(find_model_folder)]
 """The type of a field that names the folder of a model, or its name on the hub."""
 
 
+CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
+EXPORTED = ("model_index.json", "adapter_config.json", "config.json", "pytorch_lora_weights.safetensors")
+"""Files of which a folder of exported weights has one."""
+
+
+def find_checkpoint(name: str) -> str:
+    """The folder of a checkpoint: the path itself, or of a run folder its newest complete checkpoint.
+
+    The path then holds the step, so that a run's resolved configuration names what it went on from.
+
+    Raises:
+        ValueError: when the run has saved nothing, or the folder holds exported weights.
+    """
+    path = check_path(name)
+    if path in ("auto", "new"):
+        return path
+    folder = Path(path)
+    checkpoints = folder / "checkpoints"
+    if checkpoints.is_dir():
+        steps = [int(match[1]) for entry in checkpoints.iterdir() if (match := CHECKPOINT_NAME.fullmatch(entry.name))]
+        if not steps:
+            raise ValueError(f"{checkpoints} is empty: the run has saved nothing")
+        return str(checkpoints / f"global_step_{max(steps)}")
+    if not (folder / "manifest.json").exists() and any((folder / file).is_file() for file in EXPORTED):
+        raise ValueError(
+            f"{path} holds exported weights and no state to go on from: name the run folder, or begin a new run from "
+            f"the weights with model.model_path {path}"
+        )
+    return path
+
+
+CheckpointPath = Annotated[str, AfterValidator(find_checkpoint)]
+"""The type of a field that names a checkpoint, or a run folder for its newest one."""
+
+
 def refuse_other_layout(name: str, option: str = "model.model_path") -> None:
     """Raises ConfigError for a path that holds a model in a form that is not read, or a name that is not cached."""
     path = Path(name)

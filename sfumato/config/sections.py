@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.hub import download_model
 from sfumato.config.parallel import ParallelConfig
-from sfumato.config.paths import FilePath, ModelPath
+from sfumato.config.paths import CheckpointPath, FilePath, ModelPath
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -154,9 +154,9 @@ class TrainConfig(ParallelConfig):
     """CPU threads of each process; null leaves torch's choice (one per core, or 1 under torchrun)."""
     seed: int = Field(42, ge=0)
     """Seed of everything that is random."""
-    load_checkpoint_path: FilePath | None = None
-    """Resume from this checkpoint folder, or `auto` for the newest intact one of output_dir; `new` moves the run that
-    stands in output_dir aside and starts from the first step."""
+    load_checkpoint_path: CheckpointPath | None = None
+    """Go on from this checkpoint, or from the newest one of this run folder; `auto` takes the newest intact one of
+    output_dir, and `new` moves the run that stands in output_dir aside and starts from the first step."""
     ckpt_manager: Literal["dcp"] = "dcp"
     """Format of checkpoints: torch.distributed.checkpoint, which other numbers of processes can load."""
     save_steps: int = Field(0, ge=0)

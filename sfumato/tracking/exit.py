@@ -26,6 +26,7 @@ from sfumato.errors import (
     WeightSyncError,
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
+from sfumato.tracking.next_steps import rerun_command, resume_command
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -64,14 +65,17 @@ class Ending:
 
 def ending_of(error: BaseException) -> Ending:
     """The ending of a process that an uncaught error ends."""
-    if isinstance(error, (PreemptedError, StoppedError)):
-        return Ending(str(error), error.exit_code)
+    if isinstance(error, PreemptedError):
+        return Ending(_with_command(str(error), "to go on", resume_command()), error.exit_code)
+    if isinstance(error, StoppedError):
+        return Ending(_with_command(str(error), "to start it again", rerun_command()), error.exit_code)
     if isinstance(error, UserError):
         return Ending(f"error: {error}", error.exit_code)
     if isinstance(error, STOPS):
         return Ending(f"stopped: {error}", error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Ending("stopped at once", 128 + signal.SIGINT)
+        text = _with_command("stopped at once", "to go on from what was saved last", resume_command())
+        return Ending(text, 128 + signal.SIGINT)
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
         return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
     trace = "".join(traceback.format_exception(error)).rstrip()
@@ -86,6 +90,11 @@ def ending_of(error: BaseException) -> Ending:
         lost = f"stopped: rank {rank} has lost {who}; {RESUME}"
         return Ending(lost, RoleLostError.exit_code, "lost", "" if named else trace)
     return Ending(trace, 1)
+
+
+def _with_command(text: str, purpose: str, command: str) -> str:
+    """A message with the command for what comes next in a line below it; log and report have the first line alone."""
+    return f"{text}\n{purpose}: {command}" if command else text
 
 
 def keep_stacks() -> None:

@@ -31,6 +31,7 @@ from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.tracking.lock import FolderLock, lock_folder
+from sfumato.tracking.next_steps import finished_lines, rerun_command
 from sfumato.tracking.trackers import read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
@@ -207,7 +208,14 @@ class RunFolder:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
                 f"this configuration differs in {_name_first(self.differences)}: give it a folder of its own, "
-                f"--train.output_dir {self._other_name()}"
+                f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
+            )
+        is_fork = self.wanted not in (None, "auto", "new") and not self._is_own_checkpoint
+        if is_fork and from_step >= total_steps:
+            more = rerun_command(train__max_steps=2 * from_step)
+            raise FolderError(
+                f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
+                f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
             )
         if self._moves:
             self._move_aside()
@@ -216,6 +224,11 @@ class RunFolder:
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
 
+    @property
+    def _is_own_checkpoint(self) -> bool:
+        """Whether the checkpoint that the configuration names is of the run in the folder."""
+        return self.standing is not None and self.standing.run_id == self.source_id
+
     def add_environment(self, values: Mapping[str, object]) -> None:
         """Adds entries to ``environment.json`` that are known only after the run has begun."""
         write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
@@ -223,6 +236,11 @@ class RunFolder:
     def finish(self) -> None:
         """Marks the run as finished."""
         self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+
+    def say_next_steps(self, total_steps: int) -> None:
+        """Says what people do with a finished run."""
+        for line in finished_lines(self.path, total_steps, self._other_name()):
+            self._say(line)
 
     def _identity(self, from_step: int) -> dict[str, object]:
         """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
@@ -266,8 +284,8 @@ class RunFolder:
         differences = f" This one differs in {_name_first(self.differences)}." if self.differences else ""
         if standing.finished:
             raise FolderError(
-                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere}; "
-                f"{start_anew}"
+                f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere} and "
+                f"starts from the first step; {start_anew}{self._describe_fork(standing)}"
             )
         if standing.newest is None:
             return True
@@ -282,6 +300,14 @@ class RunFolder:
         if standing.finished:
             return f"a finished run ({standing.step} steps)"
         return f"an unfinished run (step {standing.step}{of}, newest checkpoint of step {standing.newest})"
+
+    def _describe_fork(self, standing: Standing) -> str:
+        """How to go on from a finished run with this configuration, as the end of a message."""
+        if standing.newest is None:
+            return ""
+        wanted = {"train__load_checkpoint_path": self.path, "train__output_dir": self._other_name()}
+        command = rerun_command(**wanted, train__max_steps=2 * standing.newest)
+        return f". To go on from its step {standing.newest} with these settings: {command}" if command else ""
 
     def _check_move(self) -> None:
         """Raises FolderError when moving the folder aside would move files that this run needs."""

@@ -84,7 +84,7 @@ def compare_identity(saved: Identity | None, current: Identity, folder: Path) ->
         raise CheckpointError(
             f"{folder} cannot go on with this configuration, since it would go on with other samples (some trained "
             f"twice and others never), or other models: {'; '.join(fatal)}. Restore that, or start a new run from the "
-            "exported weights (model.model_path) with another train.output_dir"
+            f"exported weights ({_describe_weights(folder)}) with another train.output_dir"
         )
     unknown = [name for name, value in current.items() if saved and name not in saved and _DIGEST.fullmatch(str(value))]
     lines = []
@@ -97,6 +97,16 @@ def compare_identity(saved: Identity | None, current: Identity, folder: Path) ->
     if unknown:
         lines.append(f"{folder} does not say what these held, so they are not compared: {', '.join(unknown)}")
     return "; ".join(lines)
+
+
+def _describe_weights(checkpoint: Path) -> str:
+    """How a new run begins with the weights of a checkpoint, with real paths."""
+    run = checkpoint.parent.parent
+    exported = run / "hf_ckpt"
+    adapters = ("adapter_config.json", "pytorch_lora_weights.safetensors")
+    if exported.is_dir() and not any((exported / name).exists() for name in adapters):
+        return f"--model.model_path {exported}"
+    return f"sfumato export {checkpoint} OUT --merge, then --model.model_path OUT"
 
 
 def own_checkpoints(output_dir: Path) -> tuple[dict[int, Path], dict[int, str]]:

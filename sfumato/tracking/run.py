@@ -392,6 +392,8 @@ class Run:
         if self.folder is not None:
             self.folder.finish()
         self.close()
+        if self.folder is not None:
+            self.folder.say_next_steps(self.total_steps)
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""

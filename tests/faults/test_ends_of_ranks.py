@@ -18,6 +18,7 @@ from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, tiny_dit_config, write_config
 
 RESUME = "to go on, add --train.load_checkpoint_path auto"
+NEXT_STEPS = ("to go on: ", "to go on from what was saved last: ", "to start it again: ")
 
 
 class TwoRanks:
@@ -39,6 +40,7 @@ class TwoRanks:
         }
         self.command = ["bash", "train.sh", "tests/faults/faulty_rank_task.py", str(path)]
         self.log = (folder / "output").open("w+")
+        self.next_steps: list[str] = []
         self.process = subprocess.Popen(
             self.command, cwd=ROOT, env=self.environment, stdout=self.log, stderr=subprocess.STDOUT
         )
@@ -57,7 +59,8 @@ class TwoRanks:
         lines = [line for line in self.log.read().splitlines() if not line.startswith("train_dit  ")]
         begins = [index for index, line in enumerate(lines) if line.startswith(("error:", "stopped", "rank ", "Trace"))]
         assert begins, lines
-        return code, lines[begins[0] :]
+        self.next_steps = [line for line in lines if line.startswith(NEXT_STEPS)]
+        return code, [line for line in lines[begins[0] :] if line not in self.next_steps]
 
     @property
     def saved(self) -> list[int]:
@@ -94,6 +97,7 @@ def test_a_step_that_takes_long_is_finished_and_saved(tmp_path):
     run.wait_for_the_step()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == (143, ["stopped by signal after step 3; the state is saved"])
+    assert run.next_steps == [f"to go on: {' '.join(run.command)} --train.load_checkpoint_path auto"]
     assert run.saved == [3]
 
 

@@ -135,6 +135,11 @@ INSTALLS = "installs packages; continuous integration runs `make setup`"
 NAMED = "a command by its name or usage alone"
 RULES = [
     Rule(
+        r"bash train\.sh tasks/train_dit\.py my\.yaml --train\.load_checkpoint_path runs/a",
+        reads_its_configuration,
+        "run by tests/unit/test_next_steps.py",
+    ),
+    Rule(
         r"bash train\.sh tasks/\S+ (?!warmth|CONFIG|configs/quickstart/algorithms/NAME)", reads_its_configuration, SLOW
     ),
     Rule(r"bash train\.sh tasks/rl_diffusion\.py warmth\.yaml", None, TUTORIAL),
@@ -157,7 +162,9 @@ RULES = [
     Rule(r"sfumato studio( runs/| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
     Rule(r"sfumato preprocess( |$)", None, "run by tests/unit/test_media_cache.py"),
     Rule(
-        r"sfumato (check|export|report)( CONFIG| FILE| RUN|$)", is_understood, "run by test_cli.py and test_export.py"
+        r"sfumato (check|export|report)( CONFIG| FILE| RUN| runs/a|$)",
+        is_understood,
+        "run by test_cli.py and test_export.py",
     ),
     Rule(r"sfumato compare ", is_understood, "run by tests/unit/test_compare.py"),
     Rule(r"sfumato sample( |$)", is_understood, "run by tests/unit/test_sample.py"),

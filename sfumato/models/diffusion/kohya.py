@@ -1,0 +1,136 @@
+"""LoRA adapters with the names of kohya's scripts and an alpha for each layer, and back.
+
+What these files mean is what diffusers' own converters read. For Wan these want adapters of every layer of a block;
+files of fewer layers are read here, and by ComfyUI.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from sfumato.errors import ConfigError
+
+KOHYA_FILE = "kohya_lora_weights.safetensors"
+
+_WAN_LAYERS = {
+    **{f"self_attn_{name}": f"attn1.to_{name}" for name in "qkv"},
+    **{f"cross_attn_{name}": f"attn2.to_{name}" for name in "qkv"},
+    **{f"cross_attn_{name}_img": f"attn2.add_{name}_proj" for name in "kv"},
+    "self_attn_o": "attn1.to_out.0",
+    "cross_attn_o": "attn2.to_out.0",
+    "ffn_0": "ffn.net.0.proj",
+    "ffn_2": "ffn.net.2",
+}
+"""Layers of a block of Wan in diffusers, by their names in kohya's scripts."""
+
+SUPPORTED = "Stable Diffusion 1.5 and XL, Qwen-Image and Wan"
+
+
+def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Tensor]:
+    """Adapters by kohya's names.
+
+    Args:
+        layers: as diffusers stores them, with a scale of 1: ``transformer.X.lora_A.weight`` ``[rank, in]`` and
+            ``lora_B`` ``[out, rank]``.
+        pipeline_class: of the model, as ``model_index.json`` names it.
+
+    Returns:
+        ``lora_unet_X.lora_down.weight``, ``lora_up.weight`` and ``alpha``, which is the rank.
+
+    Raises:
+        ConfigError: the model has no names of kohya's that diffusers reads, or a layer has none.
+    """
+    if any(".lora_magnitude_vector" in name for name in layers):
+        raise ConfigError("adapters of variant dora are not written with kohya's names: export a whole model (--merge)")
+    if pipeline_class.startswith("StableDiffusion") and not pipeline_class.startswith("StableDiffusion3"):
+        from diffusers.utils import convert_state_dict_to_kohya
+
+        stored = convert_state_dict_to_kohya(dict(layers))
+        # a file of a Stable Diffusion 1.5 has one encoder, lora_te
+        return {name: _alpha_like(name, value, stored) for name, value in stored.items()}
+    if not pipeline_class.startswith(("QwenImage", "Wan")):
+        raise ConfigError(
+            f"no names of kohya's are known for {pipeline_class}, but for {SUPPORTED}; ComfyUI and diffusers read "
+            "pytorch_lora_weights.safetensors as it is"
+        )
+    stored: dict[str, Tensor] = {}
+    for name, weight in layers.items():
+        layer, _, matrix = name.removeprefix("transformer.").removesuffix(".weight").rpartition(".")
+        if pipeline_class.startswith("Wan"):
+            layer = _wan_name(layer)
+        flat = f"lora_unet_{layer.replace('.', '_')}"
+        stored[f"{flat}.lora_{'down' if matrix == 'lora_A' else 'up'}.weight"] = weight.contiguous()
+        if matrix == "lora_A":
+            stored[f"{flat}.alpha"] = torch.tensor(float(weight.shape[0]))
+    return stored
+
+
+def from_kohya(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters by diffusers' names, with a scale of 1: alphas are multiplied into the matrices.
+
+    Raises:
+        ConfigError: the names are of no model that is supported, or the file lacks a matrix.
+    """
+    from diffusers.loaders import lora_conversion_utils as converters
+
+    copy = {name: weight.clone() for name, weight in stored.items()}
+    names = " ".join(copy)
+    try:
+        if "lora_unet_transformer_blocks_" in names:
+            return converters._convert_non_diffusers_qwen_lora_to_diffusers(copy)
+        if re.search(r"lora_unet_blocks_\d+_(self_attn|cross_attn|ffn)_", names):
+            return _from_wan(copy)
+        if re.search(r"lora_unet_(down|mid|up|input|middle|output)_block", names):
+            return _from_stable_diffusion(converters, copy)
+    except (KeyError, ValueError, AttributeError) as error:
+        raise ConfigError(f"these adapters cannot be read as kohya's: {error}") from error
+    raise ConfigError(f"these are no adapters with names of kohya's for {SUPPORTED}")
+
+
+def _from_wan(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    layers = {}
+    for name in [key for key in stored if key.endswith(".lora_down.weight")]:
+        flat = name.removesuffix(".lora_down.weight")
+        block = re.fullmatch(r"lora_unet_blocks_(\d+)_(\w+)", flat)
+        layer = None if block is None else _WAN_LAYERS.get(block[2])
+        if block is None or layer is None:
+            raise ValueError(f"no layer of Wan has the name {flat}")
+        down = stored[name]
+        alpha = stored[f"{flat}.alpha"].item() if f"{flat}.alpha" in stored else len(down)
+        target = f"transformer.blocks.{block[1]}.{layer}"
+        layers[f"{target}.lora_A.weight"] = down * (alpha / len(down))
+        layers[f"{target}.lora_B.weight"] = stored[f"{flat}.lora_up.weight"]
+    if len(layers) != sum(not name.endswith(".alpha") for name in stored):
+        raise ValueError("it holds more than pairs of matrices and their alphas")
+    return layers
+
+
+def _from_stable_diffusion(converters: object, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    from diffusers.utils import convert_unet_state_dict_to_peft
+
+    alphas = {name.removesuffix(".alpha"): value.item() for name, value in stored.items() if name.endswith(".alpha")}
+    for name, alpha in alphas.items():
+        down = f"{name}.lora_down.weight"
+        stored[down] = stored[down] * (alpha / stored[down].shape[0])
+        del stored[f"{name}.alpha"]
+    convert = converters._convert_non_diffusers_lora_to_diffusers  # type: ignore[attr-defined]
+    layers, _ = convert(stored)
+    return convert_unet_state_dict_to_peft(layers)
+
+
+def _alpha_like(name: str, value: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
+    """An alpha as a float number, other tensors as they are in memory."""
+    return value.float() if name.endswith(".alpha") else value.contiguous()
+
+
+def _wan_name(layer: str) -> str:
+    """The name of a layer of Wan in kohya's scripts. Raises ConfigError for one that has none."""
+    block = re.fullmatch(r"blocks\.(\d+)\.(.+)", layer)
+    names = {path: name for name, path in _WAN_LAYERS.items()}
+    if block is None or block[2] not in names:
+        raise ConfigError(f"kohya's scripts have no name for the layer {layer} of Wan: train adapters of others alone")
+    return f"blocks_{block[1]}_{names[block[2]]}"

@@ -1,0 +1,93 @@
+"""kohya's names of adapters, against diffusers' own readers, and back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
+from safetensors.torch import load_file, save_file
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.kohya import from_kohya, to_kohya
+from tests.unit.test_lora_files import trained
+
+READERS = {
+    "stable_diffusion_xl": ("StableDiffusionXLPipeline", StableDiffusionXLPipeline),
+    "qwen_image": ("QwenImagePipeline", QwenImagePipeline),
+    "wan": ("WanPipeline", WanPipeline),
+}
+
+
+WHOLE_BLOCKS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+"""What diffusers' reader of kohya's files for Wan expects to be there."""
+
+
+def exported_layers(name, folder):
+    trained(name, folder, rank=2, alpha=4, **({"target_modules": WHOLE_BLOCKS} if name == "wan" else {}))
+    return load_file(folder / "out" / "pytorch_lora_weights.safetensors")
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_diffusers_reads_what_is_written_bit_for_bit(name, tmp_path: Path):
+    class_name, pipeline = READERS[name]
+    layers = exported_layers(name, tmp_path)
+    stored = to_kohya(layers, class_name)
+    assert all(key.startswith("lora_unet_") for key in stored)
+    downs = [key for key in stored if key.endswith("lora_down.weight")]
+    assert len(downs) == len(layers) // 2
+    for key in downs:
+        assert stored[key.replace("lora_down.weight", "alpha")] == stored[key].shape[0] == 2
+    save_file(stored, tmp_path / "kohya.safetensors")
+
+    read = pipeline.lora_state_dict(str(tmp_path / "kohya.safetensors"))
+    read = read[0] if isinstance(read, tuple) else read
+    if name == "stable_diffusion_xl":
+        # diffusers reads these by its names of before peft; how often each matrix comes is compared
+        by_bits = sorted(value.numpy().tobytes() for value in read.values())
+        assert by_bits == sorted(value.numpy().tobytes() for value in layers.values())
+    else:
+        assert read.keys() == layers.keys()
+        assert all(torch.equal(read[key], layers[key]) for key in layers)
+
+    back = from_kohya(load_file(tmp_path / "kohya.safetensors"))
+    assert back.keys() == layers.keys()
+    assert all(torch.equal(back[key], layers[key]) for key in layers)
+
+
+def test_some_layers_of_wan_are_read_back():
+    layers = {
+        f"transformer.blocks.{block}.attn2.to_out.0.lora_{matrix}.weight": torch.randn(shape)
+        for block in (0, 11)
+        for matrix, shape in (("A", (2, 3)), ("B", (5, 2)))
+    }
+    stored = to_kohya(layers, "WanPipeline")
+    assert "lora_unet_blocks_11_cross_attn_o.alpha" in stored
+    back = from_kohya(stored)
+    assert back.keys() == layers.keys()
+    assert all(torch.equal(back[key], layers[key]) for key in layers)
+    with pytest.raises(ConfigError, match="no layer of Wan has the name lora_unet_blocks_0_self_attn_x"):
+        from_kohya({"lora_unet_blocks_0_self_attn_x.lora_down.weight": torch.ones(2, 2)})
+
+
+def test_alphas_of_others_are_multiplied_in():
+    layers = {
+        "lora_unet_transformer_blocks_0_attn_to_q.lora_down.weight": torch.ones(2, 3),
+        "lora_unet_transformer_blocks_0_attn_to_q.lora_up.weight": torch.ones(4, 2),
+        "lora_unet_transformer_blocks_0_attn_to_q.alpha": torch.tensor(1.0),
+    }
+    back = from_kohya(layers)
+    up, down = (back[f"transformer.transformer_blocks.0.attn.to_q.lora_{matrix}.weight"] for matrix in "BA")
+    assert torch.equal(up @ down, torch.full((4, 3), 1.0))
+
+
+def test_models_without_names_are_refused():
+    layers = {"transformer.x.lora_A.weight": torch.ones(2, 2), "transformer.x.lora_B.weight": torch.ones(2, 2)}
+    for name in ("StableDiffusion3Pipeline", "FluxPipeline", "ZImagePipeline"):
+        with pytest.raises(ConfigError, match=f"no names of kohya's are known for {name}"):
+            to_kohya(layers, name)
+    with pytest.raises(ConfigError, match="no name for the layer proj_out of Wan"):
+        to_kohya({"transformer.proj_out.lora_A.weight": torch.ones(2, 2)}, "WanPipeline")
+    with pytest.raises(ConfigError, match="these are no adapters"):
+        from_kohya({"weight": torch.ones(2)})
+    with pytest.raises(ConfigError, match="cannot be read as kohya's"):
+        from_kohya({"lora_unet_transformer_blocks_0_attn_to_q.lora_down.weight": torch.ones(2, 3)})
