@@ -161,7 +161,7 @@ class PictureDistances:
 
         for content in pictures:
             for frame in content if content.ndim == 4 else content[None]:
-                picture = torch.from_numpy(np.ascontiguousarray(frame)).permute(2, 0, 1)
+                picture = torch.from_numpy(np.array(frame)).permute(2, 0, 1)  # files give arrays that are read-only
                 if batch and (batch[0].shape != picture.shape or len(batch) == BATCH):
                     flush()
                 batch.append(picture)
