@@ -32,8 +32,8 @@ def write_comparison(comparison: Comparison, path: Path) -> None:
         _paired(comparison),
         _differences("Settings that differ", comparison, comparison.config),
         _differences("Versions and hardware that differ", comparison, comparison.environment),
-        *(_samples(comparison, number) for number in range(len(comparison.paired))),
         curves,
+        *(_samples(comparison, number) for number in range(len(comparison.paired))),
     ]
     title = " · ".join(runs)
     page = render_page(title, [part for part in parts if part], SEARCH if has_search else "")

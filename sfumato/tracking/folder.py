@@ -237,9 +237,9 @@ class RunFolder:
         """Marks the run as finished."""
         self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
 
-    def say_next_steps(self, total_steps: int) -> None:
+    def say_next_steps(self, task: str, total_steps: int) -> None:
         """Says what people do with a finished run."""
-        for line in finished_lines(self.path, total_steps, self._other_name()):
+        for line in finished_lines(self.path, task, total_steps, self._other_name()):
             self._say(line)
 
     def _identity(self, from_step: int) -> dict[str, object]:

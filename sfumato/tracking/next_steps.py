@@ -50,17 +50,26 @@ def fork_command(config: Path, output_dir: Path, steps: int | None) -> str:
     return shlex.join([*words, *([] if steps is None else ["--train.max_steps", str(steps)])])
 
 
-def finished_lines(output_dir: Path, total_steps: int, free_folder: Path) -> list[str]:
+TRY_COMMANDS = {
+    **dict.fromkeys(("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"), "sample"),
+    **dict.fromkeys(("train_text", "train_text_dpo", "train_text_kto", "rl_text"), "chat"),
+}
+"""The command that tries out what a task has trained."""
+
+
+def finished_lines(output_dir: Path, task: str, total_steps: int, free_folder: Path) -> list[str]:
     """What people do with a finished run, a line each.
 
     Args:
         output_dir: the run folder.
+        task: name of the run's task.
         total_steps: of the run.
         free_folder: a folder that does not exist.
     """
     folder = shlex.quote(str(output_dir))
+    attempt = f"try it: sfumato {TRY_COMMANDS[task]} {folder}   " if task in TRY_COMMANDS else ""
     lines = [
-        f"report: {output_dir / 'report.html'}   compare: sfumato compare {folder} OTHER_RUN   "
+        f"report: {output_dir / 'report.html'}   {attempt}compare: sfumato compare {folder} OTHER_RUN   "
         f"export: sfumato export {folder} OUT"
     ]
     if more := fork_command(output_dir / "config.yaml", free_folder, 2 * total_steps):

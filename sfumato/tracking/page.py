@@ -78,6 +78,7 @@ background:hsl(var(--hue) 62% 86%);color:hsl(var(--hue) 80% 20%)}
 details>.text{margin-top:6px;max-height:60vh;overflow:auto}
 td summary,.group summary{font-size:13.5px;overflow-wrap:anywhere}.run{white-space:nowrap}.clear{font-weight:700}
 .group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
+.pair>:only-child{max-width:100%}
 .source{width:var(--cell,33%)}.pair>.source~div{max-width:33%}
 .pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}

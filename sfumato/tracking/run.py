@@ -393,7 +393,7 @@ class Run:
             self.folder.finish()
         self.close()
         if self.folder is not None:
-            self.folder.say_next_steps(self.total_steps)
+            self.folder.say_next_steps(self.label, self.total_steps)
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""

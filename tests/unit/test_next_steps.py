@@ -71,7 +71,8 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path):
 def test_going_on_with_another_rate(tmp_path, monkeypatch, capsys):
     config = tiny_dit_config(tmp_path, train={"max_steps": 2, "lr_warmup_steps": 0})
     run = run_task_here("train_dit", config)
-    assert f"sfumato compare {run} OTHER_RUN" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"try it: sfumato sample {run} " in said and f"sfumato compare {run} OTHER_RUN" in said
     monkeypatch.setattr(sys, "argv", ["tasks/train_dit.py", "my.yaml", "--train.lr", "2e-3"])
     other = tmp_path / "other"
 
