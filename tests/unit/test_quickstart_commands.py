@@ -1,4 +1,4 @@
-"""What `make quickstart` runs: it can be given again, and with another seed, and the README's commands beside it."""
+"""What `make quickstart` runs: it can be given again, and with another seed, and the commands of its page beside it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps(*arguments: str) -> list[tuple[str, str, Any]]:
 
 
 def test_it_is_the_configurations_of_the_quickstart_gone_on_with() -> None:
-    """So that a command of the README, given with one of the files, meets the same run."""
+    """So that a command of its page, given with one of the files, meets the same run."""
     for name, path, config in steps():
         plain = load_config(SCHEMAS[name], ROOT / path, {"train": {"load_checkpoint_path": "auto"}})
         assert config == plain
@@ -57,8 +57,8 @@ def test_each_step_takes_what_the_one_before_made_in_folders_of_its_seed(seed: i
     assert {config.train.load_checkpoint_path for config in configs} == {"auto"}
 
 
-def test_the_readmes_variations_have_folders_of_their_own() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+def test_variations_on_the_quickstarts_page_have_folders_of_their_own() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").replace("\\\n", " ")
     given = re.findall(r"tasks/(\w+)\.py +(configs/quickstart/\w+\.yaml) +(--.*)", text)
     assert len(given) >= 3
     folders = []
