@@ -135,6 +135,16 @@ INSTALLS = "installs packages; continuous integration runs `make setup`"
 NAMED = "a command by its name or usage alone"
 RULES = [
     Rule(
+        r"bash train\.sh tasks/\S+ configs/(rl/\S+ --model\.model_path my/model$|text_rl/(qwen3_4b|gsm8k))",
+        reads_its_configuration,
+        "each of them: tests/unit/test_config_files.py::test_every_shipped_config_runs_a_step_tiny",
+    ),
+    Rule(
+        r"bash train\.sh tasks/\S+ configs/quickstart/smollm2_sft",
+        reads_its_configuration,
+        "SFT of the published model is run by tests/e2e/test_smollm2.py",
+    ),
+    Rule(
         r"bash train\.sh tasks/train_dit\.py my\.yaml --train\.load_checkpoint_path runs/a",
         reads_its_configuration,
         "run by tests/unit/test_next_steps.py",
@@ -159,20 +169,21 @@ RULES = [
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
     Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
-    Rule(r"sfumato studio( runs/| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
+    Rule(r"sfumato studio( \S*runs| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
     Rule(r"sfumato preprocess( |$)", None, "run by tests/unit/test_media_cache.py"),
     Rule(
         r"sfumato (check|export|report)( CONFIG| FILE| RUN| runs/a|$)",
         is_understood,
         "run by test_cli.py and test_export.py",
     ),
+    Rule(r"sfumato (new|launch|recipes)( |$)", is_understood, "run by tests/unit/test_new.py and test_wheel.py"),
     Rule(r"sfumato compare ", is_understood, "run by tests/unit/test_compare.py"),
     Rule(r"sfumato sample( |$)", is_understood, "run by tests/unit/test_sample.py"),
     Rule(r"sfumato chat( |$)", is_understood, "run by tests/unit/test_chat_command.py"),
     Rule(r"sfumato evaluate( |$)", is_understood, "run by tests/unit/test_evaluate.py and test_geneval.py"),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
-        r"make (test|quick-test|slow-test|same|lint|format|setup)$",
+        r"make (test|quick-test|slow-test|same|docs|lint|format|setup)$",
         names_a_target,
         "what runs these tests, and continuous integration",
     ),
