@@ -32,9 +32,13 @@ export async function show(view, parameters, {keepInAddress}) {
   let timer;
 
   async function update() {
+    const fresh = await get("/api/gallery", {run});
+    // nothing is awaited from here on: another update may be under way
     const before = data.repeated_steps.length;
     const wasAtEnd = active.step === null || active.step === data.repeated_steps.at(-1);
-    data = await get("/api/gallery", {run});
+    const anchor = data.repeated_steps[firstVisible()];
+    const column = firstVisible();
+    data = fresh;
     if (data.generation !== update.generation) chunks.clear();
     update.generation = data.generation;
     // chunks are counted from the first step: steps that were looked at later than their neighbours move them
@@ -52,8 +56,20 @@ export async function show(view, parameters, {keepInAddress}) {
       select();
       if (wasAtEnd && parameters.get("step") === null) goTo(data.repeated_steps.length - 1);
       else if (!before) goTo(indexOf(active.step));
+      else if (data.repeated_steps.length !== before) {
+        // steps that came before those that are seen push them to the right: what is seen stays where it is
+        matrix.scrollLeft += (indexOf(anchor) - column) * metrics().width;
+        slider.value = indexOf(active.step);
+        draw();
+      }
     }
     if (!data.is_complete) timer = setTimeout(() => update().catch((error) => console.warn(error.message)), 300);
+  }
+
+  /** The number of the first column that is seen. */
+  function firstVisible() {
+    const {name, width} = metrics();
+    return Math.min(Math.max(0, Math.floor((matrix.scrollLeft - name) / width)), Math.max(0, data.repeated_steps.length - 1));
   }
 
   function indexOf(step) {
