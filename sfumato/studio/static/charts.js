@@ -142,7 +142,7 @@ function limits(plot, low, high) {
 function tick(value) {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size < 1e-3 || size >= 1e5) return value.toExponential(0).replace("+", "");
+  if (size < 1e-3 || size >= 1e5) return Number(value.toPrecision(4)).toExponential().replace("+", "");
   return String(Number(value.toPrecision(4)));
 }
 
