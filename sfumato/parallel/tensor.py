@@ -305,8 +305,11 @@ def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: i
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
     for parent in parents:
-        for key in ("heads", "inner_dim"):
-            if isinstance(getattr(parent, "heads", None), int) and isinstance(getattr(parent, key, None), int):
+        keys = ("heads", "inner_dim") if isinstance(getattr(parent, "heads", None), int) else ()
+        if hasattr(parent, "processor"):  # some have other names in diffusers; transformers has no processors
+            keys = (*keys, "num_heads", "num_kv_heads")
+        for key in keys:
+            if isinstance(getattr(parent, key, None), int):
                 setattr(parent, key, getattr(parent, key) // size)
 
 
@@ -335,6 +338,13 @@ def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True
         return set() if dim is None else {module}
 
     return apply
+
+
+def _apply_norm(module: nn.Module, site: _Site) -> set[nn.Module]:
+    is_diffusers = type(module).__name__ == "RMSNorm" and hasattr(module, "dim")
+    if not is_diffusers or getattr(module, "bias", None) is not None:
+        _check_type(module, nn.RMSNorm, site.name, "norm_across_heads")
+    return _apply_role(styles.NormAcrossHeads, 0)(module, site)
 
 
 def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
@@ -407,7 +417,7 @@ STYLES: dict[str, Meaning] = {
     "embedding_rowwise": Meaning(layer=nn.Embedding, apply=_apply_role(styles.EmbeddingRowwise, 0, even=False)),
     "embedding_colwise": Meaning(layer=nn.Embedding, apply=_apply_role(styles.EmbeddingColwise, 1)),
     # A norm over the features of all heads.
-    "norm_across_heads": Meaning(layer=nn.RMSNorm, apply=_apply_role(styles.NormAcrossHeads, 0), leaves_sums=True),
+    "norm_across_heads": Meaning(apply=_apply_norm, leaves_sums=True),
     # Whole weights that are used on cut heads.
     "replicated_with_grad_allreduce": Meaning(apply=_apply_summed, leaves_sums=True),
     # The latent projection of multi-head latent attention.

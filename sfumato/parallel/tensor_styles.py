@@ -309,17 +309,23 @@ class EmbeddingColwise(nn.Embedding):
         return gather(output, -1, self.embedding_dim, self.tp_ranks)
 
 
-class NormAcrossHeads(nn.RMSNorm):
-    """An RMS norm over the features of all heads, which are cut: the mean of squares is taken over all ranks."""
+class NormAcrossHeads(nn.Module):
+    """An RMS norm over the features of all heads, which are cut: the mean of squares is taken over all ranks.
+
+    The norm is torch's, or diffusers' without a bias, which names the features ``dim``.
+    """
 
     tp_ranks: TensorRanks
+    weight: Tensor | None
+    eps: float | None
 
     def forward(self, input: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         values = input.float()
         # Every rank's output depends on the sum, so its gradient is summed over ranks, too.
         squares = copy(reduce(values.square().sum(-1, keepdim=True), self.tp_ranks), self.tp_ranks)
         eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
-        values = values * torch.rsqrt(squares / self.normalized_shape[0] + eps)
+        features = getattr(self, "normalized_shape", None) or cast("Any", self).dim
+        values = values * torch.rsqrt(squares / features[0] + eps)
         return (values if self.weight is None else values * local(self.weight)).type_as(input)
 
 

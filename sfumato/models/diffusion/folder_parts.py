@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -24,6 +24,11 @@ WEIGHTS = (
 def component_class(library: str, name: str) -> Any:
     """The class that model_index.json names for a component; None where its library was not imported or lacks it."""
     return getattr(sys.modules.get(library), name, None)
+
+
+def names_part(value: object) -> TypeGuard[list[Any]]:
+    """Whether a value of a model_index.json is to name a component: lists of numbers are settings of the pipeline."""
+    return isinstance(value, list) and not (value and all(type(item) in (int, float) for item in value))
 
 
 def has_part(index: dict[str, Any], name: str) -> bool:
@@ -91,7 +96,7 @@ def check_parts(folder: Path, index: dict[str, object], needed: Iterable[str], n
 
 def parts_without_weights(folder: Path, index: dict[str, object]) -> list[str]:
     """Names of the networks of a pipeline folder that have a configuration and no weights."""
-    names = [name for name, value in index.items() if isinstance(value, list) and has_part(index, name)]
+    names = [name for name, value in index.items() if names_part(value) and has_part(index, name)]
     networks = [name for name in names if (folder / name / "config.json").is_file()]
     return [name for name in networks if not any((folder / name).glob("*.safetensors"))]
 

@@ -264,6 +264,7 @@ class FrozenParts(ABC):
         tokenizer = getattr(self.pipeline, self.prompt_tokenizer, None)
         if tokenizer is None or hash(prompt) in self._cut:
             return
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of text and images has one
         num_tokens = len(tokenizer(self.prompt_as_read(prompt), verbose=False)["input_ids"])
         if num_tokens <= self.prompt_limit:
             return

@@ -6,14 +6,22 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; a token is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.algorithms.device import to_device
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.schedulers import LARGEST_SHIFT, PATCH, check_flow_scheduler, flow_shift, flow_sigmas
+from sfumato.models.diffusion.schedulers import (
+    LARGEST_IMAGE,
+    LARGEST_SHIFT,
+    PATCH,
+    check_flow_scheduler,
+    flow_shift,
+    flow_sigmas,
+)
 
 PIXELS_AT_ONCE = 8 * 512 * 512
 """Most pixels that an autoencoder encodes or decodes at a time: eight images of 512 x 512."""
@@ -65,6 +73,20 @@ def check_size(height: int, width: int, unit: int, frames: int = 1, longest: int
         raise ValueError(f"height {height} and width {width} may be {longest} pixels at most: it has no more positions")
 
 
+def check_frames(frames: int, step: int) -> int:
+    """Number of latent frames of a video, of which the first one stands for one frame and each other for ``step``.
+
+    Raises:
+        ValueError: when the number of frames does not divide.
+    """
+    if frames < 1 or (frames - 1) % step:
+        nearest = max(frames - 1, 0) // step * step + 1
+        raise ValueError(
+            f"frames {frames} must be 1 more than a multiple of {step}, such as {nearest} or {nearest + step}"
+        )
+    return (frames - 1) // step + 1
+
+
 def pack(latents: Tensor) -> Tensor:
     """Packs latents ``[B, C, H, W]`` into tokens ``[B, H/2 * W/2, 4C]``, row by row, as FLUX and Qwen-Image do."""
     tokens = latents.unflatten(-1, (-1, PATCH)).unflatten(-3, (-1, PATCH))  # [B, C, H/2, 2, W/2, 2]
@@ -77,9 +99,39 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
-def num_tokens(latent_shape: Sequence[int]) -> int:
+def num_tokens(latent_shape: Sequence[int], patch: int = PATCH) -> int:
     """Number of tokens of an image, given the shape of its latent, ``[..., H, W]``."""
-    return (latent_shape[-2] // PATCH) * (latent_shape[-1] // PATCH)
+    return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+
+
+def grid_ids(rows: int, columns: int, image: int, device: torch.device) -> Tensor:
+    """Positions of an image's tokens: number of the image, row and column, float32 ``[T, 3]``."""
+    sides = [torch.arange(length, device=device, dtype=torch.float32) for length in (rows, columns)]
+    grid = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1).flatten(0, 1)
+    return torch.nn.functional.pad(grid, (1, 0), value=float(image))
+
+
+def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
+    """Pads embeddings ``[1, T, D]``: ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
+    return {
+        "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),
+        "prompt_mask": (torch.arange(length, device=embeds.device) < embeds.shape[1])[None],
+    }
+
+
+def text_shapes(
+    length: int, width: int, dtype: torch.dtype, mask_dtype: torch.dtype | None = None
+) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """What ``embedding_shapes`` returns for ``prompt_embeds`` ``[B, length, width]``, and ``prompt_mask`` if any."""
+    shapes: dict[str, tuple[Sequence[int], torch.dtype]] = {"prompt_embeds": ((length, width), dtype)}
+    return shapes if mask_dtype is None else shapes | {"prompt_mask": ((length,), mask_dtype)}
+
+
+def token_counts(mask: Tensor) -> list[int]:
+    """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return [mask.shape[1]] * len(mask)
+    return mask.sum(dim=1).tolist()
 
 
 class KLLatents(DiffusionModel):
@@ -166,20 +218,34 @@ class FlowSchedule(DiffusionModel):
         """Latent pixels along each side of a token; a dynamic shift depends on the number of tokens."""
         return PATCH
 
+    def dynamic_mu(self, tokens: int, num_steps: int | None) -> float | None:
+        """The shift mu of a scheduler with a dynamic shift, where the pipeline has a formula of its own for it.
+
+        Args:
+            tokens: of an image.
+            num_steps: of a trajectory; None is that of training.
+        """
+        return None
+
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        settings = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        settings: dict[str, Any] = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
         if self.pipeline.scheduler.config.get("use_dynamic_shifting"):
             settings["patch"] = self.patch  # a dynamic shift counts tokens
+            settings["mu"] = self.dynamic_mu(num_tokens(latent_shape, self.patch), num_steps)
         return flow_sigmas(self.pipeline.scheduler, num_steps, latent_shape, **settings)
 
     @property
     def shift(self) -> float:
         """The timestep shift of the largest image that the scheduler was made for."""
-        return flow_shift(self.pipeline.scheduler, largest_shift=self.largest_shift)
+        scheduler = self.pipeline.scheduler
+        mu = self.dynamic_mu(scheduler.config.get("max_image_seq_len", LARGEST_IMAGE), None)
+        return flow_shift(scheduler, largest_shift=self.largest_shift, mu=mu)
 
     def shift_at(self, latent_shape: Sequence[int]) -> float:
-        settings = {"patch": self.patch, "largest_shift": self.largest_shift}
-        return flow_shift(self.pipeline.scheduler, latent_shape, **settings)
+        mu = self.dynamic_mu(num_tokens(latent_shape, self.patch), None)
+        return flow_shift(
+            self.pipeline.scheduler, latent_shape, patch=self.patch, largest_shift=self.largest_shift, mu=mu
+        )
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """The scheduler's timesteps of noise levels ``[B]``."""

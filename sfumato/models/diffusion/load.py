@@ -26,6 +26,7 @@ from sfumato.models.diffusion.folder_parts import (
     component_class,
     describe_other_folder,
     has_part,
+    names_part,
     refuse_file,
 )
 from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
@@ -162,7 +163,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = read_json_object(folder / "model_index.json")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.model_path {folder}: cannot read model_index.json: {error}") from error
-    parts = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    parts = {name: value for name, value in index.items() if not name.startswith("_") and names_part(value)}
     for name, value in parts.items():
         is_named = len(value) == 2 and all(isinstance(part, str) and _DOTTED_NAME.fullmatch(part) for part in value)
         if value != [None, None] and not is_named:
@@ -294,7 +295,7 @@ def _describe_mismatch(folder: Path, index: dict[str, object]) -> str:
     import transformers
 
     for name, value in index.items():
-        cls = component_class(*value) if isinstance(value, list) and all(value) else None
+        cls = component_class(*value) if names_part(value) and all(value) else None
         if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
             continue
         settings = {"output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -47,6 +47,9 @@ SCALED_START = (
 )
 """Schedulers of UNets whose first latents have the standard deviation of the first noise level, except with
 ``timestep_spacing`` leading."""
+
+OF_COGVIDEOX = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
+"""Schedulers of CogVideoX, whose noise levels are those of timesteps of a shifted schedule."""
 
 OF_SIGMAS = (*SCALED_START, *MULTISTEP, "DEISMultistepScheduler", "SASolverScheduler")
 """Schedulers of UNets whose noise levels may lie between those of the timesteps of the training."""
@@ -161,6 +164,10 @@ LARGEST_SHIFT = 1.15
 """``max_shift`` of a dynamic shift in most pipelines, if the scheduler does not set it."""
 
 
+LARGEST_IMAGE = 4096
+"""``max_image_seq_len`` of a scheduler that does not set it: tokens of the largest image."""
+
+
 def settings_of(scheduler: ConfigMixin) -> dict[str, Any]:
     """Values of the fields that a scheduler's class takes; its file may hold fields of other classes besides."""
     names = inspect.signature(type(scheduler).__init__).parameters
@@ -191,6 +198,18 @@ def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True) -> Non
             _check_fields(scheduler, FLOW_FIELDS | BETAS | OF_STEPS, {"use_dynamic_shifting": (False,)})
         elif name in MULTISTEP[1:]:
             _check_fields(scheduler, FLOW_FIELDS | BETAS | OF_STEPS, {"time_shift_type": ("exponential",)})
+
+
+def check_cogvideox_scheduler(scheduler: ConfigMixin) -> None:
+    """Checks that the noise levels of CogVideoX can be taken from a scheduler; none of them clips, by any field.
+
+    Raises:
+        ConfigError: as ``check_flow_scheduler``.
+    """
+    name = type(scheduler).__name__
+    if name not in OF_COGVIDEOX:
+        _refuse_class(name, "CogVideoX", [*OF_COGVIDEOX], OF_COGVIDEOX[0])
+    _check_fields(scheduler, UNET_FIELDS | OF_STEPS | {"snr_shift_scale", "clip_sample"}, UNET_NEEDED)
 
 
 def check_unet_scheduler(scheduler: ConfigMixin) -> None:
@@ -268,6 +287,7 @@ def flow_sigmas(
     patch: int = PATCH,
     largest_shift: float = LARGEST_SHIFT,
     gives_sigmas: bool = True,
+    mu: float | None = None,
 ) -> Tensor:
     """Noise levels of a trajectory of a flow model, from the first of the schedule (at most 1) to 0.
 
@@ -279,6 +299,7 @@ def flow_sigmas(
         largest_shift: see ``dynamic_shift``.
         gives_sigmas: whether the pipeline passes the unshifted levels 1, 1 - 1/n, ... 1/n to schedulers that take them,
             instead of n.
+        mu: a dynamic shift by a formula of the pipeline's own; None computes ``dynamic_shift``.
 
     Returns:
         float32 ``[num_steps + 1]``.
@@ -291,7 +312,8 @@ def flow_sigmas(
     if gives_sigmas and num_steps == 1:  # any shift leaves level 1 as it is; shift_terminal would divide by zero
         return torch.tensor([1.0, 0.0])
     if settings.get("use_dynamic_shifting"):
-        shift_arguments["mu"] = dynamic_shift(scheduler, _num_tokens(latent_shape, patch), largest_shift)
+        tokens = _num_tokens(latent_shape, patch)
+        shift_arguments["mu"] = dynamic_shift(scheduler, tokens, largest_shift) if mu is None else mu
     if gives_sigmas and "sigmas" in inspect.signature(scheduler.set_timesteps).parameters:
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), **shift_arguments)
     else:
@@ -305,19 +327,21 @@ def flow_shift(
     *,
     patch: int = PATCH,
     largest_shift: float = LARGEST_SHIFT,
+    mu: float | None = None,
 ) -> float:
     """The factor s of the scheduler's timestep shift, sigma -> s sigma / (1 + (s - 1) sigma).
 
     Args:
-        scheduler, patch, largest_shift: as for ``flow_sigmas``.
+        scheduler, patch, largest_shift, mu: as for ``flow_sigmas``.
         latent_shape: shape of the image's latent; None is the largest image that the scheduler was made for.
     """
     settings = settings_of(scheduler)
     if not settings.get("use_dynamic_shifting"):
         return float(settings["flow_shift"] if "flow_shift" in settings else settings["shift"])
-    largest = scheduler.config.get("max_image_seq_len", 4096)
-    tokens = largest if latent_shape is None else _num_tokens(latent_shape, patch)
-    mu = dynamic_shift(scheduler, tokens, largest_shift)
+    if mu is None:
+        largest = scheduler.config.get("max_image_seq_len", LARGEST_IMAGE)
+        tokens = largest if latent_shape is None else _num_tokens(latent_shape, patch)
+        mu = dynamic_shift(scheduler, tokens, largest_shift)
     return mu if settings["time_shift_type"] == "linear" else math.exp(mu)
 
 
@@ -329,7 +353,7 @@ def dynamic_shift(scheduler: ConfigMixin, tokens: int, largest_shift: float) -> 
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    defaults = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": 4096}
+    defaults = {"base_shift": 0.5, "max_shift": largest_shift, "base_seq_len": 256, "max_seq_len": LARGEST_IMAGE}
     # diffusers' function has other names than the scheduler's fields for two of its arguments.
     names = {"base_seq_len": "base_image_seq_len", "max_seq_len": "max_image_seq_len"}
     settings = {key: scheduler.config.get(names.get(key, key), default) for key, default in defaults.items()}
@@ -362,7 +386,9 @@ def unet_levels(scheduler: ConfigMixin) -> Tensor:
 
     a and c are the factors of image and noise, a^2 + c^2 = 1.
     """
-    alphas_cumprod = as_ddim(scheduler).alphas_cumprod.double()
+    is_shifted = type(scheduler).__name__ in OF_COGVIDEOX
+    source = cast("DDIMScheduler", scheduler) if is_shifted else as_ddim(scheduler)
+    alphas_cumprod = source.alphas_cumprod.double()
     signal = alphas_cumprod.sqrt()
     noise = (1 - alphas_cumprod).sqrt()
     return noise / (signal + noise)
@@ -379,7 +405,7 @@ def unet_sigmas(scheduler: ConfigMixin, num_steps: int, levels: Tensor) -> Tenso
     Returns:
         float32 ``[num_steps + 1]``.
     """
-    if type(scheduler).__name__ in OF_TIMESTEPS:
+    if type(scheduler).__name__ in (*OF_TIMESTEPS, *OF_COGVIDEOX):
         scheduler = as_ddim(scheduler)
         scheduler.set_timesteps(num_steps)
         chosen = levels[scheduler.timesteps]

@@ -86,7 +86,8 @@ def start_at_zero(*layers: torch.nn.Linear) -> None:
     """Zeroes the weights and biases of output layers, so that a new network begins by predicting zero."""
     for layer in layers:
         torch.nn.init.zeros_(layer.weight)
-        torch.nn.init.zeros_(layer.bias)
+        if layer.bias is not None:
+            torch.nn.init.zeros_(layer.bias)
 
 
 def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> CLIPTokenizer:
@@ -258,7 +259,7 @@ def build_qwen3_encoder(
 
     encoder = Qwen3Model(
         Qwen3Config(
-            **_language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
+            **language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
             head_dim=width // num_heads,
         )
     )
@@ -283,7 +284,7 @@ def build_qwen_vl_encoder(
     num_frequencies = width // num_heads // 2
     side = num_frequencies * 3 // 8
     sections = [num_frequencies - 2 * side, side, side]
-    language = _language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    language = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
     language["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
     vision = {
         "depth": vision_layers,
@@ -356,7 +357,7 @@ def build_qwen_autoencoder(
     )
 
 
-def _language_settings(
+def language_settings(
     tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int, num_heads: int, num_kv_heads: int
 ) -> dict[str, Any]:
     """Settings that the configurations of Qwen's language models share."""

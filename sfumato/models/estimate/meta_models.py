@@ -20,7 +20,7 @@ from sfumato.data.text.format import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
-from sfumato.models.diffusion.folder_parts import component_class
+from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
 from sfumato.models.estimate.cuda_autocast import as_on_cuda
@@ -489,7 +489,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> DiffusionPi
     for name, value in index.items():
         if value == [None, None]:
             components[name] = None
-        elif isinstance(value, list) and (build := _component_builder(folder / name, *value)) is not None:
+        elif names_part(value) and (build := _component_builder(folder / name, *value)) is not None:
             components[name] = build_on_meta(build)
     try:
         return load_pretrained(pipeline_type, folder, use_safetensors=True, **components)

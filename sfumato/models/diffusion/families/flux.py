@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, num_tokens, pack, unpack
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    FlowTokens,
+    KLLatents,
+    check_size,
+    grid_ids,
+    num_tokens,
+    pack,
+    unpack,
+)
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -120,11 +129,11 @@ class Flux(KLLatents, FlowTokens):
         dtype = self.input_dtype
         device = latents.device
         tokens = pack(latents)
-        ids = grid_ids(latents, 0)
+        ids = patch_ids(latents, 0)
         if "image_latents" in embeddings:
             image = embeddings["image_latents"].to(dtype)
             tokens = torch.cat([tokens, pack(image)], dim=1)
-            ids = torch.cat([ids, grid_ids(image, 1)])
+            ids = torch.cat([ids, patch_ids(image, 1)])
         sigma = sigma.to(device)
         guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(device) if self.embeds_guidance else None
         prompt_embeds = embeddings["prompt_embeds"].to(dtype)
@@ -159,10 +168,7 @@ class FluxKontext(Flux):
         return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels)}
 
 
-def grid_ids(latents: Tensor, image: int) -> Tensor:
-    """Positions of an image's tokens: number of the image, row and column, float32 ``[T, 3]``."""
-    rows, columns = (
-        torch.arange(latents.shape[dim] // PATCH, device=latents.device, dtype=torch.float32) for dim in (-2, -1)
-    )
-    grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).flatten(0, 1)
-    return torch.nn.functional.pad(grid, (1, 0), value=float(image))
+def patch_ids(latents: Tensor, image: int) -> Tensor:
+    """Positions of an image's tokens, patches of latents ``[..., H, W]``, float32 ``[T, 3]``: see ``grid_ids``."""
+    rows, columns = (length // PATCH for length in latents.shape[-2:])
+    return grid_ids(rows, columns, image, latents.device)

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, VideoLatents, check_size, num_tokens, pack, unpack
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    FlowTokens,
+    VideoLatents,
+    check_size,
+    num_tokens,
+    pack,
+    padded,
+    unpack,
+)
 from sfumato.models.diffusion.scratch import (
     build_qwen_autoencoder,
     build_qwen_tokenizer,
@@ -39,7 +48,22 @@ SMALLEST_NORM = 1e-12
 """Lower bound of the norm of a token, which is zero in a model with new weights."""
 
 
-class QwenImage(VideoLatents, FlowTokens):
+class QwenLatents(VideoLatents, FlowTokens):
+    """Base class of families of images with Qwen-Image's autoencoder, for which an image is a video of one frame."""
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, factor * PATCH, frames)
+        return (self.pipeline.vae.config.z_dim, height // factor, width // factor)
+
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        return super().pixels_to_latents(pixels)[:, :, 0]  # a video of one frame
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        return super().latents_to_pixels(latents[:, :, None])
+
+
+class QwenImage(QwenLatents):
     """Qwen-Image."""
 
     pipeline_class: ClassVar[str] = "QwenImagePipeline"
@@ -126,17 +150,6 @@ class QwenImage(VideoLatents, FlowTokens):
             "prompt_embeds": ((length, encoder.config.get_text_config().hidden_size), encoder.dtype),
             "prompt_mask": ((length,), torch.bool),
         }
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, factor * PATCH, frames)
-        return (self.pipeline.vae.config.z_dim, height // factor, width // factor)
-
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        return super().pixels_to_latents(pixels)[:, :, 0]  # a video of one frame
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        return super().latents_to_pixels(latents[:, :, None])
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance, after which every token is rescaled to its norm in the conditional branch.
@@ -228,11 +241,3 @@ class QwenImageEditPlus(QwenImageEdit):
 
         width, height = plus.calculate_dimensions(plus.CONDITION_IMAGE_SIZE, image.width / image.height)
         return self.pipeline.image_processor.resize(image, height, width)
-
-
-def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
-    """Pads embeddings ``[1, T, D]``: ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
-    return {
-        "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),
-        "prompt_mask": (torch.arange(length, device=embeds.device) < embeds.shape[1])[None],
-    }

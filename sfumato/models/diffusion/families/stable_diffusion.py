@@ -1,14 +1,4 @@
-"""Stable Diffusion 1.5, 2 (arXiv 2112.10752) and XL (arXiv 2307.01952): UNets that predict noise or v.
-
-They were trained on variance-preserving paths x_vp = a x0 + c eps with a^2 + c^2 = 1 at 1000 timesteps, and are flow
-models after a change of scale and time: with s = c / (a + c)
-
-    x = x_vp / (a + c) = (1 - s) x0 + s eps,    velocity = eps - x0 = (eps - x) / (1 - s)
-
-so that one deterministic step in s is one step of DDIM (arXiv 2010.02502), and ``DDIM`` of
-``sfumato.algorithms.dynamics`` with eta 1 the step that DDPO samples with (arXiv 2305.13301). The schedule of Stable
-Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
-"""
+"""Stable Diffusion 1.5, 2 (arXiv 2112.10752) and XL (arXiv 2307.01952): UNets that predict noise or v."""
 
 
 # diffusers fills its namespaces lazily, which type checkers do not see
@@ -17,7 +7,7 @@ Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.latents import KLLatents
-from sfumato.models.diffusion.schedulers import as_ddim, check_unet_scheduler, unet_levels, unet_sigmas, unet_start
+from sfumato.models.diffusion.noise_schedule import VariancePreserving
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -41,7 +31,6 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
     from transformers import PreTrainedTokenizerBase
 
     from sfumato.config.sections import TrainConfig
@@ -57,11 +46,8 @@ PUBLISHED_SCHEDULE = {
 }
 """Scheduler settings of every published Stable Diffusion up to XL, which a description may override."""
 
-SAME_TIMESTEP = 1e-3
-"""A timestep this close to an integer is rounded to it: it was a point of the schedule before float32 rounding."""
 
-
-class StableDiffusion(KLLatents):
+class StableDiffusion(KLLatents, VariancePreserving):
     """Stable Diffusion 1.5 and 2."""
 
     pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
@@ -86,9 +72,6 @@ class StableDiffusion(KLLatents):
                 f"{self.pipeline_class}: the UNet takes more than {channels} channels of latents, timestep and text "
                 "(inpainting, or guidance as an input, in_channels and time_cond_proj_dim): this is not supported"
             )
-        self.levels = unet_levels(pipeline.scheduler)
-        """Noise level s of each timestep: float64, ascending."""
-        self.largest = float(self.levels[-1])
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
@@ -161,59 +144,6 @@ class StableDiffusion(KLLatents):
         scale = config.scaling_factor / torch.tensor(std, **placement)
         return torch.tensor(mean, **placement)[:, None, None], scale[:, None, None]
 
-    def check_scheduler(self) -> None:
-        check_unet_scheduler(self.pipeline.scheduler)
-
-    def schedule(self) -> DDIMScheduler:
-        """A DDIMScheduler with the noise schedule and timestep spacing of the pipeline's scheduler."""
-        return as_ddim(self.pipeline.scheduler)
-
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """Noise levels s of the pipeline's scheduler, then 0.
-
-        Trajectories differ from those of diffusers' DDIM in two points. With ``set_alpha_to_one`` false, DDIM stops at
-        the noise level of the first timestep (s = 0.028 in Stable Diffusion); here it goes on to 0, as with
-        EulerDiscreteScheduler, with which XL is published. With ``timestep_spacing`` trailing or linspace, a step of
-        DDIM misses the next level if the number of steps does not divide that of timesteps; here it ends at that level.
-        """
-        return unet_sigmas(self.pipeline.scheduler, num_steps, self.levels)
-
-    def start(self, noise: Tensor, sigma: Tensor) -> Tensor:
-        """The noise, scaled to the variance with which the pipeline's scheduler starts."""
-        return noise * unet_start(self.pipeline.scheduler, sigma)
-
-    def training_sigma(self, sigma: Tensor) -> Tensor:
-        """s of the timestep at a fraction ``sigma`` of the schedule.
-
-        So uniform random numbers give the noise levels that the model was trained with.
-        """
-        levels = self.levels.to(sigma.device)
-        place = sigma.double() * (len(levels) - 1)
-        lower = place.floor().long().clamp(0, len(levels) - 2)
-        return torch.lerp(levels[lower], levels[lower + 1], place - lower).to(torch.float32)
-
-    def loss_weight(self, sigma: Tensor) -> Tensor:
-        """Weight that makes the squared error of the velocity that of the network's prediction, its training objective.
-
-        It is (1 - s)^2 for noise and (1 - s)^2 + s^2 for v.
-        """
-        predicts_noise = self.pipeline.scheduler.config.prediction_type == "epsilon"
-        return (1 - sigma) ** 2 if predicts_noise else (1 - sigma) ** 2 + sigma**2
-
-    @property
-    def shift(self) -> float:
-        return 1.0
-
-    def timestep(self, sigma: Tensor) -> Tensor:
-        """The timestep whose noise level is ``sigma``: interpolated between timesteps, and clamped to the schedule."""
-        levels = self.levels.to(sigma.device)
-        upper = torch.searchsorted(levels, sigma.double().contiguous()).clamp(1, len(levels) - 1)
-        below = levels[upper - 1]
-        above = levels[upper]
-        interpolated = upper - 1 + ((sigma - below) / (above - below)).clamp(0, 1)
-        nearest = interpolated.round()
-        return torch.where((interpolated - nearest).abs() < SAME_TIMESTEP, nearest, interpolated).to(torch.float32)
-
     @property
     def input_dtype(self) -> torch.dtype:
         """float32, in which latents are rescaled before they are cast to the dtype of the UNet's weights."""
@@ -222,22 +152,15 @@ class StableDiffusion(KLLatents):
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity, float32. A noise level above the schedule's largest one is treated as that one."""
         sigma = sigma.to(latents.device, torch.float32)
-        s = sigma.reshape(-1, 1, 1, 1)
-        norm = torch.sqrt((1 - s) ** 2 + s**2)  # 1 / (a + c)
-        x = latents.float()
         dtype = super().input_dtype
         predicted = self.denoiser(
-            (x / norm).to(dtype),
+            self.variance_preserving(latents, sigma).to(dtype),
             self.timestep(sigma),
             encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
             added_cond_kwargs=self._added_conditions(latents, embeddings),
             return_dict=False,
-        )[0].float()
-        if self.pipeline.scheduler.config.prediction_type == "v_prediction":
-            # v = a eps - c x0, with a = (1 - s) / norm and c = s / norm, solved for eps - x0.
-            return predicted / norm + (2 * s - 1) * x / norm**2
-        # Above the largest level of the schedule, and at s = 1, the divisor must not become 0.
-        return (predicted - x) / (1 - s.clamp(max=self.largest))
+        )[0]
+        return self.velocity(predicted, latents, sigma)
 
     def _added_conditions(self, latents: Tensor, embeddings: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Further conditions of the UNet, by the names that it takes."""

@@ -24,7 +24,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.families.wan_pair import WanPair
-from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_size
+from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_frames, check_size
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -207,13 +207,8 @@ class Wan(VideoLatents, FlowSchedule):
         factor = self.pipeline.vae_scale_factor_spatial
         unit = self.probe_size
         check_size(height, width, unit, longest=unit * self._network.config.rope_max_seq_len)
-        step = self.pipeline.vae_scale_factor_temporal
-        if frames < 1 or (frames - 1) % step:
-            nearest = max(frames - 1, 0) // step * step + 1
-            raise ValueError(
-                f"frames {frames} must be 1 more than a multiple of {step}, such as {nearest} or {nearest + step}"
-            )
-        return (self.pipeline.vae.config.z_dim, (frames - 1) // step + 1, height // factor, width // factor)
+        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
+        return (self.pipeline.vae.config.z_dim, latent_frames, height // factor, width // factor)
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """Noise levels of the pipeline's scheduler; a first one of 1 - 1e-6 becomes 1 (see ``ALMOST_ONE``)."""

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, token_counts
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_qwen3_encoder,
@@ -116,10 +115,3 @@ class ZImage(KLLatents, FlowTokens):
             return_dict=False,
         )[0]
         return -torch.stack(outputs)[:, :, 0]
-
-
-def token_counts(mask: Tensor) -> list[int]:
-    """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
-    if mask.is_meta or isinstance(mask, FakeTensor):
-        return [mask.shape[1]] * len(mask)
-    return mask.sum(dim=1).tolist()

@@ -1,0 +1,103 @@
+"""Pipelines with random weights, made from a description (``model.config_path``): what families share in ``build``."""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from sfumato.models.diffusion.scratch import section_of, start_at_zero, unknown_keys
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A text encoder with its tokenizer. Their sections have the names of the components."""
+
+    build_encoder: Callable[..., nn.Module]
+    """Takes the tokenizer, and the section of the encoder."""
+    build_tokenizer: Callable[..., Any]
+    """Takes the arguments in the section ``tokenizer`` that it knows."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of the encoder, which a description cannot set."""
+    tokenizer_fixed: Mapping[str, object] = field(default_factory=dict)
+    """Further arguments of the tokenizer, which a description cannot set."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Of what a family's pipeline consists."""
+
+    pipeline: Callable[..., DiffusionPipeline]
+    denoiser: Callable[..., nn.Module]
+    """Class of the component ``transformer``."""
+    vae: Callable[..., nn.Module]
+    texts: Mapping[str, TextPart]
+    """Text encoders by the name of the component; the tokenizer of ``text_encoder_2`` is ``tokenizer_2``."""
+    infer: Callable[[dict[str, Any]], dict[str, object]]
+    """Arguments of the denoiser that follow from the other components, by their names."""
+    outputs: Callable[[Any], Iterable[nn.Linear]]
+    """Layers of the denoiser that start at zero."""
+    scheduler: Callable[..., object] | None = None
+    """Class of the scheduler; None is FlowMatchEulerDiscreteScheduler."""
+    scheduler_settings: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the published scheduler, where a description gives no others."""
+    settings: tuple[str, ...] = ()
+    """Arguments of the pipeline that a description may set besides its sections."""
+    further: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+    """Further components: functions of those that are made already, by name, and of the section."""
+
+
+def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+    """Makes a pipeline with random weights.
+
+    Sections are ``transformer``, ``vae``, ``scheduler``, ``tokenizer`` (words, ... of all tokenizers), one for each
+    text encoder, and those of further components.
+
+    Args:
+        blueprint: what the pipeline consists of.
+        description: arguments of the components, by section.
+        seed: seed of the weights.
+
+    Raises:
+        ValueError: for an unknown section or key.
+    """
+    import diffusers
+
+    make_scheduler = blueprint.scheduler or diffusers.FlowMatchEulerDiscreteScheduler
+    sections = {"pipeline", "transformer", "vae", "scheduler", "tokenizer"}
+    unknown_keys(description, {*sections, *blueprint.texts, *blueprint.further, *blueprint.settings})
+    denoiser = section_of(description, "transformer", blueprint.denoiser)
+    vae = section_of(description, "vae", blueprint.vae)
+    scheduler = {**blueprint.scheduler_settings, **section_of(description, "scheduler", make_scheduler)}
+    parts: dict[str, Any] = {"scheduler": make_scheduler(**scheduler)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name, text in blueprint.texts.items():
+            _add_text_part(parts, name, text, description)
+        parts["vae"] = blueprint.vae(**vae)
+        for name, build in blueprint.further.items():
+            parts[name] = build(parts, **section_of(description, name, build, reserved=["parts"]))
+        parts["transformer"] = blueprint.denoiser(**{**blueprint.infer(parts), **denoiser})
+        start_at_zero(*blueprint.outputs(parts["transformer"]))
+    settings = {name: description[name] for name in blueprint.settings if name in description}
+    return blueprint.pipeline(**parts, **settings)
+
+
+def _add_text_part(parts: dict[str, Any], name: str, text: TextPart, description: Mapping[str, object]) -> None:
+    """Adds a text encoder and its tokenizer to the components of a pipeline."""
+    reserved = [*text.fixed, next(iter(inspect.signature(text.build_encoder).parameters))]
+    encoder = section_of(description, name, text.build_encoder, reserved=reserved)
+    words = section_of(description, "tokenizer", text.build_tokenizer, reserved=text.tokenizer_fixed)
+    tokenizer = text.build_tokenizer(**words, **text.tokenizer_fixed)
+    parts[name.replace("text_encoder", "tokenizer")] = tokenizer
+    parts[name] = text.build_encoder(tokenizer, **{**text.fixed, **encoder})

@@ -1,0 +1,162 @@
+"""Builders of further text encoders and tokenizers with random weights; the first ones stand in ``scratch.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sfumato.errors import MissingDependencyError
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer, language_settings
+
+if TYPE_CHECKING:
+    from transformers import (
+        Gemma2Model,
+        GemmaTokenizer,
+        Mistral3ForConditionalGeneration,
+        Mistral3Model,
+        PixtralProcessor,
+        PreTrainedTokenizerBase,
+        Qwen3ForCausalLM,
+        Qwen3VLModel,
+    )
+
+
+def build_qwen3_causal_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Qwen3ForCausalLM:
+    """A Qwen3ForCausalLM with random weights and embeddings of standard deviation 1."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    encoder = Qwen3ForCausalLM(
+        Qwen3Config(
+            **language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
+            head_dim=width // num_heads,
+        )
+    )
+    torch.nn.init.normal_(encoder.model.embed_tokens.weight, std=1.0)
+    return encoder
+
+
+def build_gemma_tokenizer(words: Iterable[str] = ()) -> GemmaTokenizer:
+    """A GemmaTokenizer whose tokens are the characters of printable ASCII and some whole words."""
+    from transformers import GemmaTokenizer
+
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    tokens = [*specials, "▁", *(chr(code) for code in range(33, 127))]
+    merges = []
+    for word in words:  # a word is merged letter by letter, so each of its beginnings is a token, too
+        for end in range(2, len(word) + 1):
+            merges.append((word[: end - 1], word[end - 1]))
+            tokens.append(word[:end])
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    merges: Any = list(dict.fromkeys(merges))
+    return GemmaTokenizer(vocab=vocabulary, merges=merges)
+
+
+def build_gemma2_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Gemma2Model:
+    """A Gemma2Model with random weights."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    settings["bos_token_id"] = tokenizer.bos_token_id
+    return Gemma2Model(Gemma2Config(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads))
+
+
+def build_mistral3_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    generates: bool = False,
+) -> Mistral3Model | Mistral3ForConditionalGeneration:
+    """A Mistral3Model with random weights; the model with a head, which it is a part of, if it ``generates``."""
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        Mistral3Model,
+        MistralConfig,
+        PixtralVisionConfig,
+    )
+
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    text = MistralConfig(**settings, head_dim=width // num_heads, sliding_window=None)
+    vision = PixtralVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
+    )
+    config = Mistral3Config(text_config=text, vision_config=vision)
+    encoder = (Mistral3ForConditionalGeneration if generates else Mistral3Model)(config)
+    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
+    return encoder
+
+
+PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+"""Special tokens of images in Mistral's models."""
+PIXTRAL_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{% for part in message.content %}{{ part.text }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+def build_pixtral_processor(words: Sequence[str] = (), template: str = "") -> PixtralProcessor:
+    """A PixtralProcessor around the tokenizer of ``build_qwen_tokenizer``, with the same arguments.
+
+    Raises:
+        MissingDependencyError: without torchvision, which transformers needs for it.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "transformers needs torchvision for the processor of Mistral 3: pip install torchvision"
+        ) from error
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    tokenizer = build_qwen_tokenizer(words, template)
+    tokenizer.add_special_tokens({"additional_special_tokens": PIXTRAL_TOKENS})  # pyright: ignore[reportArgumentType]
+    return PixtralProcessor(
+        image_processor=PixtralImageProcessor(), tokenizer=tokenizer, chat_template=PIXTRAL_TEMPLATE
+    )
+
+
+def build_qwen3_vl_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Qwen3VLModel:
+    """A Qwen3VLModel with random weights and embeddings of standard deviation 1."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    text = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    text["head_dim"] = width // num_heads
+    # Rotary frequencies of a head, shared out to time, height and width: 24, 20, 20 of 64 in Qwen's own model.
+    side = width // num_heads // 2 * 5 // 16
+    sections = [width // num_heads // 2 - 2 * side, side, side]
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
+    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
+    return encoder
