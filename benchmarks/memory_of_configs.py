@@ -24,6 +24,7 @@ from sfumato.commands.check_config import check_config
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
+from sfumato.models.diffusion.scratch_encoders import build_gemma_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "device_memory.md"
@@ -36,7 +37,7 @@ PUBLISHED = re.compile(r"(\d+) GPUs")
 UNREADABLE = {"Qwen-Image-Edit": "not predicted: its processor needs torchvision"}
 """Pipelines that cannot be built where this page is made."""
 TOKENIZERS = {"CLIPTokenizer": build_clip_tokenizer, "T5Tokenizer": build_t5_tokenizer}
-TOKENIZERS["Qwen2Tokenizer"] = build_qwen_tokenizer
+TOKENIZERS |= {"Qwen2Tokenizer": build_qwen_tokenizer, "GemmaTokenizer": build_gemma_tokenizer}
 
 
 @dataclass(frozen=True)

@@ -39,3 +39,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("--quick") or collection_path.parent != LONG_FILES.parent:
         return None
     return collection_path.stem in LONG_FILES.read_text(encoding="utf-8").split() or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests of model families slow where a family has the parts of others: see ``TELLING``."""
+    family_items = [item for item in items if item.path.name == "test_families.py"]
+    if not family_items:
+        return
+    from tests.family_rows import ROWS, TELLING
+
+    for item in family_items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("built")  # pyright: ignore[reportAttributeAccessIssue]
+        if name and ROWS[name].brief and getattr(item, "originalname", "") not in TELLING:
+            item.add_marker(pytest.mark.slow)

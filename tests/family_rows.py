@@ -13,12 +13,27 @@ import pytest
 import torch
 from PIL import Image
 
+from sfumato.algorithms.noise import keyed_normal
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.models.diffusion.latents import pack
+from sfumato.models.diffusion.latents import pack, unpack
 from tests import tiny_families
+
+SEED = 11
+"""Of the noise from which pipelines are compared."""
 
 STEPS = 4
 """Denoising steps with which pipelines are compared."""
+
+
+TELLING = (
+    "test_images_equal_those_of_the_diffusers_pipeline",
+    "test_a_loss_and_its_gradients_are_those_of_the_plain_loop",
+    "test_a_saved_pipeline_loads_again_with_the_same_velocity",
+    "test_adapters_train_and_diffusers_loads_them",
+    "test_memory_is_predicted_without_weights",
+    "test_the_training_shift_is_that_of_the_schedule",
+)
+"""Tests that would show most mistakes of a family's own file."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +57,18 @@ class Row:
     """Parameters that can have no gradient, since the architecture does not use them."""
     straight: bool = True
     """Before the shift the schedule is 1, 1 - 1/n, ..., 0."""
+    shift_steps: int = STEPS
+    """Steps of the schedule whose shift training has."""
+    unpack: Callable[..., torch.Tensor] = unpack
+    """Makes latents of the tokens that a pipeline's callback sees, and of their height and width."""
+    velocity: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = lambda output, shape: output
+    """Makes a velocity ``[B, *latent_shape]`` of what the network returns, as the pipeline does."""
     num_frames: int = 1
     """Frames with which it is trained by RL."""
     exact: bool = True
     """A row has the same bits in every batch of two rows or more: not where there are convolutions of pictures."""
+    brief: bool = False
+    """Its parts are those of other families: only ``TELLING`` tests run always, others in ``make slow-test``."""
     needs: str = ""
     """A package that the family needs and not every installation has."""
 
@@ -71,7 +94,7 @@ def keep_latents(pipeline: Any, step: int, timestep: Any, state: dict[str, torch
     return {}
 
 
-def call_sd3(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+def call_plain(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale)).images
 
 
@@ -142,17 +165,86 @@ def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Ten
     return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
 
 
+def call_chroma(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, guidance_scale=scale)).images
+
+
+def call_sana(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    follow_the_grid(pipeline)
+    more = settings(row, guidance_scale=scale, use_resolution_binning=False)
+    return pipeline(prompt=prompts, latents=latents, **more).images
+
+
+def call_ernie_image(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    more = settings(row, guidance_scale=scale)
+    del more["max_sequence_length"], more["output_type"]
+    pictures = pipeline(prompt=prompts, latents=latents, output_type="pil", **more).images
+    return np.stack([np.asarray(picture) / 255 for picture in pictures])
+
+
+def call_krea2(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    return pipeline(prompt=prompts, latents=pack(latents), **settings(row, guidance_scale=scale - 1)).images
+
+
+def call_sana_video(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    follow_the_grid(pipeline)
+    more = settings(row, guidance_scale=scale, use_resolution_binning=False, frames=1)
+    return pipeline(prompt=prompts, latents=latents, **more).frames[:, 0]
+
+
+def call_cogvideox(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    more = settings(row, guidance_scale=scale, num_frames=1)
+    videos = pipeline(prompt=prompts, latents=latents.transpose(1, 2), **more).frames
+    pipeline.last_latents = pipeline.last_latents.transpose(1, 2)
+    return videos[:, 0]
+
+
+def unpack_pixels(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Latents of tokens that are one latent pixel each."""
+    return tokens.transpose(1, 2).unflatten(2, (height, width))
+
+
+def unpacked(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The velocity of tokens that are patches; behind those of the picture may be those of a given one."""
+    height, width = shape[-2:]
+    return unpack(output[:, : height * width // 4], height, width)
+
+
+def unpacked_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The velocity of tokens that are latent pixels."""
+    return unpack_pixels(output, *shape[-2:])
+
+
+def of_v(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """CogVideoX begins at pure noise, where v is minus the image: eps - x0 = noise + v."""
+    latents = keyed_normal(shape, SEED, "latent", 0, [0])
+    return latents + output.transpose(1, 2)
+
+
 # what the last block makes of the text is not used
 LAST_QUERY = r"transformer_blocks\.1\.attn\.(add_q_proj|norm_added_q)"
 LAST_TEXT = r"transformer_blocks\.1\.(attn\.(add_q_proj|norm_added_q|to_add_out)|txt_mlp|txt_mod)"
 
 ROWS = {
-    "sd3": Row(tiny_families.tiny_sd3, call_sd3, (4, 8, 8), 4, never_used=LAST_QUERY, straight=False),
-    "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24)),
-    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4),
-    "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False),
+    "sd3": Row(tiny_families.tiny_sd3, call_plain, (4, 8, 8), 4, never_used=LAST_QUERY, straight=False),
+    "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24), velocity=unpacked),
+    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4, velocity=unpacked),
+    "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False, velocity=unpacked),
     "qwen_image": Row(
-        tiny_families.tiny_qwen_image, call_qwen, (4, 8, 12), 4, size=(16, 24), tokens=24, never_used=LAST_TEXT
+        tiny_families.tiny_qwen_image,
+        call_qwen,
+        (4, 8, 12),
+        4,
+        size=(16, 24),
+        tokens=24,
+        never_used=LAST_TEXT,
+        velocity=unpacked,
     ),
     "qwen_image_edit": Row(
         tiny_families.tiny_qwen_image_edit,
@@ -164,6 +256,7 @@ ROWS = {
         batched=False,
         never_used=LAST_TEXT,
         needs="torchvision",
+        velocity=unpacked,
     ),
     "qwen_image_edit_plus": Row(
         tiny_families.tiny_qwen_image_edit_plus,
@@ -175,6 +268,7 @@ ROWS = {
         batched=False,
         never_used=LAST_TEXT,
         needs="torchvision",
+        velocity=unpacked,
     ),
     "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),
     "stable_diffusion": Row(tiny_families.tiny_stable_diffusion, call_stable_diffusion, (4, 8, 8), 2, exact=False),
@@ -194,6 +288,71 @@ ROWS = {
         tokens=512,
         num_frames=5,
         batched=False,
+    ),
+    "flux2_klein": Row(
+        tiny_families.tiny_flux2_klein,
+        call_plain,
+        (16, 4, 6),
+        4,
+        size=(16, 24),
+        tokens=24,
+        shift_steps=50,
+        unpack=unpack_pixels,
+        velocity=unpacked_pixels,
+        brief=True,
+    ),
+    "flux2": Row(
+        tiny_families.tiny_flux2,
+        call_plain,
+        (16, 4, 6),
+        4,
+        size=(16, 24),
+        tokens=128,
+        shift_steps=50,
+        unpack=unpack_pixels,
+        needs="torchvision",
+        velocity=unpacked_pixels,
+        brief=True,
+    ),
+    "chroma": Row(tiny_families.tiny_chroma, call_chroma, (4, 8, 12), 4, size=(16, 24), velocity=unpacked, brief=True),
+    "lumina2": Row(
+        tiny_families.tiny_lumina2,
+        call_plain,
+        (4, 4, 4),
+        16,
+        size=(32, 32),
+        tokens=160,
+        velocity=lambda output, shape: -output,
+        brief=True,
+    ),
+    "sana": Row(tiny_families.tiny_sana, call_sana, (4, 4, 8), 8, size=(32, 64), tokens=10, exact=False, brief=True),
+    "sana_video": Row(
+        tiny_families.tiny_sana_video,
+        call_sana_video,
+        (4, 1, 8, 8),
+        8,
+        size=(32, 32),
+        tokens=10,
+        num_frames=5,
+        exact=False,
+        brief=True,
+    ),
+    "cogvideox": Row(
+        tiny_families.tiny_cogvideox,
+        call_cogvideox,
+        (4, 1, 4, 4),
+        8,
+        num_frames=5,
+        straight=False,
+        exact=False,
+        velocity=of_v,
+        brief=True,
+    ),
+    "ernie_image": Row(
+        tiny_families.tiny_ernie_image, call_ernie_image, (16, 4, 6), 4, size=(16, 24), tokens=16, brief=True
+    ),
+    "krea2": Row(
+        tiny_families.tiny_krea2, call_krea2, (4, 8, 12), 4, size=(16, 24), tokens=24, velocity=unpacked, brief=True
     ),
     "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5, batched=False),
 }

@@ -174,3 +174,171 @@ def tiny_z_image() -> dict[str, Any]:
         "text_encoder": {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
         "scheduler": {"shift": 3.0},
     }
+
+
+def tiny_flux2_klein() -> dict[str, Any]:
+    """FLUX.2 klein: 16x16 pixels are 16 x 4 x 4 latents, each of them a token. Its encoder must have 27 layers."""
+    return {
+        "pipeline": "Flux2KleinPipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "axes_dims_rope": [2, 2, 2, 2],
+            "timestep_guidance_channels": 16,
+            "guidance_embeds": False,
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4},
+        "text_encoder": {"width": 16, "num_layers": 27, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"', "user", "assistant", "think"]},
+        "scheduler": {"use_dynamic_shifting": True, "shift": 3.0},
+    }
+
+
+def tiny_chroma() -> dict[str, Any]:
+    """Chroma: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens."""
+    return {
+        "pipeline": "ChromaPipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "axes_dims_rope": [2, 2, 4],
+            "approximator_num_channels": 16,
+            "approximator_hidden_dim": 16,
+            "approximator_layers": 1,
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4, "scaling_factor": 0.36, "shift_factor": 0.11},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write"]},
+        "scheduler": {"use_dynamic_shifting": True},
+    }
+
+
+def tiny_lumina2() -> dict[str, Any]:
+    """Lumina-Image 2: 32x32 pixels are 4 x 4 x 4 latents and 4 tokens, since its pipeline counts on an eighth."""
+    return {
+        "pipeline": "Lumina2Pipeline",
+        "transformer": {
+            "sample_size": 4,
+            "hidden_size": 48,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": [4, 4, 4],
+            "axes_lens": [256, 32, 32],
+        },
+        "vae": {"channels": [4, 4, 8, 8], "norm_groups": 4, "scaling_factor": 0.36, "shift_factor": 0.11},
+        "text_encoder": {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", "assistant", "superior", "images", "prompts", "designed", "alignment"]},
+    }
+
+
+def tiny_sana() -> dict[str, Any]:
+    """Sana 1.5: 32x32 pixels are 4 x 4 x 4 latents, each of them a token; its pipeline takes multiples of 32."""
+    return {
+        "pipeline": "SanaPipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "num_cross_attention_heads": 4,
+            "cross_attention_head_dim": 8,
+            "cross_attention_dim": 32,
+            "qk_norm": "rms_norm_across_heads",
+        },
+        "vae": {"channels": [8, 8, 8, 16], "scaling_factor": 0.41},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", "prompt", "Enhanced", "description", "details"]},
+    }
+
+
+def tiny_ernie_image() -> dict[str, Any]:
+    """ERNIE-Image: 16x16 pixels are 16 x 4 x 4 latents, each of them a token."""
+    return {
+        "pipeline": "ErnieImagePipeline",
+        "transformer": {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 48,
+            "rope_axes_dim": [4, 2, 2],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4},
+        "text_encoder": {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"']},
+        "scheduler": {"shift": 3.0},
+    }
+
+
+def tiny_krea2() -> dict[str, Any]:
+    """Krea 2: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens."""
+    return {
+        "pipeline": "Krea2Pipeline",
+        "transformer": {
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "timestep_embed_dim": 16,
+            "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2,
+            "text_intermediate_size": 16,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": [4, 2, 2],
+        },
+        "vae": {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.1]},
+        "text_encoder": {"width": 32, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"']},
+        "text_encoder_select_layers": [1, 2],
+    }
+
+
+def tiny_flux2() -> dict[str, Any]:
+    """FLUX.2 dev: klein with the guidance scale as an input. Its encoder must have 30 layers."""
+    description = tiny_flux2_klein()
+    words = "user system You are an AI that reasons about image descriptions give structured responses focusing on"
+    return description | {
+        "pipeline": "Flux2Pipeline",
+        "transformer": {**description["transformer"], "guidance_embeds": True},
+        "text_encoder": {"width": 16, "num_layers": 30, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"', *words.split(), "object", "relationships", "attribution", "speculation"]},
+    }
+
+
+def tiny_sana_video() -> dict[str, Any]:
+    """Sana-Video: 32x32 pixels in 5 frames are 4 x 2 x 8 x 8 latents and 32 tokens."""
+    transformer = {**tiny_sana()["transformer"], "num_attention_heads": 2, "attention_head_dim": 16}
+    return {
+        **tiny_sana(),
+        "pipeline": "SanaVideoPipeline",
+        "transformer": {**transformer, "rope_max_seq_len": 32},
+        "vae": {"channels": 8, "latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.0, 2.0, 0.5, 1.5]},
+    }
+
+
+def tiny_cogvideox() -> dict[str, Any]:
+    """CogVideoX 5B: 16x16 pixels in 5 frames are 4 x 2 x 4 x 4 latents and 8 tokens."""
+    return {
+        "pipeline": "CogVideoXPipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "time_embed_dim": 16,
+            "sample_width": 8,
+            "sample_height": 8,
+            "sample_frames": 5,
+            "max_text_seq_length": 7,
+            "use_rotary_positional_embeddings": True,
+        },
+        "vae": {"scaling_factor": 0.7},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write"]},
+    }

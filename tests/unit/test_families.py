@@ -21,7 +21,6 @@ from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.flops import denoiser_flops
-from sfumato.models.diffusion.latents import unpack
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.memory_plan import plan_memory
 from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model
@@ -32,11 +31,10 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor import match_plan
 from sfumato.rollout.diffusion.evaluation import sample_images
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
-from tests.family_rows import ROWS, STEPS, Row, wake
+from tests.family_rows import ROWS, SEED, STEPS, Row, wake
 
 PROMPTS = ['write "AB" in red', 'write "C"']
 ALONE = Mesh(Layout(), torch.device("cpu"))
-SEED = 11
 
 
 @dataclass
@@ -85,7 +83,7 @@ class Built:
         for part in parts:
             found.append(self.row.call(self.row, pipeline, PROMPTS[part], start[part], scale, images and images[part]))
             last = pipeline.last_latents
-            latents.append(unpack(last, *self.row.latent_shape[-2:]) if last.ndim == 3 else last)
+            latents.append(self.row.unpack(last, *self.row.latent_shape[-2:]) if last.ndim == 3 else last)
         return (np.concatenate(found) * 255).round().astype(np.uint8), torch.cat(latents)
 
 
@@ -130,6 +128,42 @@ def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
     assert (found[0] - found[-1]).abs().max() > 2e-3, "guidance must matter"
 
 
+PREDICTS_OTHERWISE = ("z_image", "stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl")
+"""Families whose networks return lists, or predictions that other tests compare with DDIM."""
+
+
+def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> None:
+    """The network is called with what diffusers' own pipeline gave it in its first step, and once by sfumato."""
+    row, pipeline = built.row, built.pipeline()
+    if any(row is ROWS[name] for name in PREDICTS_OTHERWISE) or getattr(pipeline, "transformer_2", None) is not None:
+        pytest.skip("the velocity is not what the network returns, or there are two networks")
+    calls: list[Any] = []
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
+    )
+    built.by_diffusers(pipeline, 1.0, together=False)
+    hook.remove()
+    args, kwargs = calls[0]
+    target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])
+    pipeline.transformer.requires_grad_(True)
+    plain = (row.velocity(pipeline.transformer(*args, **kwargs)[0], row.latent_shape) - target).square().mean()
+    plain.backward()
+    model = built.load()
+    latents = keyed_normal(row.latent_shape, SEED, "latent", 0, [0])
+    velocity = model.predict_velocity(
+        latents, model.sigmas(STEPS, row.latent_shape)[:1], built.conditioning(model, slice(0, 1))
+    )
+    loss = (velocity - target).square().mean()
+    loss.backward()
+    torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
+    expected = dict(pipeline.transformer.named_parameters())
+    for name, parameter in model.denoiser.named_parameters():
+        if parameter.grad is None or expected[name].grad is None:
+            assert parameter.grad is expected[name].grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-4, rtol=1e-3)
+
+
 def test_pixels_to_latents_and_back_as_the_pipeline_does(built: Built) -> None:
     model, (height, width) = built.model, built.row.size
     assert model.latent_shape(height, width) == built.row.latent_shape
@@ -148,7 +182,9 @@ def test_a_picture_does_not_depend_on_its_batch(built: Built) -> None:
     """What the decoder gives before pixels are rounded has the same bits alone, and anywhere among others."""
     generator, decoded = torch.Generator().manual_seed(4), []
     latents = torch.randn(9, *built.row.latent_shape, generator=generator)
-    hook = built.model.pipeline.vae.decoder.register_forward_hook(lambda *given: decoded.append(given[2]))
+    hook = built.model.pipeline.vae.decoder.register_forward_hook(
+        lambda _, args, output: decoded.append(output[0] if isinstance(output, tuple) else output)
+    )
     try:
         pixels, outputs = built.model.decode(latents), list(decoded)
         decoded.clear()
@@ -377,6 +413,8 @@ def test_the_training_shift_is_that_of_the_schedule(built: Built) -> None:
     model, settings = built.model, built.model.pipeline.scheduler.config
     if not built.row.straight or not hasattr(settings, "shift") or settings.get("shift_terminal"):
         pytest.skip("the schedule is not a shifted straight line")
-    linear = torch.linspace(1, 0, STEPS + 1)
+    linear = torch.linspace(1, 0, built.row.shift_steps + 1)
     shift = model.shift_at(built.row.latent_shape)
-    assert_close(model.sigmas(STEPS, built.row.latent_shape), shift * linear / (1 + (shift - 1) * linear))
+    assert_close(
+        model.sigmas(built.row.shift_steps, built.row.latent_shape), shift * linear / (1 + (shift - 1) * linear)
+    )

@@ -166,3 +166,124 @@ UNET = ParallelPlan(
         }.items()
     },
 )
+
+FLUX2 = ParallelPlan(
+    blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    tensor={
+        **_joint_attention(),
+        "transformer_blocks.*.ff.linear_in": "packed_colwise:2",  # gates and values
+        "transformer_blocks.*.ff.linear_out": "rowwise",
+        "transformer_blocks.*.ff_context.linear_in": "packed_colwise:2",
+        "transformer_blocks.*.ff_context.linear_out": "rowwise",
+        # Queries, keys and values, and gates and values of a feed-forward layer that is three times as wide.
+        "single_transformer_blocks.*.attn.to_qkv_mlp_proj": "packed_colwise:9",
+        "single_transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
+        "single_transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        "single_transformer_blocks.*.attn.to_out": "packed_rowwise:4",
+    },
+    sequence=FLUX.sequence,
+)
+
+CHROMA = ParallelPlan(
+    blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
+    tensor={name: style for name, style in FLUX.tensor.items() if style != "separate_outputs"},
+)
+
+LUMINA2 = ParallelPlan(
+    blocks=("Lumina2TransformerBlock",),
+    tensor={
+        f"{stack}.*.{layer}": style
+        for stack in ("layers", "noise_refiner", "context_refiner")
+        for layer, style in {
+            "attn.to_q": "colwise",
+            "attn.to_k": "colwise",
+            "attn.to_v": "colwise",
+            "attn.norm_q": "replicated_with_grad_allreduce",
+            "attn.norm_k": "replicated_with_grad_allreduce",
+            "attn.to_out.0": "rowwise",
+            "feed_forward.linear_1": "colwise",
+            "feed_forward.linear_3": "colwise",
+            "feed_forward.linear_2": "rowwise",
+        }.items()
+    },
+    sequence={
+        "layers.0": {"hidden_states": Split(1)},
+        "layers.*": {"attention_mask": Split(1), "image_rotary_emb": Split(1)},
+        "norm_out": Gather(1),
+    },
+    replicated_context=("noise_refiner.*.attn", "context_refiner.*.attn"),  # run before the sequence is cut
+)
+
+SANA = ParallelPlan(
+    blocks=("SanaTransformerBlock",),
+    tensor={
+        f"transformer_blocks.*.{attention}.{layer}": style
+        for attention in ("attn1", "attn2")
+        for layer, style in {
+            "to_q": "colwise",
+            "to_k": "colwise",
+            "to_v": "colwise",
+            "norm_q": "norm_across_heads?",  # Sana 1.5
+            "norm_k": "norm_across_heads?",
+            "to_out.0": "rowwise",
+        }.items()
+    },
+)
+
+ERNIE_IMAGE = ParallelPlan(
+    blocks=("ErnieImageSharedAdaLNBlock",),
+    tensor={
+        "layers.*.self_attention.to_q": "colwise",
+        "layers.*.self_attention.to_k": "colwise",
+        "layers.*.self_attention.to_v": "colwise",
+        "layers.*.self_attention.norm_q": "replicated_with_grad_allreduce",
+        "layers.*.self_attention.norm_k": "replicated_with_grad_allreduce",
+        "layers.*.self_attention.to_out.0": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.linear_fc2": "rowwise",
+    },
+    sequence={  # hidden states and modulation are [tokens, batch, features]
+        "layers.0": {"x": Split(0)},
+        "layers.*": {"rotary_pos_emb": Split(1), "temb": Split(0), "attention_mask": Split(3)},
+        "final_linear": Gather(0),
+    },
+)
+
+# The text is cut off before the last layer, so that the sequence cannot be joined behind it.
+KREA2 = ParallelPlan(
+    blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
+    tensor={
+        "transformer_blocks.*.attn.to_q": "colwise",
+        "transformer_blocks.*.attn.to_k": "colwise",
+        "transformer_blocks.*.attn.to_v": "colwise",
+        "transformer_blocks.*.attn.to_gate": "colwise",
+        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.to_out.0": "rowwise",
+        "transformer_blocks.*.ff.gate": "colwise",
+        "transformer_blocks.*.ff.up": "colwise",
+        "transformer_blocks.*.ff.down": "rowwise",
+    },
+)
+
+SANA_VIDEO = replace(SANA, blocks=("SanaVideoTransformerBlock",))
+
+COGVIDEOX = ParallelPlan(
+    blocks=("CogVideoXBlock",),
+    tensor={
+        "transformer_blocks.*.attn1.to_q": "colwise",
+        "transformer_blocks.*.attn1.to_k": "colwise",
+        "transformer_blocks.*.attn1.to_v": "colwise",
+        "transformer_blocks.*.attn1.norm_q": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn1.norm_k": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn1.to_out.0": "rowwise",
+        "transformer_blocks.*.ff.net.0.proj": "colwise",
+        "transformer_blocks.*.ff.net.2": "rowwise",
+    },
+    sequence={
+        "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
+        "transformer_blocks.*": {"image_rotary_emb": Split(0)},
+        "proj_out": Gather(1),
+    },
+)

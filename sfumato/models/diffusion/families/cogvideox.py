@@ -1,0 +1,137 @@
+"""CogVideoX and CogVideoX 1.5 (arXiv 2408.06072): CogVideoXTransformer3DModel, which predicts v, and T5.
+
+Where the scheduler is CogVideoXDPMScheduler its noise levels are taken, and steps are made by the dynamics or solver.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.latents import check_frames, check_size, text_shapes
+from sfumato.models.diffusion.noise_schedule import VariancePreserving
+from sfumato.models.diffusion.schedulers import check_cogvideox_scheduler
+from sfumato.models.diffusion.scratch import build_t5_encoder, build_t5_tokenizer
+from sfumato.models.diffusion.scratch_autoencoders import build_cogvideox_autoencoder
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+PUBLISHED_SCHEDULE = {
+    "prediction_type": "v_prediction",
+    "rescale_betas_zero_snr": True,
+    "timestep_spacing": "trailing",
+    "snr_shift_scale": 1.0,
+}
+"""Settings of the published schedulers; the snr_shift_scale is 3 for 2B and 1 for 5B."""
+
+
+class CogVideoX(VariancePreserving):
+    """CogVideoX from text."""
+
+    pipeline_class: ClassVar[str] = "CogVideoXPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.COGVIDEOX
+    # diffusers examples/cogvideo/train_cogvideox_lora.py
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        import diffusers
+
+        blueprint = Blueprint(
+            pipeline=diffusers.CogVideoXPipeline,
+            denoiser=diffusers.CogVideoXTransformer3DModel,
+            vae=build_cogvideox_autoencoder,
+            texts={"text_encoder": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False})},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.latent_channels,
+                "out_channels": parts["vae"].config.latent_channels,
+                "text_embed_dim": parts["text_encoder"].config.d_model,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            scheduler=diffusers.CogVideoXDDIMScheduler,
+            scheduler_settings=PUBLISHED_SCHEDULE,
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    def check_scheduler(self) -> None:
+        check_cogvideox_scheduler(self.pipeline.scheduler)
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` with the padding, which the model reads; T is ``max_sequence_length``."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompts,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+            device=self.device,
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype)
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self.denoiser.config.patch_size
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor_spatial
+        check_size(height, width, self.probe_size)
+        step = self.pipeline.vae_scale_factor_temporal
+        latent_frames = check_frames(frames, step)
+        together = self.denoiser.config.patch_size_t or 1
+        if latent_frames % together:
+            raise ValueError(
+                f"frames {frames} are {latent_frames} latent frames, which must be a multiple of {together}: take "
+                f"{frames + (together - latent_frames % together) * step} frames"
+            )
+        return (self.denoiser.config.in_channels, latent_frames, height // factor, width // factor)
+
+    @torch.no_grad()
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
+        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode()
+        return latents.float() * vae.config.scaling_factor
+
+    @torch.no_grad()
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        video = vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
+        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """float32, in which latents are rescaled before they are cast to the dtype of the network's weights."""
+        return torch.float32
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        sigma = sigma.to(latents.device, torch.float32)
+        dtype = super().input_dtype
+        frames, height, width = latents.shape[2:]
+        factor = self.pipeline.vae_scale_factor_spatial
+        rotary = None
+        if self.denoiser.config.use_rotary_positional_embeddings:
+            rotary = self.pipeline._prepare_rotary_positional_embeddings(
+                height * factor, width * factor, frames, latents.device
+            )
+        predicted = self.denoiser(
+            hidden_states=self.variance_preserving(latents, sigma).to(dtype).transpose(1, 2),  # frames come first
+            encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
+            timestep=self.timestep(sigma),
+            image_rotary_emb=rotary,
+            return_dict=False,
+        )[0]
+        return self.velocity(predicted.transpose(1, 2), latents, sigma)

@@ -1,0 +1,157 @@
+"""FLUX.2 dev and klein: Flux2Transformer2DModel with Mistral 3 or Qwen3, whose hidden states of three layers are read.
+
+Latents are patches of 2 x 2 of the autoencoder's, normalised by the statistics of its batch norm. dev is
+guidance-distilled: the scale is an input of the transformer. klein has two branches; its distilled models are made for
+a scale of 1, and diffusers' pipeline ignores another one.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, grid_ids, text_shapes
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
+from sfumato.models.diffusion.scratch_encoders import (
+    build_mistral3_encoder,
+    build_pixtral_processor,
+    build_qwen3_causal_encoder,
+)
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+TRAINED_STEPS = 50
+"""Steps whose shift training has: the schedule depends on their number, and the pipelines take so many by default."""
+
+
+class Flux2Latents(KLLatents, FlowTokens):
+    """Base class of families with latents of AutoencoderKLFlux2: patches of 2 x 2, normalised by its batch norm."""
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        check_size(height, width, self.probe_size, frames)
+        channels = self.pipeline.vae.config.latent_channels * PATCH**2
+        return (channels, height // self.probe_size, width // self.probe_size)
+
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return (torch.nn.functional.pixel_unshuffle(super().pixels_to_latents(pixels), PATCH) - mean) / std
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return super().latents_to_pixels(torch.nn.functional.pixel_shuffle(latents.float() * std + mean, PATCH))
+
+    @property
+    def batch_norm_eps(self) -> float:
+        """What is added to the variances."""
+        return self.pipeline.vae.config.batch_norm_eps
+
+    def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        return 0.0, 1.0  # patches are normalised instead
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel of the patches, ``[C, 1, 1]``."""
+        vae = self.pipeline.vae
+        variance = vae.bn.running_var.float() + self.batch_norm_eps
+        return vae.bn.running_mean.float()[:, None, None], variance.sqrt()[:, None, None]
+
+    @property
+    def patch(self) -> int:
+        return 1  # latents are patches already
+
+
+class Flux2Klein(Flux2Latents):
+    """FLUX.2 klein, base and distilled."""
+
+    pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.FLUX2
+    # diffusers examples/dreambooth/train_dreambooth_lora_flux2.py
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj")
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    text_part: ClassVar[TextPart] = TextPart(build_qwen3_causal_encoder, build_qwen_tokenizer)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``, and ``is_distilled``."""
+        from diffusers import Flux2Transformer2DModel
+
+        blueprint = Blueprint(
+            pipeline=cls.pipeline_type(),
+            denoiser=Flux2Transformer2DModel,
+            vae=build_flux2_autoencoder,
+            texts={"text_encoder": cls.text_part},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.latent_channels * PATCH**2,
+                "joint_attention_dim": 3 * parts["text_encoder"].config.get_text_config().hidden_size,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            settings=("is_distilled",) if cls is Flux2Klein else (),
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """The prompt as a message of a chat, with the chat template."""
+        return self.pipeline.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=False
+        )
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` with the padding, which the model reads; T is ``max_sequence_length``."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        return text_shapes(self.max_sequence_length, 3 * encoder.config.get_text_config().hidden_size, encoder.dtype)
+
+    def dynamic_mu(self, tokens: int, num_steps: int | None) -> float:
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        return compute_empirical_mu(tokens, num_steps or TRAINED_STEPS)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self.denoiser.config.guidance_embeds)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
+        sigma = sigma.to(latents.device)
+        guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(latents.device)
+        prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
+        positions = torch.arange(prompt_embeds.shape[1], device=latents.device, dtype=torch.float32)[:, None]
+        velocity = self.denoiser(
+            hidden_states=latents.flatten(2).transpose(1, 2),
+            timestep=self.time(sigma),
+            guidance=guidance if self.embeds_guidance else None,
+            encoder_hidden_states=prompt_embeds,
+            txt_ids=torch.nn.functional.pad(positions, (3, 0)),  # image, row, column, and place in the text
+            img_ids=torch.nn.functional.pad(grid_ids(*latents.shape[-2:], 0, latents.device), (0, 1)),
+            return_dict=False,
+        )[0]
+        return velocity.transpose(1, 2).unflatten(2, latents.shape[-2:])
+
+
+class Flux2(Flux2Klein):
+    """FLUX.2 dev, whose prompts are read behind a system message."""
+
+    pipeline_class: ClassVar[str] = "Flux2Pipeline"
+    text_part: ClassVar[TextPart] = TextPart(build_mistral3_encoder, build_pixtral_processor, {"generates": True})
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """The prompt behind the system message, with the chat template."""
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        (messages,) = format_input([prompt], self.pipeline.system_message)
+        return self.pipeline.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)

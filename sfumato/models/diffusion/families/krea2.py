@@ -1,0 +1,106 @@
+"""Krea 2: Krea2Transformer2DModel, in which text and image are one sequence, and Qwen3-VL, of which layers are read.
+
+A guidance_scale g of its pipeline is g + 1 here, so that the scale means the same for every family.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.families.qwen_image import QwenLatents
+from sfumato.models.diffusion.latents import PATCH, grid_ids, pack, unpack
+from sfumato.models.diffusion.scratch import build_qwen_autoencoder, build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+DISTILLED_MU = 1.15
+"""The dynamic shift of distilled models, whatever the size of the image."""
+
+
+class Krea2(QwenLatents):
+    """Krea 2, base and distilled."""
+
+    pipeline_class: ClassVar[str] = "Krea2Pipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.KREA2
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")  # as for Z-Image
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are those of ``build_pipeline``; ``text_encoder_select_layers`` and ``is_distilled`` are arguments of
+        the pipeline.
+        """
+        import diffusers
+
+        layers = description.get("text_encoder_select_layers")
+        parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
+        # A pipeline without components is made only to read its template.
+        empty = diffusers.Krea2Pipeline(**parts)
+        template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix
+        blueprint = Blueprint(
+            pipeline=diffusers.Krea2Pipeline,
+            denoiser=diffusers.Krea2Transformer2DModel,
+            vae=build_qwen_autoencoder,
+            texts={"text_encoder": TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {}, {"template": template})},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.z_dim * PATCH**2,
+                "text_hidden_dim": parts["text_encoder"].config.text_config.hidden_size,
+                "num_text_layers": len(empty.text_encoder_select_layers if layers is None else layers),
+            },
+            outputs=lambda transformer: [transformer.final_layer.linear],
+            scheduler_settings={"use_dynamic_shifting": True, "max_image_seq_len": 6400},
+            settings=("text_encoder_select_layers", "is_distilled"),
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, L, D]`` of L layers and ``prompt_mask``, bool ``[B, T]``.
+
+        T is ``max_sequence_length``, and the end of the template takes the last tokens.
+        """
+        embeds, mask = self.pipeline.encode_prompt(prompts, self.device, max_sequence_length=self.max_sequence_length)
+        return {"prompt_embeds": embeds, "prompt_mask": mask}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        layers = len(self.pipeline.text_encoder_select_layers)
+        length = self.max_sequence_length
+        return {
+            "prompt_embeds": ((length, layers, encoder.config.text_config.hidden_size), encoder.dtype),
+            "prompt_mask": ((length,), torch.bool),
+        }
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """The prompt with the end of the template; the pipeline drops the beginning of it from the embeddings."""
+        return prompt + self.pipeline.prompt_template_encode_suffix
+
+    def dynamic_mu(self, tokens: int, num_steps: int | None) -> float | None:
+        return DISTILLED_MU if self.pipeline.config.is_distilled else None
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
+        rows, columns = (length // PATCH for length in latents.shape[-2:])
+        positions = grid_ids(rows, columns, 0, latents.device)
+        velocity = self.denoiser(
+            hidden_states=pack(latents),
+            encoder_hidden_states=prompt_embeds,
+            timestep=sigma.to(latents.device),
+            position_ids=torch.nn.functional.pad(positions, (0, 0, prompt_embeds.shape[1], 0)),  # text is at 0
+            encoder_attention_mask=embeddings["prompt_mask"],
+            return_dict=False,
+        )[0]
+        return unpack(velocity, *latents.shape[-2:])

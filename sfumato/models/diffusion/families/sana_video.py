@@ -1,0 +1,69 @@
+"""Sana-Video (arXiv 2509.24695): SanaVideoTransformer3DModel with linear attention, Wan's autoencoder and Gemma 2."""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.families.sana import PUBLISHED_SCHEDULE, SanaText
+from sfumato.models.diffusion.latents import VideoLatents, check_frames, check_size
+from sfumato.models.diffusion.scratch import build_wan_autoencoder
+from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+
+class SanaVideo(SanaText, VideoLatents):
+    """Sana-Video from text, with Wan's autoencoder."""
+
+    pipeline_class: ClassVar[str] = "SanaVideoPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.SANA_VIDEO
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for an autoencoder other than Wan's."""
+        kind = type(pipeline.vae).__name__
+        if kind != "AutoencoderKLWan":
+            raise ConfigError(
+                f"{self.pipeline_class} with the autoencoder {kind} is not known here: take the 480p model"
+            )
+        super().__init__(pipeline, *args, **kwargs)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        import diffusers
+
+        blueprint = Blueprint(
+            pipeline=diffusers.SanaVideoPipeline,
+            denoiser=diffusers.SanaVideoTransformer3DModel,
+            vae=build_wan_autoencoder,
+            texts={"text_encoder": TextPart(build_gemma2_encoder, build_gemma_tokenizer)},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.z_dim,
+                "out_channels": parts["vae"].config.z_dim,
+                "caption_channels": parts["text_encoder"].config.hidden_size,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            scheduler=diffusers.DPMSolverMultistepScheduler,
+            scheduler_settings=PUBLISHED_SCHEDULE,
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self.denoiser.config.patch_size[1]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor_spatial
+        unit = self.probe_size
+        check_size(height, width, unit, longest=unit * self.denoiser.config.rope_max_seq_len)
+        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
+        return (self.denoiser.config.in_channels, latent_frames, height // factor, width // factor)

@@ -1,0 +1,110 @@
+"""Families on several ranks through sfumato's own classes: all of them in one launch for each mode.
+
+The kinds of ``tests.dist.matrix`` are taken apart further; here a family needs no more than its row of ``ROWS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.config.sections import LoraConfig, TrainConfig
+from sfumato.models.diffusion.load import find_families
+from sfumato.models.lora import add_lora
+from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.parallelize import accumulate
+from sfumato.parallel.shards import trainable_parameters, whole
+from tests.dist.cases import make_mesh
+from tests.dist.ranks import RankPool
+from tests.family_rows import ROWS, wake
+
+TOLERANCE = 2e-5
+FAMILIES = ("flux2_klein", "chroma", "lumina2", "sana", "sana_video", "cogvideox", "ernie_image", "krea2")
+NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2")
+"""Families whose sequence cannot be cut: text masks that are numbers, convolutions, and text that
+is dropped before the last layer."""
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {"data_parallel_mode": "ddp"},
+    "fsdp2": {},
+    "tp": {"data_parallel_mode": "ddp", "tensor_parallel_size": 2},
+    "ulysses": {"data_parallel_mode": "ddp", "ulysses_parallel_size": 2},
+    "ring": {"data_parallel_mode": "ddp", "context_parallel_size": 2},
+}
+PROMPTS = ['write "AB" in red', 'write "C"']
+
+
+def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Loss, gradient norm and whole gradients of one step with two rows on this process's mesh."""
+    row = ROWS[name]
+    description = row.describe()
+    model = find_families()[description["pipeline"]]
+    model = model(model.build(description, seed=0), row.tokens)
+    wake(model)
+    if lora:
+        add_lora(model.denoiser, TRAINED_LORA, model.lora_targets, seed=0)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in trainable_parameters(model.denoiser).values():
+                parameter.normal_(std=0.2, generator=generator)
+    else:
+        model.denoiser.requires_grad_(True)
+    model.denoiser.train()
+    images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size)
+    conditioning = model.encode_prompts(PROMPTS, images=images)
+    latents = keyed_normal(row.latent_shape, 1, "latent", 0, range(len(PROMPTS)))
+    target = keyed_normal(row.latent_shape, 2, "latent", 0, range(len(PROMPTS)))
+    sigma = torch.tensor([0.9, 0.3])
+    mesh, _ = make_mesh(**config)
+    model.parallelize(mesh, TrainConfig(output_dir="unused", **config))
+    rows = list(mesh.range_of_rank(len(PROMPTS)))
+    losses = []
+    for index in accumulate(model.denoiser, rows):
+        part = slice(index, index + 1)
+        velocity = model.predict_velocity(latents[part], sigma[part], conditioning.rows(part))
+        loss = (velocity - target[part]).square().mean()
+        (loss / len(PROMPTS)).backward()
+        losses.append(float(loss.detach()))
+    norm = reduce_and_clip(model.denoiser, 1e9, mesh, "step 1")
+    outcome = {"norm": torch.tensor(norm), "loss": torch.tensor(mesh.sum(sum(losses), over="data"))}
+    for key, parameter in trainable_parameters(model.denoiser).items():
+        if parameter.grad is not None:
+            outcome[key] = whole(parameter.grad).clone()
+    return outcome
+
+
+def steps_of(names: tuple[str, ...], lora: bool, config: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """``step_of`` for several families, by name."""
+    torch.set_num_threads(1)
+    return {name: step_of(name, lora, config) for name in names}
+
+
+TRAINED_LORA = LoraConfig(rank=4, alpha=8)
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
+def truth(request: pytest.FixtureRequest) -> tuple[bool, dict[str, dict[str, torch.Tensor]]]:
+    return request.param, steps_of(FAMILIES, request.param, {})
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "ring" else ()) for mode in MODES]
+)
+def test_a_step_equals_that_of_one_process(mode: str, truth: Any, ranks: RankPool) -> None:
+    lora, expected = truth
+    sequence = mode in ("ulysses", "ring")
+    names = tuple(name for name in FAMILIES if not (sequence and name in NO_SEQUENCE))
+    for outcomes in ranks.run(2, steps_of, names, lora, MODES[mode]):
+        for name in names:
+            assert outcomes[name].keys() == expected[name].keys(), name
+            for key, tensor in expected[name].items():
+                difference = (outcomes[name][key] - tensor).norm() / tensor.norm().clamp_min(1e-4)
+                assert difference < TOLERANCE, (name, key, float(difference))
+
+
+@pytest.mark.parametrize("name", NO_SEQUENCE)
+def test_a_sequence_that_cannot_be_cut_is_refused(name: str, ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: .*give its plan a sequence"):
+        ranks.run(2, step_of, name, False, MODES["ulysses"])
