@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
 
 from sfumato.errors import ConfigError
@@ -54,6 +54,39 @@ def test_diffusers_reads_what_is_written_bit_for_bit(name, tmp_path: Path):
     assert all(torch.equal(back[key], layers[key]) for key in layers)
 
 
+def flux_layers(block, names, rows, columns):
+    generator = torch.Generator().manual_seed(len(block))
+    return {
+        f"transformer.{block}.{name}.lora_{matrix}.weight": torch.randn(shape, generator=generator)
+        for name in names
+        for matrix, shape in (("A", (2, columns)), ("B", (rows.get(name, 8), 2)))
+    }
+
+
+def test_flux_has_fused_matrices_as_diffusers_reads_them():
+    """Rows of the real model, which diffusers' reader expects of single blocks."""
+    attention = ["attn.to_q", "attn.to_k", "attn.to_v"]
+    added = ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]
+    double = [*attention, *added, "attn.to_out.0", "ff.net.2", "norm1.linear"]
+    layers = flux_layers("transformer_blocks.3", double, {}, 8)
+    rows = {**dict.fromkeys(attention, 3072), "proj_mlp": 12288}
+    layers |= flux_layers("single_transformer_blocks.11", [*attention, "proj_mlp", "proj_out"], rows, 8)
+    stored = to_kohya(layers, "FluxPipeline")
+    assert stored["lora_unet_single_blocks_11_linear1.lora_up.weight"].shape == (3 * 3072 + 12288, 8)
+    assert stored["lora_unet_single_blocks_11_linear1.alpha"] == 8
+    read = FluxPipeline.lora_state_dict(stored)
+    read = read[0] if isinstance(read, tuple) else read
+    assert read.keys() == layers.keys()
+    assert all(torch.equal(read[name], layers[name]) for name in layers)
+
+    some = {name: weight for name, weight in layers.items() if "to_k" not in name and "proj_mlp" not in name}
+    back = from_kohya(to_kohya(some, "FluxPipeline"))
+    assert back.keys() == some.keys()
+    assert all(torch.equal(back[name], some[name]) for name in some)
+    with pytest.raises(ConfigError, match=r"no name for transformer\.x_embedder"):
+        to_kohya({"transformer.x_embedder.lora_A.weight": torch.ones(2, 2)}, "FluxPipeline")
+
+
 def test_some_layers_of_wan_are_read_back():
     layers = {
         f"transformer.blocks.{block}.attn2.to_out.0.lora_{matrix}.weight": torch.randn(shape)
@@ -82,7 +115,7 @@ def test_alphas_of_others_are_multiplied_in():
 
 def test_models_without_names_are_refused():
     layers = {"transformer.x.lora_A.weight": torch.ones(2, 2), "transformer.x.lora_B.weight": torch.ones(2, 2)}
-    for name in ("StableDiffusion3Pipeline", "FluxPipeline", "ZImagePipeline"):
+    for name in ("StableDiffusion3Pipeline", "Flux2Pipeline", "ZImagePipeline"):
         with pytest.raises(ConfigError, match=f"no names of kohya's are known for {name}"):
             to_kohya(layers, name)
     with pytest.raises(ConfigError, match="no name for the layer proj_out of Wan"):

@@ -27,7 +27,30 @@ _WAN_LAYERS = {
 }
 """Layers of a block of Wan in diffusers, by their names in kohya's scripts."""
 
-SUPPORTED = "Stable Diffusion 1.5 and XL, Qwen-Image and Wan"
+_FLUX_LAYERS = {
+    "transformer_blocks": {
+        "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "img_attn_proj": ("attn.to_out.0",),
+        "img_mlp_0": ("ff.net.0.proj",),
+        "img_mlp_2": ("ff.net.2",),
+        "img_mod_lin": ("norm1.linear",),
+        "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        "txt_attn_proj": ("attn.to_add_out",),
+        "txt_mlp_0": ("ff_context.net.0.proj",),
+        "txt_mlp_2": ("ff_context.net.2",),
+        "txt_mod_lin": ("norm1_context.linear",),
+    },
+    "single_transformer_blocks": {
+        "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+        "linear2": ("proj_out",),
+        "modulation_lin": ("norm.linear",),
+    },
+}
+"""Layers of FLUX.1 in diffusers by block, that one matrix of the original holds, by its name in kohya's scripts."""
+MLP_RATIO = 4
+"""Rows of ``proj_mlp`` for each row of a query in a single block of FLUX.1."""
+
+SUPPORTED = "Stable Diffusion 1.5 and XL, FLUX.1, Qwen-Image and Wan"
 
 
 def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Tensor]:
@@ -52,6 +75,8 @@ def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Ten
         stored = convert_state_dict_to_kohya(dict(layers))
         # a file of a Stable Diffusion 1.5 has one encoder, lora_te
         return {name: _alpha_like(name, value, stored) for name, value in stored.items()}
+    if pipeline_class.startswith("Flux") and not pipeline_class.startswith("Flux2"):
+        return _to_flux(layers)
     if not pipeline_class.startswith(("QwenImage", "Wan")):
         raise ConfigError(
             f"no names of kohya's are known for {pipeline_class}, but for {SUPPORTED}; ComfyUI and diffusers read "
@@ -84,11 +109,72 @@ def from_kohya(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return converters._convert_non_diffusers_qwen_lora_to_diffusers(copy)
         if re.search(r"lora_unet_blocks_\d+_(self_attn|cross_attn|ffn)_", names):
             return _from_wan(copy)
+        if re.search(r"lora_unet_(double|single)_blocks_", names):
+            layers = converters._convert_kohya_flux_lora_to_diffusers(copy)
+            return _without_padding(layers)
         if re.search(r"lora_unet_(down|mid|up|input|middle|output)_block", names):
             return _from_stable_diffusion(converters, copy)
     except (KeyError, ValueError, AttributeError) as error:
         raise ConfigError(f"these adapters cannot be read as kohya's: {error}") from error
     raise ConfigError(f"these are no adapters with names of kohya's for {SUPPORTED}")
+
+
+def _to_flux(layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters of layers that the original holds in one matrix as one adapter: its up matrix is block diagonal."""
+    remaining = dict(layers)
+    stored: dict[str, Tensor] = {}
+    blocks = dict.fromkeys(
+        (match[1], match[2])
+        for name in layers
+        if (match := re.match(r"transformer\.((?:single_)?transformer_blocks)\.(\d+)\.", name))
+    )
+    for kind, number in blocks:
+        original = "double_blocks" if kind == "transformer_blocks" else "single_blocks"
+        for flat, members in _FLUX_LAYERS[kind].items():
+            pairs = [
+                tuple(
+                    remaining.pop(f"transformer.{kind}.{number}.{member}.lora_{matrix}.weight", None)
+                    for matrix in ("A", "B")
+                )
+                for member in members
+            ]
+            if all(down is None for down, _ in pairs):
+                continue
+            down, up = _join_adapters(pairs, members)
+            name = f"lora_unet_{original}_{number}_{flat}"
+            stored[f"{name}.lora_down.weight"] = down
+            stored[f"{name}.lora_up.weight"] = up
+            stored[f"{name}.alpha"] = torch.tensor(float(len(down)))
+    if remaining:
+        raise ConfigError(f"kohya's scripts have no name for {next(iter(remaining))} of FLUX.1")
+    return stored
+
+
+def _join_adapters(pairs: list[tuple[Tensor | None, ...]], members: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """The adapter of the matrix whose rows are those of several layers; a layer without one has zeros."""
+    present = [(member, down, up) for member, (down, up) in zip(members, pairs, strict=True) if down is not None]
+    member, down, up = present[0]
+    assert down is not None and up is not None
+    query_rows = len(up) // (MLP_RATIO if member == "proj_mlp" else 1)
+    downs = []
+    ups = []
+    for other, (other_down, other_up) in zip(members, pairs, strict=True):
+        rows = query_rows * (MLP_RATIO if other == "proj_mlp" else 1)
+        downs.append(torch.zeros_like(down) if other_down is None else other_down)
+        ups.append(up.new_zeros(rows, len(down)) if other_up is None else other_up)
+    if len({len(matrix) for matrix in downs}) > 1:
+        raise ConfigError(f"adapters of {', '.join(members)} have different ranks, but are one matrix in kohya's file")
+    return torch.cat(downs).contiguous(), torch.block_diag(*ups).contiguous()
+
+
+def _without_padding(layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Adapters but for those of zeros alone, which stand for layers that were not trained."""
+    padding = {
+        name.removesuffix("lora_A.weight")
+        for name, weight in layers.items()
+        if name.endswith("lora_A.weight") and not weight.any() and not layers[name.replace("lora_A.", "lora_B.")].any()
+    }
+    return {name: weight for name, weight in layers.items() if name.rpartition("lora_")[0] not in padding}
 
 
 def _from_wan(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
