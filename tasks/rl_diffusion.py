@@ -37,7 +37,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
-from sfumato.rollout.diffusion.evaluation import sample_evaluation
+from sfumato.rollout.diffusion.evaluation import draw_watched_prompts, sample_evaluation
 from sfumato.rollout.diffusion.monitors import group_diversity, velocity_norms
 from sfumato.rollout.diffusion.policy import build_policy, count_costs, prepare_prompts
 from sfumato.rollout.diffusion.self_check import Replay, RowProbe, probe_rows
@@ -49,7 +49,7 @@ from sfumato.rollout.diffusion.trajectories import (
     with_proximal_means,
 )
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
-from sfumato.runtime.evaluate import evaluate
+from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
@@ -103,6 +103,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
     if start == 0:
         run.log(0, evaluate(roles, run, draw_evaluation, config, step=0), show=SHOWN)
         run.write_report()
+    control = control_of(run, roles, config, draw_evaluation, draw_watched_prompts)
 
     for step, batch in run.steps(stream.steps(from_step=start)):
         run.add_time("generate", batch.generate_s)
@@ -138,6 +139,7 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
             run.say_signs_of_hacking()
             run.write_report(if_cheap=not last)
         roles.actor.call(Actor.after_step, run.sync(), kind="save").result()
+        control.obey(step + 1)
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
             run.attempt(lambda: roles.actor.call(Actor.export, config, kind="save").result())
 

@@ -59,7 +59,8 @@ from sfumato.rollout.text.policy import (
     summed,
 )
 from sfumato.rollout.text.tokens import TextRollout
-from sfumato.runtime.evaluate import evaluate
+from sfumato.rollout.text.watched import answer_watched
+from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
@@ -113,6 +114,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
     if start == 0:
         run.log(0, evaluate(roles, run, answer_held_out, config, step=0, stream=stream), show=SHOWN)
         run.write_report()
+    control = control_of(run, roles, config, answer_held_out, answer_watched, stream)
 
     for step, batch in run.steps(stream.steps(from_step=start)):
         run.add_time("generate", batch.generate_s)
@@ -152,6 +154,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
             run.say_signs_of_hacking()
             run.write_report(if_cheap=not last)
         roles.actor.call(Actor.after_step, run.sync(), kind="save").result()
+        control.obey(step + 1)
         if config.train.export_steps and (step + 1) % config.train.export_steps == 0:
             run.attempt(lambda: roles.actor.call(Actor.export, config, kind="save").result())
 

@@ -35,6 +35,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import broadcast_parameters
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
@@ -60,6 +61,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    control = Control(run, Actions(save=partial(checkpointer.save, state)))
 
     for step, read in run.steps(read_ahead(partial(read_rows, dataset), loader.steps(from_step=state.step))):
         batches = [batch for rows in read if (batch := rows.usable(bad_rows)) is not None]
@@ -92,6 +94,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         means = mesh.sum_dict({"loss": 0.0, "mse": 0.0, "kl": 0.0} | sums.sums())
         run.log(state.step, {**means, "grad_norm": grad_norm, "lr": lr}, show={"loss": "loss", "mse": "mse"})
         checkpointer.after_step(state)
+        control.obey(state.step)
 
     vae.eval()
     examples, captions = read_examples(dataset, 512, bad_rows)  # images that the latents' scale is measured on

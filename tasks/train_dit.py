@@ -11,7 +11,7 @@ buckets, on the micro-batch size.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -34,12 +34,13 @@ from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.models.diffusion.encoders import open_encoder
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.ema import Ema, averaged_weights, with_averages
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid
+from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid, draw_watched
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.task import run_task
 
@@ -72,6 +73,10 @@ def main(config: TrainDitConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    save = partial(checkpointer.save, state)
+    sample = partial(draw_grid, model, grid_prompts, grid_sources, config, state)
+    watch = partial(draw_watched, model, config, state)
+    control = Control(run, Actions(save, sample=with_averages(ema, sample), watch=with_averages(ema, watch)))
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):
@@ -103,10 +108,11 @@ def main(config: TrainDitConfig) -> None:
 
         if run.is_due(state.step, config.sample.every_steps):
             with run.timed("sample"), averaged_weights(ema):
-                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
+                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state))
         metrics = {"loss": mesh.sum(sum(parts, 0.0)), "grad_norm": grad_norm, "lr": lr, "images": num_images}
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state)
+        control.obey(state.step)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

@@ -9,7 +9,7 @@ its adapters, otherwise a frozen copy that is sharded like the model. Everything
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -36,13 +36,14 @@ from sfumato.models.diffusion.encoders import Encoder, open_encoder
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
-from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.ema import Ema, averaged_weights, with_averages
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
-from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid
+from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid, draw_watched
 from sfumato.rollout.diffusion.final_samples import FinalSamples, predict_noised
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
@@ -86,6 +87,14 @@ def main(config: TrainDitDpoConfig) -> None:
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
     flops_of = cache(lambda size: 2 * sum(denoiser_flops(model, *size)))  # of a pair, with the reference's forward
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    save = partial(checkpointer.save, state)
+    sample = partial(draw_grid, model, grid_prompts, grid_sources, config, state)
+    watch = partial(draw_watched, model, config, state)
+    actions = Actions(save, sample=with_averages(ema, sample), watch=with_averages(ema, watch))
+    if eval_encoder is not None:
+        measure = partial(evaluate, policies, eval_encoder, eval_batches, objective, config, mesh)
+        actions.evaluate = with_averages(ema, measure)
+    control = Control(run, actions)
     if state.step == 0 and eval_encoder is not None:
         with run.timed("evaluate"):
             metrics = evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
@@ -116,9 +125,10 @@ def main(config: TrainDitDpoConfig) -> None:
                 metrics |= evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)
         if run.is_due(state.step, config.sample.every_steps):
             with run.timed("sample"), averaged_weights(ema):
-                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state.step))
+                run.save_samples(state.step, draw_grid(model, grid_prompts, grid_sources, config, state))
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": "pairs/accuracy"})
         checkpointer.after_step(state)
+        control.obey(state.step)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

@@ -12,6 +12,7 @@ any mesh. Steps and samples are those of ``tasks/train_text.py``.
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -37,12 +38,13 @@ from sfumato.models.language.scores import TokenScores
 from sfumato.models.omni.flow_head import predict_velocity
 from sfumato.models.omni.load import build_omni_model
 from sfumato.models.omni.model import OmniModel
-from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.ema import Ema, averaged_weights, with_averages
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text.image_generation import draw_prompts, read_prompts
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
@@ -73,6 +75,12 @@ def main(config: TrainOmniConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    actions = Actions(save=partial(checkpointer.save, state))
+    if validation is not None:
+        measured = with_averages(ema, lambda: evaluate(model, validation, config, mesh, state.step))
+        actions.evaluate = lambda: measured()[0]
+        actions.sample = lambda: measured()[1]
+    control = Control(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             metrics, samples = evaluate(model, validation, config, mesh, 0)
@@ -118,6 +126,7 @@ def main(config: TrainOmniConfig) -> None:
         )
         run.log(state.step, metrics, show={"loss": "loss", "text": "loss/text", "image": "loss/image"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        control.obey(state.step)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

@@ -30,11 +30,12 @@ from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.probe import probe
 from sfumato.models.language.router_loss import StepRouterLoss
 from sfumato.models.language.scores import TokenScores
-from sfumato.optim.ema import Ema, averaged_weights
+from sfumato.optim.ema import Ema, averaged_weights, with_averages
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text.greedy import answer_greedily
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.step_sums import SourceLosses
@@ -62,6 +63,11 @@ def main(config: TrainTextConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    actions = Actions(save=partial(checkpointer.save, state))
+    if validation is not None:
+        actions.evaluate = with_averages(ema, partial(evaluate, model, validation, mesh))
+        actions.sample = with_averages(ema, lambda: answer_prompts(model, validation, config, state.step))
+    control = Control(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             run.save_samples(0, answer_prompts(model, validation, config, 0))
@@ -99,6 +105,7 @@ def main(config: TrainTextConfig) -> None:
         )
         run.log(state.step, metrics, show={"loss": "loss", "lr": "lr"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        control.obey(state.step)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             run.attempt(export_model, model, ema, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

@@ -30,6 +30,7 @@ from sfumato.models.language.scalar_head import ScalarModel, build_scalar_model,
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import MeanSums
 from sfumato.tracking.task import run_task
@@ -53,6 +54,10 @@ def main(config: TrainTextRewardConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, lambda: loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
+    actions = Actions(save=partial(checkpointer.save, state))
+    if validation is not None:
+        actions.evaluate = partial(evaluate, model, validation.batches, config.reward, mesh)
+    control = Control(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             metrics = evaluate(model, validation.batches, config.reward, mesh)
@@ -85,6 +90,7 @@ def main(config: TrainTextRewardConfig) -> None:
         )
         run.log(state.step, metrics, show={"loss": "loss", "accuracy": f"{unit}/accuracy"})
         checkpointer.after_step(state, due=loader.is_epoch_due(config.train.save_epochs))
+        control.obey(state.step)
         if config.train.export_steps and state.step % config.train.export_steps == 0:
             run.attempt(export_model, model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
 

@@ -15,6 +15,7 @@ from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
+from sfumato.tracking.control import agree_to_stop
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.identity import own_checkpoints
 from sfumato.tracking.run import Run
@@ -111,7 +112,7 @@ class Checkpointer:
             PreemptedError: after saving, when SIGTERM or SIGINT came on some rank.
         """
         self._unwritten = unwritten
-        stopping = self.mesh.any(self.run.stop_requested)
+        stopping = agree_to_stop(self.run, self.mesh)
         total_steps = self.total_steps() if callable(self.total_steps) else self.total_steps
         last = state.step >= total_steps
         due = due or (self.config.save_steps > 0 and state.step % self.config.save_steps == 0)

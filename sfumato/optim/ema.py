@@ -6,14 +6,18 @@ what is trained and follows flow_grpo's schedule, so that published settings mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.decay import Decay, WarmUp
 from sfumato.parallel.shards import local, trainable_parameters
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Ema:
@@ -78,3 +82,13 @@ class Ema:
 def averaged_weights(ema: Ema | None) -> AbstractContextManager[None]:
     """A context with the averaged weights in the module; without an average the weights stay as they are."""
     return nullcontext() if ema is None else ema.applied()
+
+
+def with_averages(ema: Ema | None, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function that does what ``function`` does, each time with the averaged weights in the module."""
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with averaged_weights(ema):
+            return function(*args, **kwargs)
+
+    return call

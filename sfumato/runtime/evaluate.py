@@ -15,13 +15,14 @@ from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, RankBatch, records_of
 from sfumato.runtime.roles import Handle, Role, Roles
+from sfumato.runtime.states import Actor
 from sfumato.runtime.stream import RolloutStream
+from sfumato.tracking.control import Actions, Control
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
 if TYPE_CHECKING:
     from sfumato.algorithms.advantages import Advantages
-    from sfumato.runtime.states import Actor
 
 
 def evaluate(
@@ -34,6 +35,9 @@ def evaluate(
     scores: Scores | None = None,
     advantages: Advantages | None = None,
     stream: RolloutStream | None = None,
+    *,
+    count: int | None = None,
+    add: bool = False,
 ) -> dict[str, float]:
     """Draws one sample per held-out prompt, divided over the data-parallel ranks, scores them, and saves some.
 
@@ -48,12 +52,14 @@ def evaluate(
         scores: of all samples of that iteration.
         advantages: of the same samples.
         stream: has a sampler of its own draw by the current weights; needed only then.
+        count: of how many prompts a sample is drawn, the first ones; None: of all.
+        add: the step's samples that were saved before stay.
 
     Returns:
         Metrics over all prompts.
     """
     actor = roles.actor
-    count = config.eval.num_prompts
+    count = config.eval.num_prompts if count is None else count
     drawer = roles.sampler if config.sampler_evaluates else actor
     by_rank = [list(range_of_rank(count, rank, drawer.num_data_ranks)) for rank in drawer.data_ranks]
     draw_and_score = partial(_draw_and_score, roles, drawer, draw, config, by_rank)
@@ -87,9 +93,61 @@ def evaluate(
             ([samples[place] for place in share], [scored[place] for place in share], part)
             for share, part in zip(shares, list(trained) or [None] * len(shares), strict=True)
         ]
-        actor.map(_save_samples, parts, scores, advantages, config, step, kind="save").result()
+        actor.map(_save_samples, parts, scores, advantages, config, step, add, kind="save").result()
         run.show_samples(step)
     return metrics
+
+
+def control_of(
+    run: Run,
+    roles: Roles,
+    config: RLConfig,
+    draw: Callable[..., object],
+    watch: Callable[..., list[SampleRecord]],
+    stream: RolloutStream | None = None,
+) -> Control:
+    """What a run of RL does on request.
+
+    Args:
+        run: of this process.
+        roles: of the run.
+        config: of the task.
+        draw, stream: as of ``evaluate``.
+        watch: ``(state, prompts, config)`` to records of samples of these texts, not scored; every rank draws them.
+    """
+    drawer = roles.sampler if config.sampler_evaluates else roles.actor
+    num_shown = min(max(config.eval.num_saved, drawer.num_data_ranks), config.eval.num_prompts)
+
+    def measure(count: int | None = None) -> dict[str, float]:
+        step = roles.actor.call(_finished_steps).result()
+        return evaluate(roles, run, draw, config, step, stream=stream, count=count, add=True)
+
+    def draw_watched(prompts: list[str]) -> list[SampleRecord]:
+        def draw_all() -> list[SampleRecord]:
+            return drawer.call(watch, prompts, config, kind="evaluate").result()
+
+        if drawer is roles.actor:
+            return draw_all()
+        assert stream is not None, "a sampler draws, and there is no stream to give it weights"
+        return stream.by_newest_weights(draw_all)
+
+    def sample() -> None:
+        measure(num_shown)
+
+    return Control(
+        run,
+        Actions(
+            save=lambda: roles.actor.call(Actor.save, kind="save").result(),
+            evaluate=measure,
+            sample=sample if config.eval.num_saved > 0 else None,
+            watch=draw_watched,
+        ),
+    )
+
+
+def _finished_steps(actor: Actor[Any]) -> int:
+    """Runs in the actor."""
+    return actor.updates
 
 
 def _draw_and_score(
@@ -109,7 +167,7 @@ def _draw_and_score(
         padded at their end with repetitions of the last prompt; scores are not.
     """
     size = config.rollout.micro_batch_size
-    longest = -(-config.eval.num_prompts // drawer.num_data_ranks)
+    longest = max(map(len, by_rank))
     padded = [rows + rows[-1:] * (longest - len(rows)) for rows in by_rank]  # ranks that compute together need as many
     handles = drawer.map_remote(draw, padded, config, num_values=2, kind="evaluate")
     scoring = [
@@ -135,6 +193,7 @@ def _save_samples(
     advantages: Advantages | None,
     config: RLConfig,
     step: int,
+    add: bool,
 ) -> None:
     """Runs in the actor's ranks: the first one saves samples of the evaluation and of the iteration.
 
@@ -156,4 +215,4 @@ def _save_samples(
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return
-    save_samples_and_grids(Path(config.train.output_dir), step, together)
+    save_samples_and_grids(Path(config.train.output_dir), step, together, add=add)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from sfumato.tracking.trackers import (
     series_of,
 )
 
+if TYPE_CHECKING:
+    from sfumato.tracking.control import Control
+
 Item = TypeVar("Item")
 
 REPORT_FRACTION = 0.05
@@ -71,6 +74,10 @@ class Run:
         self.is_open = False
         self.total_steps = 0
         """Steps of the whole run, which ``begin`` sets."""
+        self.control: Control | None = None
+        """What is done on request, in a task that makes one."""
+        self.sampled_step: int | None = None
+        """The last step whose samples were saved."""
         self.folder = folder
         """The run folder and its lock, on rank 0 of a run that ``start_run`` made; elsewhere None."""
         self._early: list[str] | None = None
@@ -223,6 +230,7 @@ class Run:
 
     def save_samples(self, step: int, records: list[SampleRecord]) -> None:
         """Writes samples with their prompts and rewards, and grids of pictures, and passes these to the trackers."""
+        self.sampled_step = step
         if self._enabled and records:
             damaged = [record.damage for record in records if record.damage]
             if damaged:
@@ -231,8 +239,15 @@ class Run:
                 save_samples_and_grids(self.output_dir, step, records)
                 self.show_samples(step)
 
+    def add_samples(self, step: int, records: list[SampleRecord]) -> None:
+        """Writes further samples to those of a step; one of the same kind and id is replaced."""
+        if self._enabled and records:
+            with self._files.spare(self.output_dir / "samples"):
+                save_samples_and_grids(self.output_dir, step, records, add=True)
+
     def show_samples(self, step: int) -> None:
         """Passes the pictures of a step in the run folder to the trackers."""
+        self.sampled_step = step
         for kind, images in read_stills(self.output_dir, step).items() if self._enabled and self._trackers.all else ():
             self._trackers.log_images(step, f"samples/{kind}", images)
 
@@ -355,6 +370,15 @@ class Run:
             self.say(f"torch.compile made {graphs} graphs in {figures['compile/seconds']:.0f} s {when}")
             self._graphs_said = graphs
 
+    @property
+    def timed_seconds(self) -> float:
+        """Seconds of this step so far that were timed as one of ``Phase``."""
+        return sum(self._timings.get(phase.metric, 0.0) for phase in Phase)
+
+    def append(self, name: str, line: str) -> None:
+        """Appends a line to a file of the run folder that the run can do without."""
+        self._files.append(self.output_dir / name, [line])
+
     def say(self, text: str) -> None:
         """Shows a line to the person who watches, and writes it to ``log.txt``."""
         if not self.mesh.is_first:
@@ -398,6 +422,8 @@ class Run:
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
         was_open = self.is_open
+        if was_open and self.control is not None:
+            self.control.close()
         self.is_open = False
         try:
             if was_open:

@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -50,7 +50,8 @@ class SampleRecord:
     Attributes:
         content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], or a text.
         source: the image that was edited or animated, uint8 [H, W, 3].
-        kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training.
+        kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training;
+            "watched" ones are of prompts that were asked for while the run was under way.
         sample_id: unique among the samples of one kind in one step.
         rewards: by reward name; NaN where scoring failed.
         total: the reward that training uses; NaN where scoring failed.
@@ -60,7 +61,7 @@ class SampleRecord:
     """
 
     content: np.ndarray | str
-    kind: Literal["eval", "train"]
+    kind: Literal["eval", "train", "watched"]
     prompt: str
     seed: int
     sample_id: int
@@ -72,8 +73,8 @@ class SampleRecord:
     damage: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("eval", "train"):
-            raise ValueError(f'kind must be "eval" or "train", not {self.kind!r}')
+        if self.kind not in ("eval", "train", "watched"):
+            raise ValueError(f'kind must be "eval", "train" or "watched", not {self.kind!r}')
         image = self.content
         if isinstance(image, str):
             return
@@ -99,7 +100,7 @@ def step_folder(folder: Path, step: int) -> Path:
     return Path(folder) / "samples" / f"step_{step:06d}"
 
 
-def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
+def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: bool = False) -> Path:
     """Writes all samples of one step, and ``samples.jsonl`` with their rows and texts. NaN becomes null.
 
     Images are PNG files, videos are animated WebP, which browsers show; equal source images share a file.
@@ -111,6 +112,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
         folder: the run folder; the samples go to ``samples/step_000010/`` below it.
         step: number of finished optimisation steps.
         samples: may be empty.
+        add: the step's samples that are there stay, but for those of the same kind and id.
 
     Returns:
         The step's folder.
@@ -130,6 +132,8 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     make_new_folder(tmp)
     try:
         with open_new(tmp / "samples.jsonl") as file:
+            for row in _copy_others(final, tmp, names) if add and final.is_dir() else ():
+                file.write(strict_json(row).encode() + b"\n")
             for name, sample in zip(names, samples, strict=True):
                 if sample.file_ending:
                     write_picture(cast("np.ndarray", sample.content), tmp / f"{name}{sample.file_ending}")
@@ -148,13 +152,30 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord]) -> Path:
     return final
 
 
+def _copy_others(final: Path, tmp: Path, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Copies the files of a step's samples, but for those of ``names``, and yields their rows."""
+    for row in _read_checked(final / "samples.jsonl"):
+        if f"{row['kind']}_{row['sample_id']:04d}" in names:
+            continue
+        for field_name in ("file", "source"):
+            path = path_inside(final, row[field_name]) if field_name in row else None
+            if path is not None and path.is_file() and not (tmp / path.name).exists():
+                shutil.copyfile(path, tmp / path.name)
+        yield row
+
+
 SHOWN = 16
 """Most pictures of a kind that are laid out in a grid and passed to trackers."""
 
 
-def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord]) -> None:
+def save_samples_and_grids(folder: Path, step: int, records: list[SampleRecord], *, add: bool = False) -> None:
     """``save_samples``, and for pictures of one size a grid of each kind."""
-    path = save_samples(folder, step, records)
+    grids = [] if not add else list(step_folder(folder, step).glob("grid_*.png"))
+    content = {grid.name: grid.read_bytes() for grid in grids}
+    path = save_samples(folder, step, records, add=add)
+    for name, grid in content.items():
+        with replace_file(path / name) as file:
+            file.write(grid)
     for kind in dict.fromkeys(record.kind for record in records):
         shown = [record for record in records if record.kind == kind and not isinstance(record.content, str)][:SHOWN]
         images = [record.still for record in shown]

@@ -33,6 +33,7 @@ class Phase(StrEnum):
     SAVE = "save"
     EXPORT = "export"
     REPORT = "report"
+    CONTROL = "control"
 
     @property
     def metric(self) -> str:
@@ -42,7 +43,7 @@ class Phase(StrEnum):
     @property
     def is_training(self) -> bool:
         """Whether the part counts as training: rates are taken over these parts, and the time that no part covers."""
-        return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT)
+        return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT, Phase.CONTROL)
 
 
 KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")

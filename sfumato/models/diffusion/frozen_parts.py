@@ -207,6 +207,10 @@ class FrozenParts(ABC):
         own_negative = with_negative and self.takes_image
         return Conditioning(stack(prompts, digests), negative, own_negative).to(self.device)
 
+    def is_embedded(self, prompt: str) -> bool:
+        """Whether the embedding of a prompt without an image is cached."""
+        return (prompt, "") in self._prompts
+
     def remember_prompts(
         self, prompts: Sequence[str], images: Sequence[np.ndarray] | None = None, with_negative: bool = True
     ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from sfumato.algorithms.dynamics import EulerODE
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import SampleConfig, TrainDitConfig
 from sfumato.data.images.prompts import Prompt
-from sfumato.errors import NonFiniteError
+from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Drawn
@@ -26,6 +27,24 @@ from sfumato.tracking.samples import SampleRecord
 if TYPE_CHECKING:
     from sfumato.data.images.image_text import ImageTextDataset, PairDataset
     from sfumato.data.synthetic.glyphs import GlyphDataset
+
+
+class HasStep(Protocol):
+    """The state of a run, as far as it names a sample's policy."""
+
+    step: int
+    """Finished steps."""
+
+
+class _DrawsEvaluations(Protocol):
+    """The state of a role that draws evaluations."""
+
+    model: DiffusionModel
+
+    @property
+    def updates(self) -> int: ...
+
+    def evaluated(self) -> AbstractContextManager[DiffusionModel]: ...
 
 
 def sample_images(
@@ -151,9 +170,14 @@ def choose_grid(
 
 
 def draw_grid(
-    model: DiffusionModel, prompts: list[str], sources: list[np.ndarray] | None, config: TrainDitConfig, step: int
+    model: DiffusionModel,
+    prompts: list[str],
+    sources: list[np.ndarray] | None,
+    config: TrainDitConfig,
+    state: HasStep,
+    kind: Literal["eval", "watched"] = "eval",
 ) -> list[SampleRecord]:
-    """Records of one sample per prompt of the grid, always from the same latents."""
+    """Records of one sample per prompt of the grid, always from the same latents. ``state`` has the finished steps."""
     damage: list[str] = []
     images = sample_images(
         model,
@@ -166,10 +190,62 @@ def draw_grid(
         micro_batch_size=config.train.micro_batch_size,
         damage=damage,
     )
-    common = {"kind": "eval", "seed": config.train.seed, "policy_version": step}
     return [
-        SampleRecord(content=image, prompt=prompt, source=source, sample_id=index, damage=problem, **common)
+        SampleRecord(
+            content=image,
+            kind=kind,
+            prompt=prompt,
+            seed=config.train.seed,
+            sample_id=index,
+            policy_version=state.step,
+            source=source,
+            damage=problem,
+        )
         for index, (image, prompt, source, problem) in enumerate(
             zip(images, prompts, sources or [None] * len(images), damage, strict=True)
         )
     ]
+
+
+def draw_watched(
+    model: DiffusionModel, config: TrainDitConfig, state: HasStep, prompts: list[str]
+) -> list[SampleRecord]:
+    """Records of one sample for each watched prompt, drawn as the grid is.
+
+    Raises:
+        ConfigError: as ``check_embeddable``.
+    """
+    check_embeddable(model, prompts)
+    return draw_grid(model, prompts, None, config, state, kind="watched")
+
+
+def draw_watched_prompts(actor: _DrawsEvaluations, prompts: list[str], config: DiffusionRLConfig) -> list[SampleRecord]:
+    """Records of one sample for each watched prompt, drawn as an evaluation draws, and not scored.
+
+    Raises:
+        ConfigError: as ``check_embeddable``.
+    """
+    check_embeddable(actor.model, prompts)
+    with actor.evaluated() as model:
+        ids = list(range(len(prompts)))
+        samples, _ = sample_evaluation(model, [Prompt(prompt, {}, "watched") for prompt in prompts], ids, config)
+    return [
+        SampleRecord(
+            content=cast("np.ndarray", sample.image),
+            kind="watched",
+            prompt=sample.prompt,
+            seed=config.eval.seed,
+            sample_id=index,
+            policy_version=actor.updates,
+            damage=sample.damage,
+        )
+        for index, sample in enumerate(samples)
+    ]
+
+
+def check_embeddable(model: DiffusionModel, prompts: Sequence[str]) -> None:
+    """Raises ConfigError where the model cannot draw texts that are not in its data."""
+    if model.takes_image:
+        raise ConfigError("this model draws from a source image, which a text does not have")
+    if model.encoders_freed and not all(model.is_embedded(prompt) for prompt in prompts):
+        raise ConfigError("model.keep_encoders is false, so that only prompts of the data can be drawn")

@@ -1,0 +1,25 @@
+"""Requests to a run whose roles are on Ray: its driver reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.control_requests import answers, write_request
+from tests.role_runs import SEPARATE, RoleRun, assert_same, role_config, undisturbed
+from tests.tiny import write_config
+
+
+@pytest.mark.slow
+def test_requests_change_no_bit_on_ray(tmp_path: Path) -> None:
+    config = role_config(tmp_path, SEPARATE, train={"max_steps": 20, "save_steps": 0})
+    with RoleRun(write_config(config, tmp_path / "run.yaml")) as run:
+        run.wait_for_step(2)
+        commands = ("pause", "sample", "evaluate", "save", "resume")
+        for command in commands:
+            write_request(run.folder, command, command)
+        assert run.wait() == 0, run.output
+    assert sorted(command for _, command, result in answers(run.folder) if result == "done") == sorted(commands)
+    assert len({step for step, _, _ in answers(run.folder)}) == 1, "all while it was paused"
+    assert_same(run.folder, undisturbed(config, tmp_path / "undisturbed"))
