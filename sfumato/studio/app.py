@@ -34,6 +34,7 @@ from sfumato.studio.requests import (
 )
 from sfumato.studio.runs import RunReader, RunsFolder
 from sfumato.studio.series import reduce_curve
+from sfumato.studio.spectrum import draw_spectrum
 from sfumato.studio.stretches import describe_timeline
 from sfumato.studio.thumbnails import WIDTHS, BrokenPictureError, Thumbnails
 from sfumato.tracking.charts import theme_css
@@ -97,6 +98,7 @@ class Studio:
             Route("/api/log", _in_thread(self.log)),
             Route("/thumbnail", _in_thread(self.thumbnail)),
             Route("/file", _in_thread(self.file)),
+            Route("/spectrum", _in_thread(self.spectrum)),
             Route("/events", self.events),
         ]
 
@@ -234,6 +236,14 @@ class Studio:
             raise RefusedRequestError(400, f"width must be one of {', '.join(map(str, WIDTHS))}")
         try:
             content = self.thumbnails.get(self._path(request), width)
+        except BrokenPictureError as error:
+            return refusal(404, str(error))
+        return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})
+
+    def spectrum(self, request: Request) -> Response:
+        """A picture of the spectrum of a sound."""
+        try:
+            content = draw_spectrum(self._path(request))
         except BrokenPictureError as error:
             return refusal(404, str(error))
         return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})

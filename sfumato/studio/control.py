@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import secrets
 import sys
@@ -79,7 +80,8 @@ class Control:
 
     async def settings(self, request: Request) -> Response:
         """What pages may offer."""
-        return json_response({"control": self.may_control})
+        can_load = {name: self.may_control and _has_command(name) for name in ("replay", "playground")}
+        return json_response({"control": self.may_control, **can_load})
 
     async def control(self, request: Request) -> Response:
         """Asks a run for something: it answers in control.jsonl when it has come to the end of its step."""
@@ -149,7 +151,7 @@ class Control:
         file = result.pop("file", None)
         if isinstance(file, str) and Path(file).suffix in (".png", ".webp") and Path(file).is_file():
             result["picture"] = self._address(Path(file))
-        return _cleaned(result)
+        return {str(name): _cleaned(item) for name, item in result.items()}
 
     async def play(self, request: Request) -> Response:
         """Has a checkpoint, or all of them, answer a prompt. The process that holds the model stays for the next."""
@@ -296,6 +298,11 @@ class Playground:
     async def close(self) -> None:
         """Ends the process."""
         await _end(self._process)
+
+
+def _has_command(name: str) -> bool:
+    """Whether this installation has a command that loads checkpoints."""
+    return importlib.util.find_spec(f"sfumato.commands.{name}") is not None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
@@ -124,11 +123,11 @@ class SampleIndex:
         with os.scandir(folder) as entries:
             for entry in entries:
                 match = STEP_FOLDER.fullmatch(entry.name)
-                if match and entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(OSError):  # a folder without samples
-                        status = os.stat(os.path.join(entry.path, "samples.jsonl"), follow_symlinks=False)
-                        # a file system gives the number of a removed file to the next one: the time tells them apart
-                        steps[int(match[1])] = (status.st_ino, status.st_mtime_ns)
+                if match is None or not entry.is_dir(follow_symlinks=False):
+                    continue
+                stamp = _stamp_of(Path(entry.path))
+                if stamp is not None:
+                    steps[int(match[1])] = stamp
         return dict(sorted(steps.items()))
 
     @property
@@ -193,9 +192,14 @@ class SampleIndex:
     def rows(self, step: int) -> list[Record]:
         """The rows of a step; empty where there is none, or where they cannot be read, which ``problems`` says."""
         with self._lock:
-            stamp = self._folders.get(step)
-            if stamp is None:
+            if step not in self._folders:
                 return []
+            stamp = self._folders[step]
+            newest = _stamp_of(step_folder(self.run_dir, step))
+            if newest is not None and newest != stamp:  # rows that were written anew within the step's folder
+                stamp = self._folders[step] = newest
+                self._entries.pop(step, None)
+                self.generation += 1
             held = self._rows.get((step, stamp))
             if held is not None:
                 self._rows.move_to_end((step, stamp))
@@ -240,6 +244,16 @@ class SampleIndex:
         if Path(name).name != name or path_inside(folder, name) != folder.resolve() / name:
             return None
         return folder / name
+
+
+def _stamp_of(folder: Path) -> Stamp | None:
+    """What tells the samples of a step's folder from those of before; None for a folder without samples."""
+    try:
+        status = os.stat(folder / "samples.jsonl", follow_symlinks=False)
+    except OSError:
+        return None
+    # a file system gives the number of a removed file to the next one: the time tells them apart
+    return (status.st_ino, status.st_mtime_ns)
 
 
 def text_of(row: Mapping[str, object], name: str) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from sfumato.tracking.trackers import Series, finite, is_number
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
@@ -54,7 +52,8 @@ def headlines(metrics: Series, weights: Mapping[str, float]) -> list[Headline]:
             continue
         direction = _direction(name, weights)
         best = (min if direction < 0 else max)(values, key=lambda item: item[1])
-        change = {1.0: "better", -1.0: "worse"}.get(np.sign(direction * (values[-1][1] - values[0][1])), "unknown")
+        gain = direction * (values[-1][1] - values[0][1])
+        change = "better" if gain > 0 else "worse" if gain < 0 else "unknown"
         figures.append(Headline(name, values[0], values[-1], best, change, bool(direction)))
     return figures
 

@@ -187,7 +187,8 @@ def test_groups_and_samples_say_what_they_taught(client, runs):
     step = read(client, "/api/step", run="a", step=4)
     assert [len(group["samples"]) for group in step["groups"]] == [3, 3] and not step["groups"][0]["is_computed"]
     assert step["groups"][0]["mean"] == pytest.approx(1 / 6)
-    add_decisions(runs / "a", 8)
+    read(client, "/api/step", run="a", step=8)
+    add_decisions(runs / "a", 8)  # an update writes the rows anew in their folder
     computed = read(client, "/api/step", run="a", step=8)["groups"][1]
     assert computed["group"] == "1" and computed["mean"] == 0.25 and computed["is_computed"]
     sample = read(client, "/api/sample", run="a", step=8, kind="train", id=4)
@@ -257,6 +258,29 @@ def test_a_video_is_sent_as_it_is_and_has_a_still(client, runs):
     assert part.status_code == 206 and part.content == b"RIFF"
     still = client.get("/thumbnail", params={"run": "a", "step": 16, "file": "eval_0000.webp", "width": 128})
     assert still.status_code == 200
+
+
+def test_a_sound_is_sent_and_has_a_spectrum(client, runs, tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    folder = runs / "a" / "samples" / "step_000012"
+    rate = 16_000
+    seconds = np.arange(rate) / rate
+    soundfile.write(folder / "tone.wav", 0.5 * np.sin(2 * np.pi * 2000 * seconds), rate)
+    (folder / "noise.wav").write_bytes(b"RIFF no sound")
+    rows = [{"kind": "eval", "sample_id": 40, "prompt": "a tone", "seed": 7, "file": "tone.wav"}]
+    rows.append(rows[0] | {"sample_id": 41, "file": "noise.wav"})
+    with (folder / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (runs / "a" / "samples" / "touched").mkdir()
+    pause()
+    place = {"run": "a", "step": 12, "file": "tone.wav"}
+    sound = client.get("/file", params=place)
+    assert sound.headers["content-type"] == "audio/wav" and sound.content == (folder / "tone.wav").read_bytes()
+    (tmp_path / "spectrum.webp").write_bytes(client.get("/spectrum", params=place).content)
+    shades = np.asarray(Image.open(tmp_path / "spectrum.webp").convert("L"), float)
+    # 2 kHz of the 8 kHz that are shown, counted from below
+    assert abs((len(shades) - 1 - shades.mean(axis=1).argmax()) - len(shades) * 2000 / 8000) <= 2
+    assert "no sound" in read(client, "/spectrum", 404, **(place | {"file": "noise.wav"}))["error"]
 
 
 def test_texts_of_a_language_model_and_broken_rows(client, runs):

@@ -7,7 +7,7 @@ let asked = null;
 
 /** What this studio may do. */
 export async function settings() {
-  asked ??= get("/api/settings").then(({control}) => ({control, can_replay: control}));
+  asked ??= get("/api/settings");
   return asked;
 }
 

@@ -7,9 +7,9 @@ import {fill, h, table, toast} from "../dom.js";
 export async function show(view, parameters) {
   const run = parameters.get("run");
   const list = h("div");
-  const {control} = await settings();
-  fill(view, h("h1", {}, "Checkpoints"), list, control ? playground(run) : h("p", {class: "note"},
-    "The playground loads checkpoints: start the studio with --control to use it."));
+  const {control, playground: canPlay} = await settings();
+  fill(view, h("h1", {}, "Checkpoints"), list, canPlay ? playground(run) : h("p", {class: "note"},
+    control ? "This version has no playground." : "The playground loads checkpoints: start the studio with --control to use it."));
 
   async function update() {
     const {checkpoints, has_export: hasExport} = await get("/api/checkpoints", {run});

@@ -10,7 +10,7 @@ export async function show(view, parameters, {keepInAddress}) {
   let step = Number(parameters.get("step"));
   let id = Number(parameters.get("id"));
   let data;
-  const {can_replay: canReplay} = await settings();
+  const {replay: canReplay} = await settings();
 
   async function load() {
     data = await get("/api/sample", {run, step, kind, id});
