@@ -166,5 +166,5 @@ class TrainDitDpoConfig(TrainDitConfig):
             refuse_needless(self.dpo, "dpo", ("label_smoothing",), why)
         if self.data.eval_path is None and self.data.data_type != "glyphs":
             why = "without data.eval_path: remove it, or set data.eval_path"
-            refuse_needless(self.eval, "eval", ("every_steps", "num_rows"), why)
+            refuse_needless(self.eval, "eval", ("num_rows",), why)
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from sfumato.config.base import Section, Variant, find_variants
+from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -61,20 +63,117 @@ class SectionHelp:
     """Its plain fields. Those of the sections inside it stand with these."""
 
 
-def format_help(schema: type[Section]) -> str:
-    """Help text of a configuration: one entry per field, variants listed with their own fields."""
+FIRST = (
+    "model.model_path",
+    "model.family",
+    "model.lora.rank",
+    "data.train_path",
+    "data.eval_path",
+    "data.data_type",
+    "data.chat_template",
+    "data.max_seq_len",
+    "data.max_prompt_tokens",
+    "data.height",
+    "data.width",
+    "algorithm.recipe",
+    "dpo.loss",
+    "dpo.beta",
+    "kto.beta",
+    "reward.rewards",
+    "reward.objective",
+    "rollout.num_prompts",
+    "rollout.n",
+    "rollout.max_new_tokens",
+    "rollout.engine",
+    "rollout.height",
+    "rollout.width",
+    "rollout.num_inference_steps",
+    "train.lr",
+    "train.max_steps",
+    "train.num_train_epochs",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.output_dir",
+    "train.load_checkpoint_path",
+    "eval.every_steps",
+    "sample.every_steps",
+    "train.save_steps",
+    "train.data_parallel_mode",
+    "train.trackers",
+    "train.optimizer",
+    "train.seed",
+    "train.mixed_precision",
+    "train.activation_checkpointing",
+    "eval.num_prompts",
+    "eval.num_rows",
+)
+"""Fields that ``--help`` shows, those of them that a task has, from the first on."""
+NUM_FIRST = 20
+"""How many of them."""
+
+
+def format_help(schema: type[Section], part: str = "all") -> str:
+    """Help text of a configuration: one entry per field, variants listed with their own fields.
+
+    Args:
+        schema: of the task.
+        part: ``all``, or the dotted name of a section or field; empty: the fields that matter first, and what sections
+            there are.
+
+    Raises:
+        ConfigError: when there is no such section or field.
+    """
     summary = inspect.cleandoc(schema.__doc__ or "")
-    lines = [USAGE.format(command=schema.usage), summary, ""]
-    for section in describe_sections(schema):
-        lines += ["", f"[{section.path}]  {section.summary}"] if section.path else []
-        for field in section.fields:
-            lines += _entry(field)
-            for variant in field.variants:
-                lines.append(f"      type: {variant.type}  {variant.summary}")
-                lines += [
-                    f"        {field.variant_path}.{name} = {default}  {text}" for name, default, text in variant.fields
-                ]
-    return "\n".join(lines)
+    head = [USAGE.format(command=schema.usage), summary, ""]
+    sections = describe_sections(schema)
+    if part == "all":
+        return "\n".join([*head, *(line for section in sections for line in _section_lines(section))])
+    if not part:
+        return "\n".join([*head, *_first_lines(sections)])
+    chosen = [section for section in sections if section.path == part or section.path.startswith(f"{part}.")]
+    if chosen:
+        return "\n".join(line for section in chosen for line in _section_lines(section)).lstrip("\n")
+    fields = {field.path: field for section in sections for field in section.fields}
+    if part not in fields:
+        names = [section.path for section in sections if section.path]
+        near = difflib.get_close_matches(part, [*names, *fields], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--help {part}: no section or field of that name{hint} Sections are {', '.join(names)}")
+    return "\n".join(_field_lines(fields[part]))
+
+
+def _section_lines(section: SectionHelp) -> list[str]:
+    heading = ["", f"[{section.path}]  {section.summary}"] if section.path else []
+    return [*heading, *(line for field in section.fields for line in _field_lines(field))]
+
+
+def _field_lines(field: FieldHelp) -> list[str]:
+    lines = _entry(field)
+    for variant in field.variants:
+        lines.append(f"      type: {variant.type}  {variant.summary}")
+        lines += [f"        {field.variant_path}.{name} = {default}  {text}" for name, default, text in variant.fields]
+    return lines
+
+
+def _first_lines(sections: list[SectionHelp]) -> list[str]:
+    """The fields that matter first, without the fields of variants, and the sections with how many fields they have."""
+    fields = {field.path: field for section in sections for field in section.fields}
+    shown = [fields[path] for path in FIRST if path in fields][:NUM_FIRST] or list(fields.values())[:NUM_FIRST]
+    lines = [line for field in shown for line in _entry(field)]
+    if len(shown) == len(fields):
+        return lines
+    lines += ["", f"These are {len(shown)} of {len(fields)} options. The rest by section, --help SECTION:", ""]
+    for name in dict.fromkeys(section.path.partition(".")[0] for section in sections if section.fields):
+        inside = [each for each in sections if each.path.partition(".")[0] == name]
+        count = sum(len(section.fields) for section in inside)
+        if name:
+            lines.append(f"  --help {name:<10} {count:>3} options  {inside[0].summary}")
+    return [
+        *lines,
+        "",
+        "  --help all        every option, with the fields of each type",
+        "  --help train.lr   one option",
+    ]
 
 
 def describe_sections(schema: type[Section]) -> list[SectionHelp]:

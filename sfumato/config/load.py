@@ -20,6 +20,7 @@ from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, leaves
 from sfumato.config.file_checks import file_problem
 from sfumato.config.help import format_help, inner_section
+from sfumato.config.other_tools import explain_option
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
 from sfumato.config.writing import write_atomically
@@ -353,6 +354,14 @@ def asks_for_help(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
 
 
+def help_part(arguments: list[str]) -> str:
+    """What of the fields is asked for: the word behind ``--help``, which may be ``all``; empty for the first ones."""
+    place = next(index for index, argument in enumerate(arguments) if argument in ("--help", "-h"))
+    following = arguments[place + 1 : place + 2]
+    is_part = bool(following) and not following[0].startswith("-") and not following[0].endswith((".yaml", ".yml"))
+    return following[0] if is_part else ""
+
+
 def _join_mistakes(lines: list[str]) -> ConfigError:
     """Mistakes as one error, each once, at most ``MOST_SHOWN`` of them, without characters that a terminal acts on."""
     parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
@@ -363,13 +372,13 @@ def _join_mistakes(lines: list[str]) -> ConfigError:
 
 
 def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> SectionT:
-    """Reads ``CONFIG.yaml [--a.b value ...]`` from the command line; ``--help`` prints every field and exits.
+    """Reads ``CONFIG.yaml [--a.b value ...]`` from the command line; ``--help`` prints fields and exits.
 
     Raises ConfigError for a wrong command line, file or value.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if asks_for_help(arguments):
-        print(format_help(schema))
+        print(format_help(schema, help_part(arguments)))
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError("the first argument must be a YAML configuration file; --help lists every field")
@@ -401,12 +410,19 @@ def _describe(
     context = error.get("ctx", {})
     if error["type"] == "variant":
         subs = [{**sub, "loc": location + tuple(sub["loc"])} for sub in context["errors"]]
-        return "\n".join(_describe_one(sub, context["names"], path, overrides) for sub in subs)
+        return "\n".join(_describe_one(sub, context["names"], path, overrides) + _foreign(sub, schema) for sub in subs)
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
         hint = suggest(context["value"], context["known"])
         return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
-    return _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
+    return _describe_one(error, _field_names(schema, location[:-1]), path, overrides) + _foreign(error, schema)
+
+
+def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
+    """The end of a message about an unknown key: what it is called here, where it is an option of another tool."""
+    if error["type"] != "extra_forbidden":
+        return ""
+    return explain_option(".".join(map(str, error["loc"])), error.get("input"), schema)
 
 
 def _describe_one(

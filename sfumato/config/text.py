@@ -200,7 +200,7 @@ class TrainTextKtoConfig(TrainTextConfig):
 def check_text(data: TextDataConfig, train: TextTrainConfig, evaluation: TextEvalConfig) -> None:
     """Raises ValueError when sections of a task that learns from text do not fit together."""
     if data.eval_path is None and data.synthetic is None:
-        names = list(type(evaluation).model_fields)
+        names = [name for name in type(evaluation).model_fields if name != "every_steps"]  # how often nothing happens
         refuse_needless(evaluation, "eval", names, "without data.eval_path: remove it, or set data.eval_path")
     if data.datasets_type == "iterable" and train.max_steps is None and data.train_size is None:
         raise ValueError(

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -44,10 +45,20 @@ def _import_function(path: str) -> Callable[..., object]:
         # no package can be installed for a module of the user's that is missing
         is_own = where.partition(".")[0] == missing_package
         remedy = f"; install the package that has {missing_package}" if missing_package and not is_own else ""
-        raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{remedy}") from error
+        place = _place_of(error)
+        raise ConfigError(f"cannot import function {path!r}: {type(error).__name__}: {error}{place}{remedy}") from error
     if not callable(function):
         raise ConfigError(f"cannot import function {path!r}: {name} is a {type(function).__name__}")
     return function
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line of the user's code that could not be imported, as the end of a message; empty where it has none."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text names them
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _load_file(path: Path) -> ModuleType:

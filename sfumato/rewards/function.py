@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Failure, Reward, Sample
+from sfumato.rewards.function_signature import check_signature, place_of
 from sfumato.rewards.scoring.calls import TIMED_OUT, describe_error
 
 CALL_OVERHEAD_S = 1.0
@@ -56,12 +57,15 @@ class FunctionReward(Reward):
     @property
     def source_file(self) -> str | None:
         """Where the function stands."""
-        return getattr(getattr(import_function(self.path), "__code__", None), "co_filename", None)
+        place = place_of(import_function(self.path))
+        return None if place is None else place[0]
 
     def prepare(self) -> None:
-        """Imports the function. Raises ConfigError when there is none, or when it cannot work on several samples."""
+        """Imports the function. Raises ConfigError when there is none, or when it cannot be called as it would be."""
         try:
-            is_async = inspect.iscoroutinefunction(import_function(self.path))
+            function = import_function(self.path)
+            check_signature(function, self.path, self.groupwise)
+            is_async = inspect.iscoroutinefunction(function)
         except ConfigError as error:
             raise ConfigError(f"reward {self.label!r}: {error}") from error
         if self.concurrency > 1 and not is_async:

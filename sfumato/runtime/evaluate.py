@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from sfumato.config.rl import RLConfig
+from sfumato.errors import RewardError
 from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
-from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.scoring.scorer import Scorer, failure_prefix
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, RankBatch, records_of
 from sfumato.runtime.roles import Handle, Role, Roles
@@ -81,6 +84,8 @@ def evaluate(
         all_scores = Scores.cat([values_of_process for values_of_process, _ in everyone])
         for text in all_scores.messages:
             run.say(f"evaluation at step {step}: reward {text}")
+        if step == 0 and not add:
+            refuse_failed_rewards(all_scores, config)
         metrics = all_scores.metrics("eval/") | drawn_by_rank[0].metrics
         for name in values:
             finite = [
@@ -148,6 +153,24 @@ def control_of(
 def _finished_steps(actor: Actor[Any]) -> int:
     """Runs in the actor."""
     return actor.updates
+
+
+def refuse_failed_rewards(scores: Scores, config: RLConfig) -> None:
+    """Raises RewardError when an optimised reward gave no value at all: the iterations would be drawn for nothing.
+
+    Rewards that compare the samples of a group are left out: an evaluation draws one for each prompt.
+    """
+    for reward in config.reward.rewards:
+        values = scores.components.get(reward.label)
+        is_optimised = not reward.evaluation_only and reward.weight != 0 and not reward.groupwise
+        if values is None or not len(values) or not is_optimised or not np.isnan(values).all():
+            continue
+        reasons = "; ".join(text for text in scores.failures if text.startswith(failure_prefix(reward)))
+        if reasons and config.reward.max_failed_fraction < 1:
+            raise RewardError(
+                f"the reward {reward.label!r} gave no value for any of the {len(values)} samples of the first "
+                f"evaluation, so that nothing could be learned: {reasons}"
+            )
 
 
 def _draw_and_score(

@@ -80,6 +80,9 @@ CACHES = ("tokens", "processes.json")
 NAMED = 3
 """Differences that an error names; the others are counted."""
 
+LONGEST_VALUE = 40
+"""Characters of a value that an error shows."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -187,7 +190,7 @@ class RunFolder:
         config = flatten(self._config.model_dump(mode="json"))
         names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
         return [
-            f"{name} ({_shorten_value(standing_config.get(name))} there, {_shorten_value(config.get(name))} here)"
+            "{} ({} there, {} here)".format(name, *_shorten_pair(standing_config.get(name), config.get(name)))
             for name in names
             if standing_config and standing_config.get(name) != config.get(name)
         ]
@@ -376,7 +379,14 @@ def _name_first(texts: list[str]) -> str:
     return ", ".join(texts[:NAMED]) + more
 
 
-def _shorten_value(value: object) -> str:
-    """A value of the configuration in at most 40 characters."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _shorten_pair(before: object, after: object) -> tuple[str, str]:
+    """Two values of the configuration in at most 46 characters, around the first one in which they differ."""
+    texts = [json.dumps(value, default=str) for value in (before, after)]
+    letters = zip(*texts, strict=False)
+    shared = next((place for place, (one, other) in enumerate(letters) if one != other), min(map(len, texts)))
+    start = max(shared - LONGEST_VALUE // 2, 0) if max(map(len, texts)) > LONGEST_VALUE else 0
+    stop = start + LONGEST_VALUE
+    before_text, after_text = (
+        f"{'...' if start else ''}{text[start:stop]}{'...' if len(text) > stop else ''}" for text in texts
+    )
+    return before_text, after_text

@@ -140,7 +140,7 @@ class Progress:
 
 
 def format_value(value: float) -> str:
-    """A number in a few characters: 0.4321, 1.0e-03, 812.25, 65536."""
+    """A number in a few characters: 0.4321, 1.0e-03, 1.23e-03, 812.25, 65536."""
     value = float(value)
     if not math.isfinite(value):
         return str(value)
@@ -148,8 +148,15 @@ def format_value(value: float) -> str:
     if value == int(value) and size < 1e7:
         return str(int(value))
     if size < 0.01 or size >= 1e6:
-        return f"{value:.1e}"
+        short = f"{value:.1e}"  # a round number, such as most learning rates
+        return short if float(short) == value else f"{value:.2e}"
     return f"{value:.4f}" if size < 10 else f"{value:.2f}" if size < 10_000 else f"{value:.0f}"
+
+
+def digits_after_point(*values: float) -> int:
+    """Digits behind the point that show three of the largest value, at least 3 and at most 9."""
+    largest = max((abs(value) for value in values if math.isfinite(value) and value), default=1.0)
+    return min(max(3, 2 - math.floor(math.log10(largest))), 9)
 
 
 def format_duration(seconds: float) -> str:

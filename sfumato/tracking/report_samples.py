@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sfumato.tracking.progress import format_value
+from sfumato.tracking.progress import digits_after_point, format_value
 from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import choose_evenly, embedded_picture
@@ -85,6 +85,7 @@ class RewardChips:
         has_rewards = any(row.get("rewards") for row in rows)
         low, high = min(values, default=0.0), max(values, default=1.0)
         self.has_rewards = bool(values) or has_rewards
+        self.digits = digits_after_point(low, high) - 1
         self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
     def render(self, row: dict[str, Any]) -> str:
@@ -99,7 +100,7 @@ class RewardChips:
         if total is None:
             return f'<span class="chip none" title="{title}">no reward</span>'
         part = (total - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.2f}</span>'
+        return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.{self.digits}f}</span>'
 
 
 def sample_cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: RewardChips, label: str = "") -> str:

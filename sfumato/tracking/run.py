@@ -26,7 +26,7 @@ from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
-from sfumato.tracking.progress import Progress, quiet_libraries
+from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries
 from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
@@ -289,7 +289,8 @@ class Run:
         for name in names:
             values = [line[name] for line in lines if line.get(name) is not None]
             if values and name.removeprefix(prefix) not in {"std", "failed"}:
-                parts.append(f"{name.removeprefix(prefix)} {values[0]:.3f} -> {values[-1]:.3f}")
+                digits = digits_after_point(values[0], values[-1])
+                parts.append(f"{name.removeprefix(prefix)} {values[0]:.{digits}f} -> {values[-1]:.{digits}f}")
         return ", ".join(parts)
 
     def say_signs_of_hacking(self) -> None:

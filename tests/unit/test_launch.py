@@ -374,7 +374,7 @@ def test_a_configuration_is_read_without_the_frameworks(task, arguments, code):
     done, loaded = read_first(f"tasks/{task}.py", *arguments)
     assert done.returncode == code, done.stderr
     assert "sfumato" in loaded and not loaded & {"torch", "diffusers", "transformers", "peft", "matplotlib"}
-    assert ("--train.seed int" in done.stdout) == ("--help" in arguments)
+    assert ("--train.lr float" in done.stdout) == ("--help" in arguments)
     assert ("error: --train.sead: unknown key; did you mean 'seed'?" in done.stderr) == (code == 2)
 
 

@@ -65,7 +65,7 @@ class FrozenParts(ABC):
         """Device of text encoders and autoencoder while they are not used; None leaves them on ``device``."""
         self.say: Callable[[str], None] = lambda text: None
         """Prints a line; called when prompts are truncated."""
-        self._cut: set[int] = set()
+        self._has_said_cut = False
         """Hashes of prompts that were truncated."""
         self._prompts: dict[tuple[str, str], dict[str, Tensor]] = {}
         """Cached embeddings by prompt and digest of its image; the digest is empty without an image."""
@@ -264,24 +264,21 @@ class FrozenParts(ABC):
         return prompt
 
     def _report_if_truncated(self, prompt: str) -> None:
-        """Counts prompts that are truncated, and reports whenever their number reaches a power of two."""
+        """Says, of the first prompt that is truncated, what becomes of such prompts."""
         tokenizer = getattr(self.pipeline, self.prompt_tokenizer, None)
-        if tokenizer is None or hash(prompt) in self._cut:
+        if tokenizer is None or self._has_said_cut:
             return
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor of text and images has one
         num_tokens = len(tokenizer(self.prompt_as_read(prompt), verbose=False)["input_ids"])
         if num_tokens <= self.prompt_limit:
             return
-        self._cut.add(hash(prompt))
-        count = len(self._cut)
-        if count & (count - 1) == 0:  # a power of two
-            shown = prompt if len(prompt) < 80 else f"{prompt[:77]}..."
-            subject = "prompt was" if count == 1 else "different prompts were"
-            hint = " (model.max_sequence_length)" if self.prompt_limit == self.max_sequence_length else ""
-            self.say(
-                f"{count} {subject} cut so far, since the model reads {self.prompt_limit} tokens of each{hint}; this "
-                f"one has {num_tokens}: {shown!r}"
-            )
+        self._has_said_cut = True
+        shown = prompt if len(prompt) < 80 else f"{prompt[:77]}..."
+        hint = " (model.max_sequence_length)" if self.prompt_limit == self.max_sequence_length else ""
+        self.say(
+            f"the model reads the first {self.prompt_limit} tokens of a prompt{hint}; longer ones are cut, the first "
+            f"of which has {num_tokens}: {shown!r}"
+        )
 
     def _keep(self, keys: Sequence[tuple[str, str]], embedded: dict[str, Tensor]) -> None:
         """Caches the first rows of embeddings, one for each key; further rows are padding."""

@@ -330,11 +330,12 @@ def _decode_metadata(text: str) -> dict[str, object]:
 
 def _encode_pixels(pixels: np.ndarray | None) -> bytes | list[bytes] | None:
     if pixels is None or pixels.ndim == 3:
-        return None if pixels is None else _encode_png(pixels)
-    return [_encode_png(frame) for frame in pixels]
+        return None if pixels is None else encode_png(pixels)
+    return [encode_png(frame) for frame in pixels]
 
 
-def _encode_png(image: np.ndarray) -> bytes:
+def encode_png(image: np.ndarray) -> bytes:
+    """The PNG file of an image, uint8 [H, W, 3]."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()

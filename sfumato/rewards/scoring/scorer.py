@@ -119,7 +119,7 @@ class Scorer:
             # damaged samples keep NaN
             components[reward.label] = np.full(len(samples), math.nan)
             components[reward.label][undamaged_rows] = values
-            failed.update(f"{_failure_prefix(reward)}{reason}" for reason in reasons if reason)
+            failed.update(f"{failure_prefix(reward)}{reason}" for reason in reasons if reason)
             notes += [f"{reward.label}: {note}" for note in reward.take_notes()]
             counts |= reward.take_counts()
         metadata = [sample.metadata for sample in samples] if self.combination.takes_metadata else None
@@ -216,7 +216,7 @@ class Scorer:
         num_failed = int(np.isnan(scores.total).sum())
         if not self.objective or num_failed <= self.max_failed_fraction * num_samples:
             return
-        prefixes = (_DAMAGED, _COMBINATION, *(_failure_prefix(reward) for reward in self.objective))
+        prefixes = (_DAMAGED, _COMBINATION, *(failure_prefix(reward) for reward in self.objective))
         reasons = "; ".join(failure for failure in scores.failures if failure.startswith(prefixes))
         raise RewardError(
             f"{num_failed} of {num_samples} samples have no reward, more than max_failed_fraction "
@@ -246,5 +246,5 @@ _DAMAGED = "not scored: "
 _COMBINATION = "combination: "
 
 
-def _failure_prefix(reward: Reward) -> str:
+def failure_prefix(reward: Reward) -> str:
     return f"{reward.label} (evaluation only): " if reward.evaluation_only else f"{reward.label}: "

@@ -126,9 +126,8 @@ class RowProbe:
             return ""
         rows, worst = max(self.differences.items(), key=lambda item: item[1])
         return (
-            f"rows of the model's output depend on the batch here, by up to {worst:.1e} in one of {rows} rows"
-            f"{f', first seen in {self.layer}' if self.layer else ''}: replay and rollout differ by rounding, and the "
-            "self-check allows the rounding of the dtype instead of 0"
+            f"replay and rollout agree up to rounding on this machine (by up to {worst:.1e} in one of {rows} rows"
+            f"{f', first seen in {self.layer}' if self.layer else ''}), which the self-check allows for"
         )
 
 

@@ -1,0 +1,70 @@
+"""How a reward function is called, read from its signature before anything is drawn."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from sfumato.errors import ConfigError
+
+FLOW_GRPO = {"images", "prompts", "metadata"}
+"""Parameters of a reward function of flow_grpo, which gets a batch and returns values and details."""
+TRL = {"completions", "completion_ids"}
+"""Parameters of a reward function of TRL, which gets columns of a batch by their names."""
+
+WRAPPERS = {
+    "flow_grpo": """\
+def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets torch.from_numpy of it
+    images = numpy.stack([sample.image for sample in samples])
+    return {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])[0]""",
+    "TRL": """\
+def score(samples):  # for conversations: completions=[[{{"role": "assistant", "content": sample.text}}] for ...]
+    columns = {{key: [sample.metadata.get(key) for sample in samples] for key in samples[0].metadata}}
+    prompts, completions = [sample.prompt for sample in samples], [sample.text for sample in samples]
+    return {name}(prompts=prompts, completions=completions, **columns)""",
+}
+"""What calls a function of others, by whose it is."""
+
+
+def place_of(function: Callable[..., object]) -> tuple[str, int] | None:
+    """File and line of a function, below its decorators; None where it is not written in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def check_signature(function: Callable[..., Any], path: str, groupwise: bool) -> None:
+    """Looks whether a function can be called with one argument, a sample or the list of a group's samples.
+
+    Args:
+        function: of the user.
+        path: where the configuration says that it stands.
+        groupwise: whether it is given a list.
+
+    Raises:
+        ConfigError: when it cannot be called so; the message has the lines that call a function of flow_grpo or TRL.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one that is written in C may have none
+        return
+    names = list(signature.parameters)
+    place = place_of(function)
+    where = path if place is None else f"{path} ({place[0]}:{place[1]})"
+    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if {*names} & TRL else ""
+    if whose:
+        name = path.rpartition(":")[2]
+        raise ConfigError(
+            f"{where} is a function of {whose}, {name}{signature}: put this beside it, and name it instead, with "
+            f"groupwise: true\n{WRAPPERS[whose].format(name=name)}"
+        )
+    argument = "the list of a group's samples" if groupwise else "a Sample"
+    try:
+        signature.bind(object())
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} must take one argument, {argument}, and is {path.rpartition(':')[2]}{signature}: {error}"
+        ) from error
