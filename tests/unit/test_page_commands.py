@@ -202,6 +202,7 @@ RULES = [
     Rule(r"python -m sfumato\.models\.smollm2 ", None, "run by tests/e2e/test_smollm2.py"),
     Rule(r"python -m sfumato\.rewards\.convert", None, "run on small files by tests/unit/test_rewards_convert.py"),
     Rule(r"python -m pytest (-s -m slow )?tests/", names_files, "tests themselves"),
+    Rule(r"python -m tests\.family_table$", None, "its page is compared by tests/unit/test_family_table.py"),
     Rule(r"python -m tests\.fuzz", None, "runs for as long as it is told to"),
     Rule(
         r"python -m tests\.mutation( map| run|$)",
