@@ -54,6 +54,7 @@ def write_run(folder: Path) -> None:
         clear = 1 - 0.85 * np.exp(-step / 25)
         totals = [float(np.clip(clear + 0.1 * generator.normal() - 0.05 * number, 0, 1)) for number in range(4)]
         line = {"step": step, "reward/total": float(clear + 0.03 * generator.normal()), "policy/kl": 0.0004 * step}
+        line["reward/sharpness"] = line["reward/total"]
         line |= {"loss": float(0.02 * generator.normal()), "grad_norm": float(1 + 0.1 * generator.normal()), "lr": 2e-4}
         if step % EVERY == 0:
             watched = 0.7 - 0.004 * step

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="pip install playwright"),
 ]
 
-WAIT_MS = 15_000
+WAIT_MS = 60_000
 
 
 class Studio:
