@@ -29,12 +29,11 @@ from sfumato.studio.requests import find_run, find_sample, json_response, parse_
 from sfumato.studio.runs import RunReader, RunsFolder, read_text
 from sfumato.studio.secrets import hide_in_text
 from sfumato.studio.tail import LineTail, Record
+from sfumato.tracking.control_files import ANSWERS, FOLDER, MOST_CHARACTERS, MOST_PROMPTS, WATCHED
 
 COMMANDS = ("save", "sample", "evaluate", "stop", "pause", "resume")
 MOST_BODY_BYTES = 2**16 + 2**10
-MOST_PROMPTS, LONGEST_PROMPT = 16, 2000
-WATCHED = "watched_prompts.txt"
-ANSWERS = 50
+NEWEST_ANSWERS = 50
 """Answers of the run that a page shows, the newest."""
 REPLAY_S = 900.0
 START_S = 300.0
@@ -110,8 +109,10 @@ class Control:
             raise RefusedRequestError(400, "prompts must be a list of texts")
         lines = [" ".join(prompt.split()) for prompt in prompts]
         lines = [line for line in lines if line]
-        if len(lines) > MOST_PROMPTS or any(len(line) > LONGEST_PROMPT for line in lines):
-            raise RefusedRequestError(400, f"at most {MOST_PROMPTS} prompts of {LONGEST_PROMPT} letters can be watched")
+        if len(lines) > MOST_PROMPTS or any(len(line) > MOST_CHARACTERS for line in lines):
+            raise RefusedRequestError(
+                400, f"at most {MOST_PROMPTS} prompts of {MOST_CHARACTERS} letters can be watched"
+            )
         if any(line.startswith("#") for line in lines):
             raise RefusedRequestError(400, "a prompt must not begin with #, which marks a comment in the run's file")
         content = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="replace")
@@ -326,10 +327,10 @@ async def _read_json(request: Request, *names: str) -> dict[str, object]:
 
 def _write_control(reader: RunReader, name: str, content: bytes) -> None:
     """Writes a file into the run's control folder, which is made; the run sees all of it or nothing."""
-    folder = reader.folder / "control"
+    folder = reader.folder / FOLDER
     try:
         folder.mkdir(exist_ok=True)
-        if folder.is_symlink() or path_inside(reader.folder, "control") != folder.resolve():
+        if folder.is_symlink() or path_inside(reader.folder, FOLDER) != folder.resolve():
             raise DataError(f"{folder} is a link: remove it")
         write_atomically(folder / name, content)
     except OSError as error:
@@ -338,12 +339,12 @@ def _write_control(reader: RunReader, name: str, content: bytes) -> None:
 
 def _read_answers(reader: RunReader) -> dict[str, object]:
     answers: list[Record] = []
-    LineTail(reader.folder / "control.jsonl").read_new(answers.clear, answers.append)
-    waiting = sorted(path.stem for path in (reader.folder / "control").glob("studio-*.json"))
-    prompts = read_text(reader.folder / "control", WATCHED).splitlines()
+    LineTail(reader.folder / ANSWERS).read_new(answers.clear, answers.append)
+    waiting = sorted(path.stem for path in (reader.folder / FOLDER).glob("studio-*.json"))
+    prompts = read_text(reader.folder / FOLDER, WATCHED).splitlines()
     prompts = [line for line in prompts if line.strip() and not line.startswith("#")]
     return {
-        "answers": _cleaned(answers[-ANSWERS:]),
+        "answers": _cleaned(answers[-NEWEST_ANSWERS:]),
         "waiting": waiting,
         "prompts": [printable(line) for line in prompts],
     }

@@ -14,10 +14,11 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.serving.requests import RefusedRequestError
 from sfumato.studio import live
 from sfumato.studio.app import Studio, build_app
-from sfumato.studio.control import Control
+from sfumato.studio.control import COMMANDS, Control
 from sfumato.studio.runs import RunsFolder
 from sfumato.studio.serve import find_token, serve
 from sfumato.studio.thumbnails import Thumbnails
+from sfumato.tracking.control_files import ControlFolder
 from tests.studio_runs import HOST, TOKEN, write_run
 from tests.unit.test_studio import read, write_lock
 
@@ -174,6 +175,20 @@ def test_only_post_changes_anything_and_only_with_control(runs, tmp_path, client
     name = controlling.post("/api/control", json=body).json()["id"]
     assert json.loads((runs / "a" / "control" / f"{name}.json").read_text()) == {"command": "save"}
     assert not list((runs / "a" / "control").glob("*.tmp"))
+
+
+def test_a_run_takes_what_a_page_has_asked_for(runs, tmp_path):
+    client = build(runs, tmp_path, may_control=True)
+    write_lock(runs / "a")
+    folder = ControlFolder(runs / "a")
+    assert not folder.has_news()
+    names = [client.post("/api/control", json={"run": "a", "command": command}).json()["id"] for command in COMMANDS]
+    assert client.post("/api/watched", json={"run": "a", "prompts": ["a cat", "ein Hündchen"]}).status_code == 200
+    assert sorted(read(client, "/api/control", run="a")["waiting"]) == sorted(names)
+    taken = {request.id: (request.command, request.problem) for request in folder.take_requests()}
+    assert taken == {name: (command, "") for name, command in zip(names, COMMANDS, strict=True)}
+    assert folder.read_watched() == (["a cat", "ein Hündchen"], "")
+    assert read(client, "/api/control", run="a")["waiting"] == [] and not folder.has_news()
 
 
 def test_what_control_refuses(runs, tmp_path):
