@@ -193,7 +193,9 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
         problems.append(f"versions and hardware are not compared: {ENVIRONMENT} is missing or damaged")
     metrics = series_of(read_jsonl(folder / "metrics.jsonl"))
     samples = read_samples(folder)
-    eval_rows = {step: [row for row in rows if row.get("kind") == "eval"] for step, rows in samples.items()}
+    eval_rows: dict[int, list[SampleRow]] = {
+        step: [row for row in rows if row.get("kind") == "eval"] for step, rows in samples.items()
+    }
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def training_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]])
 class RewardChips:
     """Labels of rewards, coloured from red to green over 0 to 1, or over the range of the values if that is wider."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """``rows`` are the samples that are shown."""
         values = [row["total"] for row in rows if row.get("total") is not None]
         has_rewards = any(row.get("rewards") for row in rows)
@@ -88,7 +89,7 @@ class RewardChips:
         self.digits = digits_after_point(low, high) - 1
         self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
-    def render(self, row: dict[str, Any]) -> str:
+    def render(self, row: Mapping[str, Any]) -> str:
         """The label of a sample; empty where no sample has a reward."""
         if row.get("damage"):
             return f'<span class="warn">{escape(row["damage"])}</span>'
@@ -103,7 +104,7 @@ class RewardChips:
         return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.{self.digits}f}</span>'
 
 
-def sample_cell(output_dir: Path, step: int, row: dict[str, Any] | None, chips: RewardChips, label: str = "") -> str:
+def sample_cell(output_dir: Path, step: int, row: Mapping[str, Any] | None, chips: RewardChips, label: str = "") -> str:
     """A sample's picture or text, with its reward and advantage below."""
     if row is None:
         return '<span class="gap">absent</span>'
@@ -126,7 +127,7 @@ def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
 
 
-def sample_source(output_dir: Path, step: int, row: dict[str, Any]) -> str:
+def sample_source(output_dir: Path, step: int, row: Mapping[str, Any]) -> str:
     """The source image of a sample; empty where it has none."""
     if "source" not in row:
         return ""
