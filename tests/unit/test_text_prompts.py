@@ -407,3 +407,11 @@ def test_prompts_are_told_by_their_columns_and_said(tmp_path, name):
 def test_a_prompt_of_no_format_is_refused_with_the_formats_that_there_are(tmp_path):
     said = refusal(config_of(tmp_path, [{"text": "hi"}]))
     assert "no column 'prompt'; its columns are text." in said and all(name in said for name in TOLD)
+
+
+def test_what_rows_are_is_told_from_rows_that_are_used(tmp_path):
+    config = config_of(tmp_path, [{"prompt": "hi"}])
+    with open(tmp_path / "rows.jsonl", "a") as file:
+        file.write("{broken\n")
+    prompts, said = load(config, split="eval", limit=1)
+    assert len(prompts) == 1 and said == ["data.eval_path: rows read as prompts (prompt)"]

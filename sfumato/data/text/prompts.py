@@ -83,7 +83,8 @@ def load_text_prompts(
     if config.synthetic is None and not config.data_type.makes_rows:
         for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
             log(line)
-        described = Counter(config.data_type.describe(rows[index]) for index in range(min(len(rows), LOOKED_AT)))
+        num_described = min(len(rows), LOOKED_AT, limit or LOOKED_AT)
+        described = Counter(config.data_type.describe(rows[index]) for index in range(num_described))
         log(f"data.{split}_path: rows read as {' and '.join(described)}")
     prompts = []
     too_long = []
