@@ -97,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
         if options.reference is not None and any(is_picture_folder(Path(name)) for name in options.models):
             if options.reward:
                 raise ConfigError("--reward scores what models draw: leave it out for folders of pictures")
+            assert options.features is not None  # checked above
             samples = None
             evaluation = evaluate_pictures_in_folders(
                 [Path(name) for name in options.models], options.reference, options.features, settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ class FolderFeatures(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Features ``[B, D]`` of uint8 ``[B, 3, H, W]``, prepared as the folder's image processor says."""
         pixels = self.processor(images=[*images.permute(0, 2, 3, 1).cpu().numpy()], return_tensors="pt").pixel_values
-        embed = self.network if self.kind == "dinov2" else self.network.get_image_features
+        network = cast(Any, self.network)  # one of three classes without a common base
+        embed = network if self.kind == "dinov2" else network.get_image_features
         return embed(pixel_values=pixels.to(self.device)).pooler_output.float()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from sfumato.evaluation.sources import ModelSource, is_picture_folder
 
 if TYPE_CHECKING:
     from sfumato.rewards.base import Reward
+
+RowCheck = Callable[[str, Mapping[str, object]], object]
 
 
 def evaluate_samples(
@@ -178,7 +180,7 @@ def evaluate_tasks(
 
 def _check_rows(prompts: list[Any], rewards: Sequence[Reward], by: str | None) -> None:
     """Raises DataError or ConfigError when a prompt lacks what a reward, or ``by``, needs."""
-    check_prompts(prompts, [reward.check_row for reward in rewards])
+    check_prompts(prompts, [cast(RowCheck, reward.check_row) for reward in rewards])
     lacking = next((prompt for prompt in prompts if by is not None and by not in prompt.metadata), None)
     if lacking is not None:
         names = ", ".join(lacking.metadata) or "none"

@@ -214,7 +214,7 @@ def build_language_model(model: TextModel) -> object:
             for index, request in enumerate(requests):
                 groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
             for indices in groups.values():
-                settings = normalize_gen_kwargs(dict(requests[indices[0]].args[1]), NEW_TOKENS)
+                settings = cast("dict[str, Any]", normalize_gen_kwargs(dict(requests[indices[0]].args[1]), NEW_TOKENS))
                 stops = handle_stop_sequences(settings.pop("until", None), eos=eos)
                 longest = int(settings.pop("max_gen_toks"))
                 texts = [requests[index].args[0] for index in indices]

@@ -304,8 +304,10 @@ def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
 
 def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]:
     """The prompts of a file; its other columns are metadata. Raises DataError as ``load_prompts``."""
-    names = {} if key is None else {"prompt_key": key}
-    prompts = load_prompts(PromptDataConfig(train_path=path, eval_path=path, **names), "eval")
+    config = PromptDataConfig(train_path=path, eval_path=path)
+    if key is not None:
+        config = config.model_copy(update={"prompt_key": key})
+    prompts = load_prompts(config, "eval")
     return prompts[:limit]
 
 

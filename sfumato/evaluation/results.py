@@ -14,6 +14,9 @@ Key = tuple[Hashable, int]
 Values = Mapping[Key, float]
 """Values of a metric by sample, NaN where it failed."""
 
+SampleValues = dict[Key, float]
+"""The same, while it is filled."""
+
 
 @dataclass(frozen=True)
 class MetricResult:

@@ -12,7 +12,7 @@ from pydantic import Field
 from sfumato.config.base import Section, Variant
 from sfumato.config.load import load_config, parse_yaml
 from sfumato.errors import ConfigError
-from sfumato.evaluation.results import Evaluation
+from sfumato.evaluation.results import Evaluation, SampleValues, Values
 from sfumato.evaluation.samples_folder import NamedSample
 from sfumato.evaluation.sources import ModelSource
 from sfumato.rewards.base import Reward
@@ -116,8 +116,8 @@ def add_rewards(evaluation: Evaluation, samples: Sequence[ScoredSample], by: str
         by: the column whose values the samples' groups are; None: there are none.
     """
     for name in dict.fromkeys(name for sample in samples for name in sample.rewards):
-        by_model: dict[str, dict[tuple[int, int], float]] = {model: {} for model in evaluation.models}
-        by_group: dict[str, dict[str, dict[tuple[int, int], float]]] = {}
+        by_model: dict[str, SampleValues] = {model: {} for model in evaluation.models}
+        by_group: dict[str, dict[str, SampleValues]] = {}
         for sample in samples:
             by_model[sample.model][sample.key] = sample.rewards[name]
             if sample.group is not None:
@@ -131,7 +131,7 @@ def add_rewards(evaluation: Evaluation, samples: Sequence[ScoredSample], by: str
             evaluation.add_value(model, f"{name}: mean over {by}", mean_over_groups(groups))
 
 
-def mean_over_groups(groups: Sequence[Mapping[tuple[int, int], float]]) -> float:
+def mean_over_groups(groups: Sequence[Values]) -> float:
     """The mean of the groups' means, each group counting the same; values that failed are left out."""
     finite = [[value for value in group.values() if math.isfinite(value)] for group in groups]
     means = [sum(values) / len(values) for values in finite if values]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -42,6 +42,9 @@ from sfumato.rollout.kinds.base import RolloutKind
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.text.policy import EVALUATION, build_text_template, stop_tokens
 from sfumato.tracking.folder import run_date
+
+if TYPE_CHECKING:
+    from sfumato.data.files.rows import RowTable
 
 DEFAULT_SEED = 42
 DEFAULT_NEW_TOKENS = 256
@@ -178,8 +181,10 @@ class TextModel:
         Raises:
             DataError: when a row is broken, or has an image that this model does not take.
         """
-        table = _RowsInMemory(rows)
-        return encode_rows(range(len(rows)), table, self.data_type.read, self.template, self.settings.kind.tools())
+        table = cast("RowTable", _RowsInMemory(rows))  # it has what is asked for
+        # whatever columns the run's own rows have
+        data_type = ImagePrompts() if self.template.reader is not None else Prompts()
+        return encode_rows(range(len(rows)), table, data_type.read, self.template, self.settings.kind.tools())
 
 
 class _RowsInMemory:
@@ -300,12 +305,8 @@ def filed_text_prompts(model: TextModel, path: str, key: str | None, limit: int 
                 f"--prompt-key {key}: the run reads its prompts as {data_type.type}, which has no such key"
             )
         data_type = replace(data_type, prompt_key=key)
-    config = TextPromptDataConfig(
-        data_type=data_type,
-        train_path=path,
-        eval_path=path,
-        max_prompt_tokens=longest or 2**20,
-    )
+    fields = {"data_type": data_type, "train_path": path, "eval_path": path, "max_prompt_tokens": longest or 2**20}
+    config = TextPromptDataConfig.model_validate(fields)
     tools = model.settings.kind.tools()
     return load_text_prompts(config, model.template, "eval", tools=tools, log=model.say)[:limit]
 
@@ -388,7 +389,7 @@ def _load_folder(
     sees = any((folder / name).is_file() for name in PROCESSORS)
     data_type = ImagePrompts() if sees else Prompts()
     section = LanguageModelConfig(model_path=str(folder), dtype=cast(Any, options.dtype_on(device)), attention="sdpa")
-    train = one_process(TextRLTrainConfig(output_dir=str(folder)))
+    train = one_process(TextRLTrainConfig.model_validate({"output_dir": str(folder)}))
     model = build_language_model(section, train, frozen=True, data_type=data_type)
     model.parallelize(Mesh(Layout(), device), train)
     template = _template(model, None, options)
@@ -423,8 +424,10 @@ def _template(model: LanguageModel, chat_template: str | None, options: Generati
     chosen = options.chat_template or chat_template
     if chosen is None and not model.tokenizer.chat_template:
         chosen = PLAIN
-    names = {} if chosen == PLAIN else {"system_prompt": options.system_prompt}
-    section = TextPromptDataConfig(train_path="-", eval_path="-", chat_template=chosen, **names)
+    fields: dict[str, object] = {"train_path": "-", "eval_path": "-", "chat_template": chosen}
+    if chosen != PLAIN:
+        fields["system_prompt"] = options.system_prompt
+    section = TextPromptDataConfig.model_validate(fields)
     return build_prompt_template(section, model.tokenizer, None if model.vision is None else model.vision.reader)
 
 
