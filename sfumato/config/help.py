@@ -213,7 +213,9 @@ def _describe(
                 f"{path}.0" if typing.get_origin(field.annotation) is list else path,
             )
         )
-    summary = inspect.cleandoc(schema.__doc__ or "").splitlines()[0]
+    summary = next(
+        iter(inspect.cleandoc(schema.__doc__ or "").splitlines()), ""
+    )  # a class of one's own may say nothing
     return [SectionHelp(prefix.removesuffix("."), summary, tuple(plain_fields)), *inner_sections]
 
 
