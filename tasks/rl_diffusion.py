@@ -49,6 +49,7 @@ from sfumato.rollout.diffusion.trajectories import (
     with_proximal_means,
 )
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
+from sfumato.runtime.decisions import note_rows
 from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
@@ -246,6 +247,7 @@ def update_policy(
             )
             ratio = objective.ratio(new, old)  # log-ratios with gradients, exactly 0 where both are one policy
             losses, sums = objective.loss(ratio, micro.advantages)
+            note_rows(update.decisions, micro, objective, ratio, trained_steps=sampled.steps)
             losses = losses * weights
             sums |= velocity_norms(new.velocity, None if reference is None else reference.velocity)
             sums["loss/policy"] = losses.detach().sum()

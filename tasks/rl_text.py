@@ -60,6 +60,7 @@ from sfumato.rollout.text.policy import (
 )
 from sfumato.rollout.text.tokens import TextRollout
 from sfumato.rollout.text.watched import answer_watched
+from sfumato.runtime.decisions import rows_with_gradient
 from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
@@ -279,6 +280,8 @@ def policy_loss(
     correction = algorithm.off_policy.correct(proximal - rollout_log_probs, sequences, mask)
     old = proximal if algorithm.off_policy.uses_proximal else rollout_log_probs
     losses, sums = algorithm.objective.loss(log_probs - old, batch.advantages.flatten(), mask, sequences)
+    if update.decisions.is_wanted and micro.is_counted:
+        note_decisions(update, batch, log_probs - old, mask, sequences)
     losses = losses * correction.weights
     if algorithm.kl.coef > 0:
         assert batch.reference_log_probs is not None
@@ -296,6 +299,22 @@ def policy_loss(
     whole_sums = model.sum_over_sequence(torch.stack([value.double() for value in sums.values()]))
     update.record(micro, dict(zip(sums, whole_sums, strict=True)))
     return (losses * batch.loss_weights.flatten()).sum()
+
+
+def note_decisions(
+    update: Update, batch: TokenBatch, log_ratio: torch.Tensor, mask: torch.Tensor, sequences: Sequences
+) -> None:
+    """Notes the log-ratios ``[T]`` of the tokens that the policy drew, since samples are saved after the update."""
+    assert batch.advantages is not None and batch.sample_index is not None
+    if update.actor.mesh.size != update.actor.mesh.data_size:
+        return  # ranks may have parts of a sequence each
+    advantages = batch.advantages.flatten()
+    objective = cast(TextRLConfig, update.config).algorithm.objective
+    has_gradient = rows_with_gradient(
+        lambda values: objective.loss(values, advantages, mask, sequences)[0], log_ratio, advantages
+    )
+    samples = batch.sample_index.flatten()[mask]
+    update.decisions.add(batch.sample_ids, samples, log_ratio[mask], has_gradient[mask])
 
 
 def critic_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -85,6 +85,11 @@ class Rollout(TensorRows, ABC):
         """The B ids, unique within the iteration."""
         return [request.sample_id for request in self.requests]
 
+    def described(self, row: int) -> dict[str, object]:
+        """What a modality writes of a sample besides its content and scores."""
+        del row
+        return {}
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -143,7 +148,13 @@ MAX_EXTREMES = 8
 
 
 def records_of(
-    rank_batch: RankBatch, scores: Scores, advantages: torch.Tensor, seed: int, num_groups: int = 2
+    rank_batch: RankBatch,
+    scores: Scores,
+    advantages: torch.Tensor,
+    seed: int,
+    num_groups: int = 2,
+    decisions: Mapping[int, Mapping[str, object]] | None = None,
+    trained_ids: Collection[int] = (),
 ) -> list[SampleRecord]:
     """Records of a rank's samples for the run folder: all of its first few groups, and texts with extreme rewards.
 
@@ -155,15 +166,21 @@ def records_of(
         advantages: float32, one for each of these samples.
         seed: of the run.
         num_groups: of how many groups all samples are recorded.
+        decisions: what the update made of each sample's decisions, by its id.
+        trained_ids: samples that the update learned from.
     """
     place_of = rank_batch.sample_ids
     drawn_samples = [
-        (request, sample, version)
+        (request, sample, version, rollout.described(row))
         for rollout, samples in zip(rank_batch.rollouts, rank_batch.samples, strict=True)
-        for request, sample, version in zip(rollout.requests, samples, rollout.versions, strict=True)
+        for row, (request, sample, version) in enumerate(zip(rollout.requests, samples, rollout.versions, strict=True))
         if request.sample_id in set(place_of)
     ]
-    groups = list(dict.fromkeys(request.group_id for request, _, _ in drawn_samples))[:num_groups]
+    places_of_group: dict[int, list[int]] = {}
+    for request, *_ in drawn_samples:
+        places_of_group.setdefault(request.group_id, []).append(place_of[request.sample_id])
+    spreads = {group: _spread_of_group(group, scores.total[places]) for group, places in places_of_group.items()}
+    groups = list(dict.fromkeys(request.group_id for request, *_ in drawn_samples))[:num_groups]
     ascending = np.argsort(scores.total, kind="stable")[: int(np.isfinite(scores.total).sum())]  # NaN comes last
     extremes = {*ascending[:MAX_EXTREMES].tolist(), *ascending[-MAX_EXTREMES:].tolist()}
     return [
@@ -175,7 +192,20 @@ def records_of(
             sample_id=request.sample_id,
             policy_version=version,
             advantage=float(advantages[place_of[request.sample_id]]),
+            learned={
+                **spreads[request.group_id],
+                "is_trained": request.sample_id in trained_ids,
+                **described,
+                **(decisions or {}).get(request.sample_id, {}),
+            },
         )
-        for request, sample, version in drawn_samples
+        for request, sample, version, described in drawn_samples
         if request.group_id in groups or (sample.text is not None and place_of[request.sample_id] in extremes)
     ]
+
+
+def _spread_of_group(group_id: int, totals: np.ndarray) -> dict[str, object]:
+    """A group's mean reward and standard deviation over the samples that have one; NaN where none has."""
+    scored = totals[np.isfinite(totals)]
+    mean, deviation = (float(scored.mean()), float(scored.std())) if len(scored) else (float("nan"), float("nan"))
+    return {"group_id": group_id, "group_mean": mean, "group_std": deviation}

@@ -17,6 +17,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, failure_prefix
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import Drawn, RankBatch, records_of
+from sfumato.runtime.decisions import Decisions
 from sfumato.runtime.roles import Handle, Role, Roles
 from sfumato.runtime.states import Actor
 from sfumato.runtime.stream import RolloutStream
@@ -233,8 +234,11 @@ def _save_samples(
     ]
     if trained is not None:
         assert scores is not None and advantages is not None
+        decisions = actor.decisions or Decisions(is_wanted=False)
         groups = 2 if actor.mesh.is_first else 0  # groups of one rank are enough
-        records += records_of(trained, scores, advantages.values, config.train.seed, groups)
+        records += records_of(
+            trained, scores, advantages.values, config.train.seed, groups, decisions.by_sample(), decisions.trained_ids
+        )
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return

@@ -24,6 +24,7 @@ from sfumato.models.policies import Model, Policies
 from sfumato.optim.ema import averaged_weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import all_parameters
+from sfumato.runtime.decisions import Decisions
 from sfumato.runtime.memory import OPTIMIZER, PARAMETERS, RoleMemory
 
 EMA = "ema_weights"
@@ -113,6 +114,8 @@ class Actor(Generic[Model]):
     """What keeps rollouts in files, where the task can."""
     sync: Any = None
     """The sender of weights, once there is one."""
+    decisions: Decisions | None = None
+    """What the last update made of decisions."""
 
     def __post_init__(self, offload: bool) -> None:
         self.memory = build_memory(self) if offload else None

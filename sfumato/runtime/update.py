@@ -23,6 +23,7 @@ from sfumato.parallel.bin_packing import pack
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Passes, RankBatch, Rollout, SampleRequest, join_rollouts
+from sfumato.runtime.decisions import Decisions
 from sfumato.runtime.states import Actor
 
 
@@ -96,6 +97,10 @@ class Update:
         self._rows = 0.0  # rows of the optimiser steps so far, over all ranks
         useful = self.advantages.useful(keep_no_spread=not config.algorithm.drop_no_spread)
         useful &= config.rollout.is_learned_from
+        saves_samples = step + 1 == config.train.max_steps or (step + 1) % config.eval.every_steps == 0
+        self.decisions = Decisions(saves_samples, {self.batch.sample_ids[row] for row in useful.nonzero().flatten()})
+        """What the update makes of decisions, where samples are saved after it."""
+        actor.decisions = self.decisions
         actor.begin_update()
         self.passes = optimizer_passes(self.batch, useful, config, actor.mesh, step)
         """The optimiser steps of the iteration."""

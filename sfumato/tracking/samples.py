@@ -71,6 +71,8 @@ class SampleRecord:
     policy_version: int = 0
     source: np.ndarray | None = None
     damage: str = ""
+    learned: dict[str, object] = field(default_factory=dict)
+    """Further fields of a sample that an update learned from: its group, and what was made of its decisions."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("eval", "train", "watched"):
@@ -426,4 +428,5 @@ def _row(name: str, sample: SampleRecord) -> dict[str, object]:
         "total": sample.total,
         "advantage": sample.advantage,
         "policy_version": sample.policy_version,
+        **sample.learned,
     }

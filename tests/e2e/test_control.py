@@ -141,3 +141,30 @@ def test_stop_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
     run_task_here("train_dit", merge(asked, {"train": {"load_checkpoint_path": "auto"}}))
     assert_same_training(plain, folder)
     assert answers(folder) == [(2, "stop", "done"), (0, "stop", "refused")]
+
+
+def test_saved_samples_say_what_the_update_made_of_them(tmp_path: Path) -> None:
+    """Of a diffusion run with two optimiser steps in an iteration, of which the first has log-ratios of exactly 0."""
+    folder = run_task_here("rl_diffusion", merge(tiny_rl_config(tmp_path), {"train": {"max_steps": 1}}))
+    rows = [row for row in read_samples(folder)[1] if row["kind"] == "train"]
+    groups = {row["group_id"]: [other for other in rows if other["group_id"] == row["group_id"]] for row in rows}
+    assert len(groups) == 2 and all(len(group) == 4 for group in groups.values())
+    for group in groups.values():
+        totals = [row["total"] for row in group]
+        assert group[0]["group_mean"] == pytest.approx(sum(totals) / 4)
+        assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-5)
+    trained = [row for row in rows if row["is_trained"]]
+    assert trained and all(len(row["log_ratio"]) == len(row["clipped"]) == len(row["trained_steps"]) for row in trained)
+    ratios = [row["log_ratio"] for row in trained]
+    assert any(set(ratio) == {0.0} for ratio in ratios) and any(value for ratio in ratios for value in ratio)
+
+
+def test_saved_answers_say_what_the_update_made_of_their_tokens(tmp_path: Path) -> None:
+    settings = merge(tiny_text_rl_config(tmp_path), {"train": {"max_steps": 1, "global_batch_size": 8, "lr": 1e-2}})
+    folder = run_task_here("rl_text", settings)
+    rows = [row for row in read_samples(folder)[1] if row["kind"] == "train"]
+    trained = [row for row in rows if row["is_trained"]]
+    assert trained
+    assert all(len(row["log_ratio"]) == len(row["clipped"]) == len(row["token_ids"]) for row in trained)
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+    assert any(value for row in trained for value in row["log_ratio"])

@@ -20,6 +20,10 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why a completion ended: by a stop token or text, at the limit of its length, or because it was aborted."""
 
 
+MOST_TOKENS = 4096
+"""Most tokens of a sample that the run folder has the ids of."""
+
+
 @dataclass(frozen=True)
 class TokenSequence:
     """A prompt and the tokens after it, in one turn or several turns of the policy with other tokens between them."""
@@ -65,6 +69,13 @@ class TextRollout(Rollout):
     def lengths(self) -> list[int]:
         """Tokens of each sample."""
         return [sum(len(sequence.token_ids) for sequence in sequences) for sequences in self.sequences]
+
+    def described(self, row: int) -> dict[str, object]:
+        """Ids of the tokens that the policy drew for a sample, the first ones of many, and why the last turn ended."""
+        drawn = [sequence.token_ids[sequence.drawn] for sequence in self.sequences[row]]
+        token_ids = np.concatenate(drawn).tolist() if drawn else []
+        reason = {"finish_reason": self.sequences[row][-1].finish_reason} if drawn else {}
+        return {**reason, "token_ids": token_ids[:MOST_TOKENS]}
 
 
 def single_turn(
