@@ -110,7 +110,6 @@ def train(config: TrajectoryRLConfig, run: Run, roles: Roles, loader: PromptLoad
         run.add_time("generate", batch.generate_s)
         run.add_time("wait_for_rewards", batch.wait_s)
         run.add_timings(batch.scores.timings(batch.wait_s))
-
         scores = combiner.finish(batch.scores, batch.group_ids)
         for text in scores.messages:
             run.say(f"step {step + 1}: reward {text}")

@@ -35,7 +35,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import broadcast_parameters
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
@@ -61,7 +61,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     run.begin(loader.total_steps, state.step, config.train.trackers)
-    control = Control(run, Actions(save=partial(checkpointer.save, state)))
+    control = RunControl(run, Actions(save=partial(checkpointer.save, state)))
 
     for step, read in run.steps(read_ahead(partial(read_rows, dataset), loader.steps(from_step=state.step))):
         batches = [batch for rows in read if (batch := rows.usable(bad_rows)) is not None]

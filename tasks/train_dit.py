@@ -40,7 +40,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import build_mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid, draw_watched
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.task import run_task
 
@@ -76,7 +76,7 @@ def main(config: TrainDitConfig) -> None:
     save = partial(checkpointer.save, state)
     sample = partial(draw_grid, model, grid_prompts, grid_sources, config, state)
     watch = partial(draw_watched, model, config, state)
-    control = Control(run, Actions(save, sample=with_averages(ema, sample), watch=with_averages(ema, watch)))
+    control = RunControl(run, Actions(save, sample=with_averages(ema, sample), watch=with_averages(ema, watch)))
 
     for step, read in run.steps(read_ahead(encoder.read, loader.steps(from_step=state.step))):
         with run.timed("data"):

@@ -43,7 +43,7 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.diffusion.evaluation import choose_grid, draw_grid, draw_watched
 from sfumato.rollout.diffusion.final_samples import FinalSamples, predict_noised
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import PairSums
 from sfumato.tracking.task import run_task
@@ -94,7 +94,7 @@ def main(config: TrainDitDpoConfig) -> None:
     if eval_encoder is not None:
         measure = partial(evaluate, policies, eval_encoder, eval_batches, objective, config, mesh)
         actions.evaluate = with_averages(ema, measure)
-    control = Control(run, actions)
+    control = RunControl(run, actions)
     if state.step == 0 and eval_encoder is not None:
         with run.timed("evaluate"):
             metrics = evaluate(policies, eval_encoder, eval_batches, objective, config, mesh)

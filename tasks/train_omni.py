@@ -44,7 +44,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text.image_generation import draw_prompts, read_prompts
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.task import run_task
@@ -80,7 +80,7 @@ def main(config: TrainOmniConfig) -> None:
         measured = with_averages(ema, lambda: evaluate(model, validation, config, mesh, state.step))
         actions.evaluate = lambda: measured()[0]
         actions.sample = lambda: measured()[1]
-    control = Control(run, actions)
+    control = RunControl(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             metrics, samples = evaluate(model, validation, config, mesh, 0)

@@ -35,7 +35,7 @@ from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.rollout.text.greedy import answer_greedily
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.samples import SampleRecord
 from sfumato.tracking.step_sums import SourceLosses
@@ -67,7 +67,7 @@ def main(config: TrainTextConfig) -> None:
     if validation is not None:
         actions.evaluate = with_averages(ema, partial(evaluate, model, validation, mesh))
         actions.sample = with_averages(ema, lambda: answer_prompts(model, validation, config, state.step))
-    control = Control(run, actions)
+    control = RunControl(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             run.save_samples(0, answer_prompts(model, validation, config, 0))

@@ -30,7 +30,7 @@ from sfumato.models.language.scalar_head import ScalarModel, build_scalar_model,
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh, build_mesh
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import start_run
 from sfumato.tracking.step_sums import MeanSums
 from sfumato.tracking.task import run_task
@@ -57,7 +57,7 @@ def main(config: TrainTextRewardConfig) -> None:
     actions = Actions(save=partial(checkpointer.save, state))
     if validation is not None:
         actions.evaluate = partial(evaluate, model, validation.batches, config.reward, mesh)
-    control = Control(run, actions)
+    control = RunControl(run, actions)
     if state.step == 0 and validation is not None:
         with run.timed("evaluate"):
             metrics = evaluate(model, validation.batches, config.reward, mesh)

@@ -21,7 +21,7 @@ from sfumato.runtime.decisions import Decisions
 from sfumato.runtime.roles import Handle, Role, Roles
 from sfumato.runtime.states import Actor
 from sfumato.runtime.stream import RolloutStream
-from sfumato.tracking.control import Actions, Control
+from sfumato.tracking.control import Actions, RunControl
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
@@ -111,7 +111,7 @@ def control_of(
     draw: Callable[..., object],
     watch: Callable[..., list[SampleRecord]],
     stream: RolloutStream | None = None,
-) -> Control:
+) -> RunControl:
     """What a run of RL does on request.
 
     Args:
@@ -140,7 +140,7 @@ def control_of(
     def sample() -> None:
         measure(num_shown)
 
-    return Control(
+    return RunControl(
         run,
         Actions(
             save=lambda: roles.actor.call(Actor.save, kind="save").result(),

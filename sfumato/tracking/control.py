@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError, RewardError, UserError
-from sfumato.tracking.control_files import ANSWERS, ControlFolder, Request, Watched
+from sfumato.tracking.control_files import ANSWERS, ControlFolder, ControlRequest, Watched
 from sfumato.tracking.samples import step_folder
 from sfumato.tracking.timeline import Phase
 from sfumato.tracking.trackers import strict_json
@@ -49,7 +49,7 @@ class Actions:
     """Draws a sample for each of these prompts."""
 
 
-class Control:
+class RunControl:
     """The requests to one run. Every rank has one, and calls ``obey`` after each step."""
 
     def __init__(self, run: Run, actions: Actions) -> None:
@@ -151,7 +151,7 @@ class Control:
 
     def _take_watched(self, watched: Watched, step: int) -> None:
         """Takes other watched prompts."""
-        request = Request("watched_prompts", "watched_prompts")
+        request = ControlRequest("watched_prompts", "watched_prompts")
         if watched.problem:
             self._answer(request, step, "refused", f"{watched.problem}; the prompts of before stay")
         elif self.actions.watch is None and watched.prompts:
@@ -160,7 +160,7 @@ class Control:
             self.watched = watched.prompts
             self._answer(request, step, "done", f"{len(self.watched)} prompts are watched")
 
-    def _do(self, request: Request, step: int) -> None:
+    def _do(self, request: ControlRequest, step: int) -> None:
         """Does what one request asks for, and answers it."""
         refusal = request.problem or self._refusal_of(request.command, step)
         if refusal:
@@ -227,13 +227,13 @@ class Control:
             except UserError as error:  # every rank has the same prompts, and so the same mistake
                 prompts = self.watched
                 self.watched = []
-                request = Request("watched_prompts", "watched_prompts")
+                request = ControlRequest("watched_prompts", "watched_prompts")
                 self._answer(request, step, "refused", f"{error}; {len(prompts)} prompts are watched no more")
                 return
             self.run.add_samples(step, records)
 
     def _answer(
-        self, request: Request, step: int, result: str, text: str, metrics: Mapping[str, float] | None = None
+        self, request: ControlRequest, step: int, result: str, text: str, metrics: Mapping[str, float] | None = None
     ) -> None:
         """Appends a line to ``control.jsonl``, and says it."""
         run = self.run
@@ -256,10 +256,10 @@ class Control:
 def agree_to_stop(run: Run, mesh: Mesh) -> bool:
     """Whether some rank was asked to stop by a signal. Every rank must call it.
 
-    The same collective tells all ranks of a run with a ``Control`` whether there are requests. ``run`` may be the run
-    as a role on Ray sees it, which has none: there the process that drives the roles reads them.
+    The same collective tells all ranks of a run with a ``RunControl`` whether there are requests. ``run`` may be the
+    run as a role on Ray sees it, which has none: there the process that drives the roles reads them.
     """
-    control: Control | None = getattr(run, "control", None)
+    control: RunControl | None = getattr(run, "control", None)
     has_news = control is not None and control.has_news()
     total = mesh.sum(float(run.stop_requested) + NEWS * has_news, over="world")
     if control is not None:

@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\.json")
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Request(NamedTuple):
+class ControlRequest(NamedTuple):
     """A file that asks for something."""
 
     id: str
@@ -77,7 +77,7 @@ class ControlFolder:
             return False
         return bool(self._names()) or self._state_of_watched() != self._watched_state
 
-    def take_requests(self) -> list[Request]:
+    def take_requests(self) -> list[ControlRequest]:
         """The requests in the order in which they came, whose files are removed."""
         return [request for name in self._names()[:MOST_REQUESTS] if (request := self._take(name)) is not None]
 
@@ -111,7 +111,7 @@ class ControlFolder:
                         arrivals.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.name))
         return [name for _, name in sorted(arrivals)]
 
-    def _take(self, name: str) -> Request | None:
+    def _take(self, name: str) -> ControlRequest | None:
         """Reads and removes a file; None where another process has removed it."""
         shown = in_one_line(whole_characters(name.removesuffix(".json")))[:64]
         command = ""
@@ -135,8 +135,8 @@ class ControlFolder:
         except OSError as error:
             # what cannot be removed would be done again after each step
             self._immovable.add(name)
-            return Request(shown, command, f"{FOLDER}/{shown}.json cannot be removed: {error.strerror}")
-        return Request(shown, command, problem)
+            return ControlRequest(shown, command, f"{FOLDER}/{shown}.json cannot be removed: {error.strerror}")
+        return ControlRequest(shown, command, problem)
 
     def _read(self, name: str) -> str:
         """The text of a file of the folder.

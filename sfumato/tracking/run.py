@@ -42,7 +42,7 @@ from sfumato.tracking.trackers import (
 )
 
 if TYPE_CHECKING:
-    from sfumato.tracking.control import Control
+    from sfumato.tracking.control import RunControl
 
 Item = TypeVar("Item")
 
@@ -74,7 +74,7 @@ class Run:
         self.is_open = False
         self.total_steps = 0
         """Steps of the whole run, which ``begin`` sets."""
-        self.control: Control | None = None
+        self.control: RunControl | None = None
         """What is done on request, in a task that makes one."""
         self.sampled_step: int | None = None
         """The last step whose samples were saved."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.tracking.control_files import MOST_BYTES, MOST_PROMPTS, MOST_REQUESTS, ControlFolder, Request
+from sfumato.tracking.control_files import MOST_BYTES, MOST_PROMPTS, MOST_REQUESTS, ControlFolder, ControlRequest
 from tests.control_requests import write_request
 
 
@@ -17,7 +17,7 @@ def control(tmp_path: Path) -> ControlFolder:
     return ControlFolder(tmp_path)
 
 
-def take_one(control: ControlFolder) -> Request:
+def take_one(control: ControlFolder) -> ControlRequest:
     """The only request, whose file is gone then."""
     assert control.has_news()
     (request,) = control.take_requests()
@@ -66,7 +66,7 @@ def test_a_link_is_not_followed(control: ControlFolder, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text('{"command": "stop"}')
     (control.path / "a.json").symlink_to(target)
-    assert take_one(control) == Request("a", "", "control/a.json is a link")
+    assert take_one(control) == ControlRequest("a", "", "control/a.json is a link")
     assert target.exists()
 
 
