@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     # only commands that read a configuration take fields of it
+    if near := _misspelt(rest, options.own_options):
+        parser.error(f"unknown option {near[0]}; did you mean {near[1]}?")
     if rest and not options.takes_overrides:
         parser.error(f"unexpected arguments: {' '.join(rest)}")
     options.overrides = rest
@@ -69,7 +72,20 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
+    for subparser in commands.choices.values():
+        subparser.set_defaults(own_options=[*subparser._option_string_actions])
     return parser
+
+
+def _misspelt(rest: Sequence[str], own_options: Sequence[str]) -> tuple[str, str] | None:
+    """An argument that is nearly an option of the command, and that option; fields of a configuration have dots."""
+    for argument in rest:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and "." not in name:
+            near = difflib.get_close_matches(name, own_options, n=1, cutoff=0.75)
+            if near:
+                return name, near[0]
+    return None
 
 
 if __name__ == "__main__":

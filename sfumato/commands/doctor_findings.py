@@ -290,7 +290,8 @@ def _check_engines() -> Iterator[Finding]:
     for engine, packages in PACKAGES.items():
         newest = [entry for entry in VERSIONS if entry.engine == engine][-1]
         wants = f"torch {newest.torch} and transformers {newest.transformers} for {engine} {newest.release}"
-        remedy = f"pip install {packages[0]}, in an environment of its own: it wants {wants}"
+        apart = f"python -m venv {engine}_env && {engine}_env/bin/pip install {packages[0]}"
+        remedy = f"{apart}, apart from this environment, since it wants {wants}; then set rollout.engine.program or url"
         installed = [package for package in packages if _version(package) is not None]
         if not installed:
             yield Finding("engines", engine, "missing", "rollout.engine, as far as it is in this environment", remedy)

@@ -262,10 +262,15 @@ MAKERS = {"model_path": "made_by", "image_tokenizer": "image_tokenizer_made_by"}
 """Fields that name a folder, and those beside them that name the configuration which makes it."""
 
 
-def _without_makers(data: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
-    """The file's values without the ``MAKERS`` of folders that an override replaces.
+NEEDED_BY = {"config_path": "tokenizer_path", "train_path": "eval_path"}
+"""Fields, and those beside them that say more of the same thing, so that null for the one is null for the other."""
 
-    What such a configuration makes would not be used, and it would be run for nothing.
+
+def _without_dependent(data: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """The file's values without those that belong to values which an override replaces.
+
+    What a ``MAKERS`` configuration makes would not be used, and it would be run for nothing; the tokenizer of a model
+    that is left out would be another model's.
     """
     sections = dict(data)
     for name, override in overrides.items():
@@ -276,6 +281,11 @@ def _without_makers(data: dict[str, object], overrides: Mapping[str, object]) ->
             maker
             for folder, maker in MAKERS.items()
             if folder in override and override[folder] != section.get(folder) and maker not in override
+        }
+        replaced |= {
+            dependent
+            for field, dependent in NEEDED_BY.items()
+            if override.get(field, section) is None and section.get(field) is not None and dependent not in override
         }
         sections[name] = {key: value for key, value in section.items() if key not in replaced}
     return sections
@@ -299,13 +309,13 @@ def load_config(
     """
     overrides = overrides or {}
     # from below: defaults of the recipe that file or overrides name, the file, the overrides
-    data = {} if path is None else _without_makers(find_beside(read_yaml(path), path), overrides)
+    data = {} if path is None else _without_dependent(find_beside(read_yaml(path), path), overrides)
     presets = schema.presets(merge(data, overrides))
     merged = merge(merge(presets, data), overrides)
     # the same three layers once more with the text of each scalar, for fields that are text
     written = {}
     if path is not None:
-        written = _without_makers(find_beside(read_yaml(path, as_written=True), path), overrides)
+        written = _without_dependent(find_beside(read_yaml(path, as_written=True), path), overrides)
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
     # before validation, whose messages repeat values
@@ -415,7 +425,11 @@ def _describe(
         location += ("type",)
         hint = suggest(context["value"], context["known"])
         return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
-    return _describe_one(error, _field_names(schema, location[:-1]), path, overrides) + _foreign(error, schema)
+    text = _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
+    if error["type"] == "extra_forbidden" and (places := _places_of(schema, str(location[-1]), location)):
+        meant = " or ".join(f"--{place}" if text.startswith("--") else place for place in places)
+        return f"{text.partition(';')[0]}; did you mean {meant}?"
+    return text + _foreign(error, schema)
 
 
 def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
@@ -423,6 +437,21 @@ def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
     if error["type"] != "extra_forbidden":
         return ""
     return explain_option(".".join(map(str, error["loc"])), error.get("input"), schema)
+
+
+def _places_of(schema: type[BaseModel], name: str, location: tuple[str | int, ...]) -> list[str]:
+    """Where fields of that name are, for one that was given without its section or in another; at most two.
+
+    Empty where a field beside it has nearly the name, which is likelier to be meant.
+    """
+    if difflib.get_close_matches(name, _field_names(schema, location[:-1]), n=1, cutoff=0.8):
+        return []
+    places: list[str] = []
+    for section, field in schema.model_fields.items():
+        inner = inner_section(field.annotation)
+        if inner is not None and name in inner.model_fields:
+            places.append(f"{section}.{name}")
+    return places if len(places) <= 2 else []
 
 
 def _describe_one(

@@ -50,6 +50,16 @@ def test_options_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -
     assert "unexpected arguments: --train.lr 1" in capsys.readouterr().err
 
 
+def test_an_option_that_is_nearly_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, meant in (
+        (["check", "x.yaml", "--skip-date"], "unknown option --skip-date; did you mean --skip-data?"),
+        (["doctor", "--folde=/tmp"], "unknown option --folde; did you mean --folder?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert meant in capsys.readouterr().err
+
+
 def test_report_is_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("train: {}\n")
     assert main(["report", str(tmp_path)]) == 0

@@ -22,6 +22,7 @@ from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward
 from sfumato.rewards.server.app import RewardServerConfig
+from tests.tiny import ROOT
 
 QUICKSTART_RL = Path(__file__).parents[2] / "configs" / "quickstart" / "rl.yaml"
 SCHEMAS = [schema_of(task) for task in TASKS]
@@ -710,3 +711,32 @@ def test_preference_training_refuses_a_moving_average(tmp_path):
     }
     with pytest.raises(ConfigError, match=r"train\.ema_decay"):
         load_config(TrainTextDpoConfig, overrides=sections)
+
+
+def test_a_field_without_its_section_or_in_another_is_named_with_it():
+    tiny = ROOT / "configs" / "tiny" / "train_text.yaml"
+    for overrides, message in (
+        (["--lr", "1e-4"], "--lr: unknown key; did you mean --train.lr?"),
+        (["--model.max_steps", "3"], "--model.max_steps: unknown key; did you mean --train.max_steps?"),
+        (["--train.lrr", "3"], "--train.lrr: unknown key; did you mean 'lr'?"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(schema_of("train_text"), tiny, parse_overrides(overrides))
+        assert str(error.value).startswith(message)
+
+
+def test_null_for_a_field_takes_what_belongs_to_it_along(tmp_path):
+    """The tokenizer of bytes would else be that of a model with a vocabulary of its own."""
+    tiny = ROOT / "configs" / "tiny" / "train_text.yaml"
+    other = ["--model.config_path", "null", "--model.model_path", str(tmp_path)]
+    assert load_config(schema_of("train_text"), tiny, parse_overrides(other)).model.tokenizer_path is None
+    named = [*other, "--model.tokenizer_path", "bytes"]
+    assert load_config(schema_of("train_text"), tiny, parse_overrides(named)).model.tokenizer_path == "bytes"
+    files = tmp_path / "files.yaml"
+    files.write_text(
+        tiny.read_text().replace(
+            "synthetic: {problem: reverse, max_length: 4, num_rows: 50}", "train_path: a\n  eval_path: b"
+        )
+    )
+    synthetic = ["--data.train_path", "null", "--data.synthetic.problem", "sort"]
+    assert load_config(schema_of("train_text"), files, parse_overrides(synthetic)).data.eval_path is None
