@@ -67,6 +67,10 @@ def run(options: argparse.Namespace) -> int:
     elif not source.is_file():
         with code_of_configurations(options.trust_code):
             print(printable(export_checkpoint(source, out, options.merge)))
+        from sfumato.tracking.model_card import write_card
+
+        write_card(run_of(source), out)
+        print(printable(f"{out / 'README.md'}: the model card. To share it: hf upload OWNER/NAME {out}"))
     if options.lora:
         for file in write_kohya(out, pipeline_class):
             print(printable(f"{file}: adapters with kohya's names"))

@@ -53,7 +53,7 @@ def test_options_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -
 def test_an_option_that_is_nearly_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, meant in (
         (["check", "x.yaml", "--skip-date"], "unknown option --skip-date; did you mean --skip-data?"),
-        (["doctor", "--folde=/tmp"], "unknown option --folde; did you mean --folder?"),
+        (["doctor", "--flder=/tmp"], "unknown option --flder; did you mean --folder?"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)

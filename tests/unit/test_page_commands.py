@@ -89,9 +89,11 @@ def has_those_flags(command: Command, patch: pytest.MonkeyPatch) -> None:
 def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
     """By the parser of ``sfumato``, and a configuration by its task."""
     words = [each.strip("[]") for each in command.words[1:] if each not in ("VALUE", "...]", "[--section.field")]
-    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"], ["studio"]):
+    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"], ["studio"], ["new"]):
         return
     arguments, rest = build_parser().parse_known_args(["1" if each == "N" else each for each in words])
+    if words[0] == "launch":
+        return
     if words[0] == "check" and words[1] not in ("CONFIG", "FILE"):
         assert load_for_task(ROOT / words[1], parse_overrides(rest))
     else:
@@ -168,6 +170,8 @@ RULES = [
     Rule(r"python -m sfumato\.cli$", None, "run by tests/unit/test_cli.py"),
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
     Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
+    Rule(r"sfumato (new|launch|recipes)( |$)", is_understood, "run by tests/unit/test_new.py and test_launch.py"),
+    Rule(r"python -m build$", None, "what it builds: tests/unit/test_wheel.py"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
     Rule(r"sfumato studio( \S*runs| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
     Rule(r"sfumato preprocess( |$)", None, "run by tests/unit/test_media_cache.py"),

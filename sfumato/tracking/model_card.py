@@ -1,0 +1,139 @@
+"""A model card from what a run folder holds: README.md of an export, as hubs of models read it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sfumato.config.load import read_yaml
+from sfumato.config.paths import HUB_NAME
+from sfumato.config.writing import write_atomically
+from sfumato.tracking.atomic_folders import read_mapping
+from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of
+
+CARD = "README.md"
+CURVES = "curves.png"
+SNAPSHOT = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<revision>[0-9a-f]{40})")
+"""A model's folder in the local hub cache."""
+
+MOST_CURVES = 6
+TAGS = {"rl": "reinforcement-learning", "train": "fine-tuned"}
+
+
+def write_card(run: Path, export: Path) -> None:
+    """Writes the card and a picture of curves into an export.
+
+    Args:
+        run: the run folder: its configuration, environment and metrics are read.
+        export: the folder with the weights; a card that is there is replaced.
+
+    Raises:
+        ConfigError: when the run's configuration cannot be read.
+    """
+    config = read_yaml(run / "config.yaml")
+    environment = read_mapping(run / "environment.json")
+    metrics_file = run / "metrics.jsonl"
+    metrics = series_of(read_jsonl(metrics_file)) if metrics_file.is_file() else {}
+    task = str(environment.get("task", "sfumato"))
+    front, base = _front_matter(config, export, task)
+    parts = [f"---\n{yaml.safe_dump(front, sort_keys=False).rstrip()}\n---", f"# {run.absolute().name}"]
+    parts.append(f"Trained with sfumato's task `{task}`{f' from {base}' if base else ''}.")
+    if table := _before_and_after(metrics):
+        parts.append(f"## Evaluation\n\n{table}")
+    if draw_curves(metrics, export / CURVES):
+        parts.append(f"## Curves\n\n![Metrics over steps]({CURVES})")
+    if data := config.get("data"):
+        parts.append(f"## Data\n\n```yaml\n{_yaml(data)}\n```")
+    rest = {name: value for name, value in config.items() if name not in ("data", "runtime")}
+    parts.append(f"## Recipe\n\n```yaml\n{_yaml(rest)}\n```")
+    packages = environment.get("packages")
+    if isinstance(packages, dict):
+        versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version != "not installed")
+        parts.append(f"## Versions\n\n{versions}")
+    write_atomically(export / CARD, ("\n\n".join(parts) + "\n").encode())
+
+
+def _front_matter(config: dict[str, Any], export: Path, task: str) -> tuple[dict[str, object], str]:
+    """The card's fields, and the base model as the text names it: on the hub with its revision, or nothing."""
+    section = config.get("model")
+    path = section.get("model_path") if isinstance(section, dict) else None
+    is_adapter = (export / "adapter_config.json").is_file() or (export / "pytorch_lora_weights.safetensors").is_file()
+    is_diffusion = (export / "model_index.json").is_file() or (export / "pytorch_lora_weights.safetensors").is_file()
+    library = "diffusers" if is_diffusion else "peft" if is_adapter else "transformers"
+    front: dict[str, object] = {"library_name": library}
+    tags = ["sfumato", TAGS.get(task.partition("_")[0], "trained"), *(["lora"] if is_adapter else [])]
+    name, revision = "", ""
+    if isinstance(path, str):
+        if snapshot := SNAPSHOT.search(path):
+            name, revision = f"{snapshot['owner']}/{snapshot['name']}", snapshot["revision"]
+        elif HUB_NAME.fullmatch(path) and not Path(path).exists():
+            name = path
+        inherited = _front_matter_of(Path(path) / CARD)
+        name = name or str(inherited.get("base_model") or "")
+        front |= {key: inherited[key] for key in ("license", "license_name", "license_link") if key in inherited}
+    if name:
+        front["base_model"] = name
+        if is_adapter:
+            front["base_model_relation"] = "adapter"
+    front["tags"] = tags
+    return front, f"{name}{f' at revision {revision}' if revision else ''}"
+
+
+def _front_matter_of(card: Path) -> dict[str, Any]:
+    """The fields of another card; empty where there is none, or none that can be read."""
+    if not card.is_file():
+        return {}
+    match = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    try:
+        fields = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _yaml(value: object) -> str:
+    """A part of the configuration, without paths of the machine that it ran on."""
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip()
+    return re.sub(r"(?m)(: )/\S*/([^/\s]+)$", r"\1\2", text)
+
+
+def _before_and_after(metrics: Series) -> str:
+    """The first and the last value of each evaluation's metric, as a table; empty without evaluations."""
+    rows = []
+    for name, points in metrics.items():
+        values = list(finite(points).items())
+        if name.startswith("eval/") and len(values) > 1:
+            (first_step, first), (last_step, last) = values[0], values[-1]
+            rows.append(f"| `{name.removeprefix('eval/')}` | {first:.4g} | {last:.4g} | {first_step} to {last_step} |")
+    head = "| metric | before | after | steps |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
+
+
+def draw_curves(metrics: Series, path: Path) -> bool:
+    """Draws evaluations, rewards and losses over steps; returns whether there was one with two points."""
+    shown = [
+        (name, finite(points))
+        for name, points in metrics.items()
+        if re.match(r"eval/|reward(/|$)|loss$", name) and len(finite(points)) > 1
+    ][:MOST_CURVES]
+    if not shown:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(4 * columns, 2.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (name, values) in enumerate(shown, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        axes.plot(list(values), list(values.values()), linewidth=1.4)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+    return True
