@@ -170,7 +170,6 @@ RULES = [
     Rule(r"python -m sfumato\.cli$", None, "run by tests/unit/test_cli.py"),
     Rule(r"sfumato check \S+\.yaml", is_understood, SLOW),
     Rule(r"sfumato (check )?--help$", None, "run by tests/unit/test_cli.py; reading help needs no configuration"),
-    Rule(r"sfumato (new|launch|recipes)( |$)", is_understood, "run by tests/unit/test_new.py and test_launch.py"),
     Rule(r"python -m build$", None, "what it builds: tests/unit/test_wheel.py"),
     Rule(r"sfumato doctor", is_understood, "run by tests/unit/test_doctor.py; --ray by tests/ray"),
     Rule(r"sfumato studio( \S*runs| RUN|$)", is_understood, "run by tests/unit/test_studio_browser.py"),
