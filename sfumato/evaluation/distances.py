@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -135,9 +136,10 @@ class PictureDistances:
         subset_size = min(KID_SUBSET_SIZE, len(drawn), len(self._real))
         # both metrics are given the features, which are computed once
         fid = FrechetInceptionDistance(feature=_PassedFeatures(drawn.shape[1])).set_dtype(torch.float64)
-        kid = KernelInceptionDistance(
-            feature=_PassedFeatures(drawn.shape[1]), subsets=KID_SUBSETS, subset_size=subset_size
-        )
+        with warnings.catch_warnings():  # that it holds the features in memory, as this class does
+            warnings.simplefilter("ignore", UserWarning)
+            passed = _PassedFeatures(drawn.shape[1])
+            kid = KernelInceptionDistance(feature=passed, subsets=KID_SUBSETS, subset_size=subset_size)
         for metric in (fid, kid):
             metric.update(self._real, real=True)
             metric.update(drawn, real=False)
