@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from sfumato.rollout.engines.base import GenerationRequest, Sampling
+from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import DrawnTokens, ServedEngine
 from sfumato.rollout.engines.served.weight_files import WeightFiles, own_folder
 from tests.dist.cases import make_mesh
@@ -30,9 +30,20 @@ class FileEngine(ServedEngine):
     def __init__(self, files: WeightFiles, build: Callable[[], nn.Module] = make_model) -> None:
         super().__init__("the engine", files, MAX_LENGTH)
         self.module = build().eval()
+        self.losses: list[str] = []
+        """What it is lost in, and then again: load or score."""
+        self.is_lost = False
+
+    def lose(self, where: str) -> None:
+        """Loses the engine if it is time."""
+        if self.is_lost or self.losses[:1] == [where]:
+            del self.losses[:1]
+            self.is_lost = True
+            raise EngineError(f"the engine has died in {where}")
 
     @torch.no_grad()
     def load_files(self, folder: Path, version: int) -> None:
+        self.lose("load")
         parameters = dict(self.module.named_parameters())
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
@@ -50,12 +61,14 @@ class FileEngine(ServedEngine):
         pass
 
     def health(self) -> None:
-        pass
+        if self.is_lost:
+            raise EngineError("the engine has died")
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
         raise NotImplementedError
 
     def _score(self, tokens: list[int]) -> list[float]:
+        self.lose("score")
         return log_probs(self.module, torch.tensor([tokens]))[0].tolist()
 
     def _pause(self, mode: Literal["keep", "abort"]) -> None:
@@ -65,6 +78,7 @@ class FileEngine(ServedEngine):
         pass
 
     def _restart(self) -> None:
+        self.is_lost = False
         self.module = make_model()
 
     def _close(self) -> None:

@@ -114,6 +114,21 @@ def write_model(folder: Path, seed: int = 0, tied: bool = False) -> Path:
     return folder
 
 
+def write_byte_model(folder: Path) -> Path:
+    """A tiny Qwen3 that reads bytes, for runs of ``tasks/rl_text.py``."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from sfumato.models.language.load import build_byte_tokenizer
+    from tests.tiny import tiny_language_description
+
+    described = {**tiny_language_description("qwen3"), "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["qwen3"](**{name: value for name, value in described.items() if name != "model_type"})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @torch.no_grad()
 def log_probs(module: nn.Module, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Of each token but the first, float32 ``[N, T - 1]``."""

@@ -12,21 +12,18 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from sfumato.errors import RoleLostError, WeightSyncError
-from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import Completion, EngineError
 from sfumato.rollout.engines.served.weight_files import WeightFiles
 from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.tracking.exit import ending_of
 from sfumato.tracking.trackers import read_jsonl
-from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, tokens_drawn, vllm_program
+from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, tokens_drawn, vllm_program, write_byte_model
 from tests.tiny import (
     run_task_here,
     run_task_process,
-    tiny_language_description,
     tiny_text_rl_config,
     write_config,
 )
@@ -66,14 +63,7 @@ def config_of(folder: Path, model: Path, name: str, **engine: Any) -> dict[str, 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in files."""
-    from transformers import CONFIG_MAPPING
-
-    folder = tmp_path_factory.mktemp("model")
-    described = {**tiny_language_description("qwen3"), "hidden_size": 64, "head_dim": 32, "num_attention_heads": 2}
-    config = CONFIG_MAPPING["qwen3"](**{name: value for name, value in described.items() if name != "model_type"})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    build_byte_tokenizer().save_pretrained(folder)
-    return folder
+    return write_byte_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

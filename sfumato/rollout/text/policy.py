@@ -40,6 +40,7 @@ from sfumato.rollout.debug.replay import DumpedRollouts
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.of_policy import PolicyEngine
+from sfumato.rollout.engines.served.engine import ServedEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.oversampling.first_finished import OtherRankError
 from sfumato.rollout.oversampling.partial import OverSampling
@@ -149,6 +150,8 @@ class TextEngine:
         adopt_template(self.template)  # the actor's export has this tokenizer
         self.mesh = mesh
         self.served = build_served(config) if served else None
+        if isinstance(self.served, ServedEngine):
+            self.served.on_loss = self._restart
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """Receives the weights of new versions; None where the policy's model does."""
@@ -206,7 +209,12 @@ class TextEngine:
         requests = [
             GenerationRequest(beginning, seed, length - len(beginning)) for seed, beginning in enumerate(shortened)
         ]
-        completions = complete(self.served, requests, Sampling())
+        while True:
+            try:
+                completions = complete(self.served, requests, Sampling())
+                break
+            except EngineError as error:
+                self._restart(error)
         tokens = torch.tensor(
             [[*beginning, *drawn.token_ids] for beginning, drawn in zip(shortened, completions, strict=True)]
         )

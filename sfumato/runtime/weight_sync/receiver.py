@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 
-from sfumato.errors import WeightSyncError
+from sfumato.errors import RoleLostError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local, persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Checksums, Spec, compare, local_checksums
@@ -300,18 +300,23 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
         Log-probs of the tokens, float32 ``[N, T - 1]`` by each rank's receiver, if receivers rescore, else None.
 
     Raises:
+        Exception: what a receiver raised, on its rank.
         WeightSyncError: on every rank, when some rank has not received the version, or weights differ from the actor's.
+        RoleLostError: on the other ranks, when a receiver's engine was lost for good.
     """
     end = _end(state)
     problem = end.find_loaded(end.problem(sent.version))
     sums: Checksums = {}
+    failure: Exception | None = None
     if not problem:
-        _wake(state)
-        end.receiver.apply(sent.version)
-        end.staged = None
-        sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
-    # All ranks gather before any raises: one that left alone would keep the others waiting.
-    ranks = end.mesh.gather((problem, sums), over="world")
+        try:
+            _wake(state)
+            end.receiver.apply(sent.version)
+            end.staged = None
+            sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
+        except Exception as error:  # raised below
+            failure = error
+    ranks = _gathered(end, (problem, sums), failure, "take its weights")
     if problems := [text for text, _ in ranks if text]:
         raise WeightSyncError(f"{problems[0]}: transfer a version before it is applied")
     if not end.receiver.rescores:
@@ -328,20 +333,41 @@ def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
 
     Raises:
         Exception: what a receiver raised, on its rank.
-        WeightSyncError: on the others.
+        WeightSyncError, RoleLostError: on the others.
     """
     log_probs: torch.Tensor | None = None
     failure: Exception | None = None
     try:
         log_probs = end.receiver.rescore(tokens)
-    except Exception as error:  # raised below: a rank that left alone would keep the others waiting
+    except Exception as error:  # raised below
         failure = error
-    ranks = end.mesh.gather((log_probs, "" if failure is None else str(failure)), over="world")
+    return [scored for scored in _gathered(end, log_probs, failure, "score the fixed tokens") if scored is not None]
+
+
+def _gathered(end: ReceivingEnd, value: Any, failure: Exception | None, doing: str) -> list[Any]:
+    """Gathers a value of every rank before any rank raises: one that left alone would keep the others waiting.
+
+    Args:
+        end: of this rank.
+        value: plain values.
+        failure: what this rank is to raise.
+        doing: what an engine could not do, for the other ranks.
+
+    Raises:
+        Exception: ``failure``.
+        RoleLostError: on the other ranks, for an engine that was lost.
+        WeightSyncError: on the other ranks, for any other failure.
+    """
+    text = "" if failure is None else str(failure)
+    ranks = end.mesh.gather((value, text, isinstance(failure, RoleLostError)), over="world")
     if failure is not None:
         raise failure
-    if problems := [text for _, text in ranks if text]:
-        raise WeightSyncError(f"another rank's engine could not score the fixed tokens: {problems[0]}")
-    return [scored for scored, _ in ranks if scored is not None]
+    for _, text, is_lost in ranks:
+        if is_lost:
+            raise RoleLostError("engine", (), f"of another rank: {text}")
+        if text:
+            raise WeightSyncError(f"another rank's engine could not {doing}: {text}")
+    return [value for value, _, _ in ranks]
 
 
 def _wake(state: ReceivingState) -> None:

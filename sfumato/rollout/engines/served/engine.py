@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NoReturn, overload
@@ -74,6 +74,8 @@ class ServedEngine(ABC):
         """Folder of the version in use; it stays so that a restarted engine can load it."""
         self._replaced: Path | None = None
         """Folder of the version before that in use, from which engines of other ranks may still load."""
+        self.on_loss: Callable[[EngineError], None] | None = None
+        """Calls ``restart``, or raises what is to end the run, when processes are lost that take weights or score."""
         self._is_paused = self._is_closed = False
         self._waits_for_weights = False
 
@@ -137,17 +139,27 @@ class ServedEngine(ABC):
                 raise ConfigError(
                     f"{len(sequence)} tokens are to be scored by {self.name}, which takes {self.max_length - 1}"
                 )
-        if self._is_paused:  # a paused engine scores nothing, so open requests go on for a moment
-            self._resume()
-        try:
-            log_probs = [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
-        finally:
-            if self._is_paused:
-                self._pause("keep")
+        while True:
+            try:
+                log_probs = self._score_all(sequences)
+                break
+            except EngineError as error:
+                if not self._is_restarted(error):
+                    raise
         for sequence, log_probs_of_sequence in zip(sequences, log_probs, strict=True):
             if len(log_probs_of_sequence) != len(sequence) - 1:
                 raise EngineError(f"{self.name} gave {len(log_probs_of_sequence)} log-probs of {len(sequence)} tokens")
         return [torch.tensor(log_probs_of_sequence, dtype=torch.float32) for log_probs_of_sequence in log_probs]
+
+    def _score_all(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """``_score`` of each; a paused engine scores nothing, so its open requests go on for a moment."""
+        if self._is_paused:
+            self._resume()
+        try:
+            return [self._score(list(sequence)) if len(sequence) > 1 else [] for sequence in sequences]
+        finally:
+            if self._is_paused:
+                self._pause("keep")
 
     @abstractmethod
     def release(self) -> None:
@@ -215,21 +227,43 @@ class ServedEngine(ABC):
         raise NotImplementedError(f"{self.name} is verified by rescoring, not by checksums")
 
     def take_version(self, folder: Path, version: int) -> None:
-        """Loads the weights in a folder and draws by them from now on. Open requests wait meanwhile, then go on."""
+        """Loads the weights in a folder and draws by them from now on. Open requests wait meanwhile, then go on.
+
+        Raises:
+            WeightSyncError: when it cannot load them, and is not lost or nobody starts it anew.
+        """
         resumes = not self._is_paused or self._waits_for_weights
-        if not self._is_paused:
-            self.pause("keep")
-        # An engine whose weights could not be loaded holds parts of two versions: it stays paused until some can be.
-        self._waits_for_weights = resumes
-        try:
-            self.load_files(folder, version)
-        except EngineError as error:
-            raise WeightSyncError(f"version {version} of the weights was not loaded by {self.name}: {error}") from error
+        while True:
+            try:
+                if not self._is_paused:
+                    self.pause("keep")
+                # An engine whose weights could not be loaded holds parts of two versions: it stays paused until some
+                # can be.
+                self._waits_for_weights = resumes
+                self.load_files(folder, version)
+                self.flush()
+                break
+            except EngineError as error:
+                if not self._is_restarted(error):
+                    raise WeightSyncError(
+                        f"version {version} of the weights was not loaded by {self.name}: {error}"
+                    ) from error
         self.version = version
-        self.flush()
         self._waits_for_weights = False
         if resumes:
             self.resume()
+
+    def _is_restarted(self, error: EngineError) -> bool:
+        """Whether the engine was lost and has been started anew, so that what failed can be done again; False for one
+        that lives, which would fail again, and where nobody restarts it."""
+        if self.on_loss is None or self._is_closed:
+            return False
+        try:
+            self.health()
+        except EngineError:
+            self.on_loss(error)
+            return True
+        return False
 
     @abstractmethod
     def load_files(self, folder: Path, version: int) -> None:
