@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
 
 from sfumato.errors import DataError, MissingDependencyError
 
@@ -89,7 +89,7 @@ class RemoteFile:
         with _errors_of(self.shown):
             file_system, path = open_file_system(self.url)
             with file_system.open(path, "rb") as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target, BLOCK)
+                shutil.copyfileobj(cast("IO[bytes]", source), target, BLOCK)
         if part.stat().st_size != self.size:
             raise DataError(f"{self.shown} has {part.stat().st_size} bytes, not the {self.size} of a moment ago")
         # A fixed time, so that caches know a file that was fetched again; the path tells versions apart.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -57,5 +58,5 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
             f"data.synthetic.problem digits shows scans that lie in scikit-learn, which is not installed ({error}): "
             "pip install 'sfumato[digits]'"
         ) from error
-    dataset = load_digits()
+    dataset = cast("Any", load_digits())  # annotated as a tuple, too
     return dataset.images, dataset.target

@@ -70,7 +70,7 @@ def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Ten
     if any(".lora_magnitude_vector" in name for name in layers):
         raise ConfigError("adapters of variant dora are not written with kohya's names: export a whole model (--merge)")
     if pipeline_class.startswith("StableDiffusion") and not pipeline_class.startswith("StableDiffusion3"):
-        from diffusers.utils import convert_state_dict_to_kohya
+        from diffusers.utils.state_dict_utils import convert_state_dict_to_kohya
 
         stored = convert_state_dict_to_kohya(dict(layers))
         # a file of a Stable Diffusion 1.5 has one encoder, lora_te
@@ -196,7 +196,7 @@ def _from_wan(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_stable_diffusion(converters: object, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    from diffusers.utils import convert_unet_state_dict_to_peft
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
     alphas = {name.removesuffix(".alpha"): value.item() for name, value in stored.items() if name.endswith(".alpha")}
     for name, alpha in alphas.items():

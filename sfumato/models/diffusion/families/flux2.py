@@ -131,16 +131,17 @@ class Flux2Klein(Flux2Latents):
         guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(latents.device)
         prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
         positions = torch.arange(prompt_embeds.shape[1], device=latents.device, dtype=torch.float32)[:, None]
+        rows, columns = latents.shape[-2:]
         velocity = self.denoiser(
             hidden_states=latents.flatten(2).transpose(1, 2),
             timestep=self.time(sigma),
             guidance=guidance if self.embeds_guidance else None,
             encoder_hidden_states=prompt_embeds,
             txt_ids=torch.nn.functional.pad(positions, (3, 0)),  # image, row, column, and place in the text
-            img_ids=torch.nn.functional.pad(grid_ids(*latents.shape[-2:], 0, latents.device), (0, 1)),
+            img_ids=torch.nn.functional.pad(grid_ids(rows, columns, 0, latents.device), (0, 1)),
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).unflatten(2, latents.shape[-2:])
+        return velocity.transpose(1, 2).unflatten(2, (rows, columns))
 
 
 class Flux2(Flux2Klein):

@@ -9,7 +9,7 @@ A guidance_scale g of its pipeline is g + 1 here, so that the scale means the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ class Krea2(QwenLatents):
         """
         import diffusers
 
-        layers = description.get("text_encoder_select_layers")
-        parts = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
+        layers = cast("Sequence[int] | None", description.get("text_encoder_select_layers"))
+        parts: dict[str, Any] = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
         # A pipeline without components is made only to read its template.
         empty = diffusers.Krea2Pipeline(**parts)
         template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix
@@ -89,7 +89,7 @@ class Krea2(QwenLatents):
         return prompt + self.pipeline.prompt_template_encode_suffix
 
     def dynamic_mu(self, tokens: int, num_steps: int | None) -> float | None:
-        return DISTILLED_MU if self.pipeline.config.is_distilled else None
+        return DISTILLED_MU if self.pipeline.config["is_distilled"] else None
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
