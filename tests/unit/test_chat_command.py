@@ -100,6 +100,7 @@ def test_an_answer_is_shown_while_it_is_drawn(conversation):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(conversation):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     whole = conversation.say("reverse abc", [], lambda text: None)
     conversation.reset()
     pieces = []

@@ -234,4 +234,4 @@ def test_pictures_of_data_are_opened_in_one_place() -> None:
     """So that colours, orientation and frames mean the same to every task; the others read what a run has written."""
     root = Path(sfumato.__file__).parent
     others = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "Image.open(" in path.read_text()}
-    assert others == {"data/media/pictures.py", "rewards/http/wire.py", "tracking/samples.py"}
+    assert others == {"data/media/pictures.py", "rewards/http/wire.py", "tracking/samples.py", "studio/thumbnails.py"}
