@@ -13,6 +13,7 @@ from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config, read_yaml
+from sfumato.config.writing import make_new_folder
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.models.exportable import Exportable
 from sfumato.parallel.layout import Layout
@@ -64,10 +65,17 @@ def is_export(folder: Path) -> bool:
 
 
 def copy_export(folder: Path, out: Path) -> str:
-    """Copies exported weights, so that they can be changed; returns what was written."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    """Copies exported weights, so that they can be changed; returns what was written.
+
+    Raises ConfigError where something lies at ``out``, or for a link in ``folder``: what it leads to need not be meant
+    for those with whom the copy is shared.
+    """
+    if out.is_symlink() or out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: name another folder")
-    shutil.copytree(folder, out, dirs_exist_ok=True)
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link: put the file itself there, if it is meant to be exported")
+    shutil.copytree(folder, make_new_folder(out), dirs_exist_ok=True)
     return f"{out}: copy of {folder}"
 
 

@@ -18,6 +18,7 @@ from sfumato.commands.shipped_files import (
 )
 from sfumato.config.characters import printable
 from sfumato.config.shipped import shipped_folder
+from sfumato.config.writing import open_new
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ def make_project(folder: Path, task: str, config: Path) -> None:
         raise DataError(f"{folder} cannot be made: {error.strerror}") from error
     try:
         for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            with open_new(folder / name) as file:
+                file.write(text.encode())
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise DataError(f"{folder} cannot be written: {error.strerror}") from error

@@ -428,7 +428,7 @@ def _describe(
     text = _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
     if error["type"] == "extra_forbidden" and (places := _places_of(schema, str(location[-1]), location)):
         meant = " or ".join(f"--{place}" if text.startswith("--") else place for place in places)
-        return f"{text.partition(';')[0]}; did you mean {meant}?"
+        text = f"{text.partition(';')[0]}; did you mean {meant}?"
     return text + _foreign(error, schema)
 
 

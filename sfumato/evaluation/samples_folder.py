@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from sfumato.config.characters import printable
-from sfumato.config.writing import open_new, write_atomically
+from sfumato.config.writing import open_new, open_to_append, write_atomically
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
 from sfumato.tracking.page import render_page
@@ -96,7 +96,7 @@ class SamplesFolder:
     def add(self, named: NamedSample) -> None:
         """Writes a sample's file and row; its pixels are not held on to. Raises OSError on a full disk."""
         file = self._write(named)
-        with (self.folder / ROWS).open("ab") as rows:
+        with open_to_append(self.folder / ROWS) as rows:
             rows.write(strict_json(self._row(named, file)).encode() + b"\n")
         sample = named.sample
         self._written.append(

@@ -96,14 +96,14 @@ class Thumbnails:
 
 
 def cache_folder() -> Path:
-    """Where small copies are kept: the user's cache, or a folder of this user's in the temporary one."""
+    """Where small copies are kept: the user's cache, or without a home a new folder that nobody else may enter."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "sfumato" / "thumbnails"
     try:
         return Path.home() / ".cache" / "sfumato" / "thumbnails"
     except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / f"sfumato-{os.getuid()}" / "thumbnails"
+        return Path(tempfile.mkdtemp(prefix="sfumato-thumbnails-"))
 
 
 def shrink(path: Path, width: int) -> bytes:

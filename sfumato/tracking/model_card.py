@@ -10,7 +10,7 @@ import yaml
 
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import HUB_NAME
-from sfumato.config.writing import write_atomically
+from sfumato.config.writing import replace_file, write_atomically
 from sfumato.tracking.atomic_folders import read_mapping
 from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of
 
@@ -135,5 +135,6 @@ def draw_curves(metrics: Series, path: Path) -> bool:
         axes.set_xlabel("step", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
+    with replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
     return True

@@ -70,7 +70,7 @@ SAID = [
     (TrainTextConfig, "cutoff_len: 512", "LLaMA-Factory's cutoff_len is --data.max_seq_len 512 here"),
     (TrainTextConfig, "lora_r: 8", "TRL's lora_r is --model.lora.rank 8 here"),
     (TrainTextConfig, "per_device_train_batch_size: 4", "is train.micro_batch_size here: samples of a process; times"),
-    (TrainTextConfig, "num_train_epochs: 3", "did you mean train.num_train_epochs?"),
+    (TrainTextConfig, "num_train_epochs: 3", "num_train_epochs is train.num_train_epochs here"),
     (TextRLConfig, "num_train_epochs: 3", "num_train_epochs is train.max_steps here"),
     (TextRLConfig, "kl_coef: 0.01", "is algorithm.kl.coef here: with algorithm.kl.where reward"),
     (
@@ -79,7 +79,7 @@ SAID = [
         "verl's lr is --train.lr 1e-06 here; verl's ppo_mini_batch_size is train.global_batch_size here: answers, not",
     ),
     (TextRLConfig, "beta: 0.1", "TRL's beta is algorithm.kl.coef here"),
-    (TrainTextDpoConfig, "beta: 0.1", "did you mean dpo.beta?"),
+    (TrainTextDpoConfig, "beta: 0.1", "TRL's beta is dpo.beta here"),
     (TrainDitConfig, "network: {linear: 16}", "ai-toolkit's linear is --model.lora.rank 16 here"),
     (TrainDitConfig, "sample: {sample_every: 250}", "ai-toolkit's sample_every is --sample.every_steps 250 here"),
     (TextRLConfig, "algorithm: {objective: {type: ppo_clip, epsilon: 0.1}}", "is algorithm.objective.clip_range here"),

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
+from sfumato.config.writing import open_lock, replace_file
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ class RemoteFile:
             return self.path
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with (self.path.parent / "lock").open("w") as lock:
+            with open_lock(self.path.parent / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not self.path.is_file():
-                    self._download(self.path.parent / f"{self.path.name}.part")
+                    self._download()
         except OSError as error:
             raise DataError(
                 f"{self.shown} cannot be fetched to {self.path.parent}: {describe(error)} (the environment variable "
@@ -85,16 +86,17 @@ class RemoteFile:
             ) from error
         return self.path
 
-    def _download(self, part: Path) -> None:
-        with _errors_of(self.shown):
-            file_system, path = open_file_system(self.url)
-            with file_system.open(path, "rb") as source, part.open("wb") as target:
-                shutil.copyfileobj(cast("IO[bytes]", source), target, BLOCK)
-        if part.stat().st_size != self.size:
-            raise DataError(f"{self.shown} has {part.stat().st_size} bytes, not the {self.size} of a moment ago")
-        # A fixed time, so that caches know a file that was fetched again; the path tells versions apart.
-        os.utime(part, (0, 0))
-        part.replace(self.path)
+    def _download(self) -> None:
+        with replace_file(self.path) as target:
+            with _errors_of(self.shown):
+                file_system, path = open_file_system(self.url)
+                with file_system.open(path, "rb") as source:
+                    shutil.copyfileobj(cast("IO[bytes]", source), target, BLOCK)
+            if target.tell() != self.size:
+                raise DataError(f"{self.shown} has {target.tell()} bytes, not the {self.size} of a moment ago")
+            target.flush()
+            # A fixed time, so that caches know a file that was fetched again; the path tells versions apart.
+            os.utime(target.fileno(), (0, 0))
 
 
 def open_file_system(url: str) -> tuple[AbstractFileSystem, str]:
