@@ -19,6 +19,7 @@ from sfumato.evaluation.scoring import SampleScorer, ScoredSample, add_rewards, 
 from sfumato.evaluation.sources import ModelSource, is_picture_folder
 
 if TYPE_CHECKING:
+    from sfumato.evaluation.distances import PictureDistances
     from sfumato.rewards.base import Reward
 
 RowCheck = Callable[[str, Mapping[str, object]], object]
@@ -56,14 +57,7 @@ def evaluate_samples(
         UserError: when something is missing or does not fit.
     """
     draws_pictures = sources[0].draws_pictures
-    network = None
-    if reference is not None:
-        if not draws_pictures:
-            raise ConfigError("--reference compares pictures, and these models answer in text: leave it out")
-        from sfumato.evaluation.distances import PictureDistances
-
-        assert features is not None
-        network = PictureDistances(reference, features, options.find_device())
+    network = None if reference is None else _load_distances(draws_pictures, reference, features, options)
     scorer = None
     if rewards or network is None:
         scorer = SampleScorer(choose_rewards(rewards, sources))
@@ -108,6 +102,17 @@ def evaluate_samples(
     if network is not None:
         evaluation.notes.append(network.describe())
     return evaluation, written
+
+
+def _load_distances(
+    draws_pictures: bool, reference: Path, features: Path | None, options: GenerationOptions
+) -> PictureDistances:
+    if not draws_pictures:
+        raise ConfigError("--reference compares pictures, and these models answer in text: leave it out")
+    from sfumato.evaluation.distances import PictureDistances
+
+    assert features is not None
+    return PictureDistances(reference, features, options.find_device())
 
 
 def evaluate_pictures_in_folders(

@@ -10,20 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.rollout.agents.turns import request_seed
-from sfumato.rollout.engines.base import GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
-from sfumato.rollout.text.policy import stop_tokens
 
 if TYPE_CHECKING:
     from sfumato.evaluation.texts import TextModel
-    from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
-
-TOKENS_AT_ONCE = 4096
-"""Tokens whose logits are in memory at a time."""
-
-NEW_TOKENS = 256
-"""Longest answer where a task does not say, as in the harness."""
 
 DATA_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError)
 """What loading a task raises when its data or a package of its metrics is not here."""
@@ -64,6 +53,8 @@ def run_tasks(
     try:
         from lm_eval.evaluator import simple_evaluate
         from lm_eval.tasks import TaskManager
+
+        from sfumato.evaluation.harness_model import HarnessModel
     except ImportError as error:
         raise MissingDependencyError(
             f"--tasks needs lm-evaluation-harness: pip install 'sfumato[evaluation]' ({error})"
@@ -90,7 +81,7 @@ def run_tasks(
     if with_chat_template and model.template.chat is None:
         raise ConfigError("--apply-chat-template: the model's tokenizer has no chat template: leave it out")
     found = simple_evaluate(
-        model=cast(Any, build_language_model(model)),
+        model=HarnessModel(model),
         tasks=cast(Any, names),
         num_fewshot=num_fewshot,
         limit=limit,
@@ -122,152 +113,3 @@ def _collect(found: dict[str, Any]) -> HarnessResults:
             else:
                 results.aggregated[name] = reported
     return results
-
-
-def build_language_model(model: TextModel) -> object:
-    """The harness's interface of a model: an ``lm_eval.api.model.LM``."""
-    from lm_eval import utils
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-
-    tokenizer = cast(Any, model.model.tokenizer)
-
-    class HarnessModel(TemplateLM):
-        """Log-likelihoods and answers by the embedded engine."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokenizer = tokenizer
-            self.max_length = model.longest or 2048
-            self._num_drawn = 0
-
-        @property
-        def eot_token_id(self) -> int:
-            return tokenizer.eos_token_id
-
-        @property
-        def prefix_token_id(self) -> int:
-            return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-
-        @property
-        def tokenizer_name(self) -> str:
-            return str(tokenizer.name_or_path).replace("/", "__")
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
-            del kwargs
-            bos = tokenizer.bos_token
-            if add_special_tokens is None:  # a text that was rendered before may begin with the token already
-                add_special_tokens = not (bos and string.startswith(bos))
-            return tokenizer.encode(string, add_special_tokens=add_special_tokens)
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-
-        def _loglikelihood_tokens(
-            self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: object
-        ) -> list[tuple[float, bool]]:
-            """For each context and continuation the log-likelihood of the continuation, and whether it is greedy."""
-            del kwargs
-            # what is longer than the model takes loses its beginning
-            sequences = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
-            order = sorted(range(len(requests)), key=lambda index: -len(sequences[index]))
-            answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
-            engine = cast("EmbeddedEngine", model.engine(max(map(len, sequences))))
-            for batch in _batches(order, [len(sequence) for sequence in sequences]):
-                scored = engine.score([sequences[index] for index in batch])
-                for index, (log_probs, is_likeliest) in zip(batch, scored, strict=True):
-                    length = len(requests[index][2])
-                    answers[index] = float(log_probs[-length:].sum()), bool(is_likeliest[-length:].all())
-            return answers
-
-        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-            """Log-likelihoods of whole texts, in windows of the model's length, as the harness cuts them."""
-            del disable_tqdm
-            windows: list[tuple[Any, list[int], list[int]]] = []
-            counts = []
-            for (text,) in (request.args for request in requests):
-                of_text = [
-                    (None, *utils.make_disjoint_window(window))
-                    for window in utils.get_rolling_token_windows(
-                        token_list=self.tok_encode(text),
-                        prefix_token=self.prefix_token_id,
-                        max_seq_len=self.max_length,
-                        context_len=1,
-                    )
-                ]
-                windows += cast(Any, of_text)
-                counts.append(len(of_text))
-            values = iter(self._loglikelihood_tokens(windows))
-            return [sum(next(values)[0] for _ in range(count)) for count in counts]
-
-        def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            """Answers to texts, up to one of the texts that end them."""
-            del disable_tqdm
-            eos = tokenizer.decode([self.eot_token_id])
-            answers: list[str] = [""] * len(requests)
-            groups: dict[str, list[int]] = {}
-            for index, request in enumerate(requests):
-                groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-            for indices in groups.values():
-                settings = cast("dict[str, Any]", normalize_gen_kwargs(dict(requests[indices[0]].args[1]), NEW_TOKENS))
-                stops = handle_stop_sequences(settings.pop("until", None), eos=eos)
-                longest = int(settings.pop("max_gen_toks"))
-                texts = [requests[index].args[0] for index in indices]
-                for index, answer in zip(indices, self._draw(texts, settings, stops, longest), strict=True):
-                    answers[index] = answer
-            return answers
-
-        def _draw(self, texts: list[str], settings: dict[str, Any], stops: list[str], longest: int) -> list[str]:
-            """Answers to texts with the same settings."""
-            samples = settings.get("do_sample", False) or float(settings.get("temperature") or 0.0) > 0
-            sampling = Sampling(
-                float(settings.get("temperature") or 1.0) if samples else 0.0,
-                float(settings.get("top_p") or 1.0) if samples else 1.0,
-                int(settings.get("top_k") or 0) if samples else 0,
-                stop_token_ids=tuple({*stop_tokens(model.template), self.eot_token_id}),
-                stop=tuple(stop for stop in stops if stop),
-            )
-            room = self.max_length - longest
-            if room < 1:
-                raise ConfigError(
-                    f"a task asks for answers of {longest} tokens, and with the prompt the model takes "
-                    f"{self.max_length}"
-                )
-            prompts = [self.tok_encode(text)[-room:] for text in texts]
-            seeds = [
-                request_seed(model.settings.seed, "harness", 0, self._num_drawn + row) for row in range(len(texts))
-            ]
-            self._num_drawn += len(texts)
-            drawn = complete(
-                model.engine(max(map(len, prompts)) + longest),
-                [GenerationRequest(ids, seed, longest) for ids, seed in zip(prompts, seeds, strict=True)],
-                sampling,
-            )
-            answers = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in drawn]
-            return [_before(answer, stops) for answer in answers]
-
-    return HarnessModel()
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop texts in it."""
-    for stop in stops:
-        if stop:
-            text = text.split(stop)[0]
-    return text
-
-
-def _batches(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Indices in order, as batches of at most ``TOKENS_AT_ONCE`` tokens with padding."""
-    batches: list[list[int]] = []
-    for index in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= TOKENS_AT_ONCE:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches

@@ -234,7 +234,7 @@ def test_benchmarks_give_what_the_harness_gives_with_its_own_model(benchmark, tm
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from sfumato.evaluation.harness import build_language_model
+    from sfumato.evaluation.harness_model import HarnessModel
     from sfumato.evaluation.options import GenerationOptions
     from sfumato.evaluation.sources import find_sources
     from sfumato.evaluation.texts import text_models
@@ -245,7 +245,7 @@ def test_benchmarks_give_what_the_harness_gives_with_its_own_model(benchmark, tm
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     runs = [
         simple_evaluate(model=lm, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)
-        for lm in (theirs, build_language_model(loaded))
+        for lm in (theirs, HarnessModel(loaded))
     ]
     for task in TASKS:
         expected, ours = (run["results"][task] for run in runs)
