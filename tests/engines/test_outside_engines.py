@@ -256,6 +256,33 @@ def test_a_server_and_its_children_end_and_start_again(tmp_path, monkeypatch):
     assert process.problem() == "the server was ended"
 
 
+STUBBORN = (
+    """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+"""
+    + SERVER
+)
+
+
+@pytest.mark.slow
+def test_a_server_whose_owner_is_killed_ends_and_starts_again_elsewhere(tmp_path):
+    process, http = started(tmp_path, STUBBORN)  # SIGTERM is all that a killed owner leaves to its server
+    first = pids_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    assert "ended with code -9" in process.problem(10)
+    wait_for_end(first)
+    with pytest.raises(EngineError):
+        http.ask("GET", "/")
+    process.start(lambda: http.answers("/"), ["more"], {"TAKEN": "now"})
+    assert "blue now" in process.log.read_text()
+    second = pids_of(process)
+    assert len(second) == 2 and not set(first) & set(second)
+    os.kill(process.pid, signal.SIGKILL)
+    process.stop()  # the end of a run
+    wait_for_end(second)
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tmp_path):
     with pytest.raises(ConfigError, match="/nowhere/python is not there"):

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused(served, tmp_path):
         drawn(engine, [GenerationRequest([1] * 1000, 1, 100)])
     with pytest.raises(ConfigError, match="--enable-deterministic-inference"):
         served("no seeds")
-    url = engine.http.base.text
+    url = engine.http.target.base.text
     with pytest.raises(ConfigError, match=f"has the model {MODEL}, the run /models/other"):
         SglangSettings(url=url).build(*parts("/models/other", tmp_path))
     with pytest.raises(ConfigError, match="either the url of a server or the program"):

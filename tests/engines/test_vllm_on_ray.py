@@ -1,8 +1,12 @@
-"""Two processes of a sampler on Ray, each with a real vLLM: versions that both apply, and what a run leaves."""
+"""Two processes of a sampler on Ray, each with a real vLLM: versions that both apply, what is drawn after one was lost,
+and what a run leaves."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -91,6 +95,19 @@ class EngineRun(RoleRun):
         """Those of all that were seen which still run."""
         return [each for each in self.seen.values() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
+    def owners(self) -> list[psutil.Process]:
+        """The owners of the engines that run now, the older first."""
+        self.note()
+        owners = [each for each in self.alive() if any("owner_process" in word for word in command_of(each))]
+        return sorted((each for each in owners if each.children()), key=psutil.Process.create_time)
+
+    def wait_until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not what():
+            assert self.driver.poll() is None, f"it has ended with {self.driver.returncode}:\n{self.output}"
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
     def assert_nothing_is_left(self) -> None:
         """That no process is there a while after the end, and no memory or folder of weights."""
         self.note()
@@ -109,6 +126,12 @@ def command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return []
+
+
+def is_drawing(owner: psutil.Process) -> bool:
+    """Whether an engine works: its core uses a processor now."""
+    cores = [each for each in owner.children(recursive=True) if "EngineCore" in " ".join(command_of(each))]
+    return any(each.cpu_percent(0.1) > 20 for each in cores)
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +161,57 @@ def test_two_engines_on_ray_are_sent_four_updates_as_tensors(undisturbed: Path) 
     assert [applied_versions(undisturbed, rank) for rank in (0, 1)] == [[0, 1, 2, 3, 4, 5]] * 2
     tokens = [drawn_in(undisturbed, step) for step in range(1, STEPS + 1)]
     assert all(len(of_step) == 16 for of_step in tokens)
+
+
+def assert_same_tokens(folder: Path, undisturbed: Path) -> None:
+    for step in range(1, STEPS + 1):
+        assert drawn_in(folder, step) == drawn_in(undisturbed, step), f"iteration {step}"
+    ours, theirs = (read_jsonl(each / "metrics.jsonl") for each in (folder, undisturbed))
+    for line, expected in zip(ours, theirs, strict=True):  # batches of other sizes round otherwise
+        assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_engines_that_are_killed_one_after_the_other_draw_the_same_tokens(
+    model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    with EngineRun(write_config(config_of(tmp_path, model), tmp_path / "run.yaml")) as run:
+        run.wait_until(lambda: run.step >= 1)
+        first, second = run.owners()
+        run.wait_until(lambda: is_drawing(first))
+        for process in first.children(recursive=True):
+            process.kill()
+        run.wait_until(lambda: run.step >= 3)
+        run.wait_until(lambda: is_drawing(second))
+        second.kill()  # and nobody else: its server has to notice
+        assert run.wait(LIMIT_S) == 0, run.output
+        run.assert_nothing_is_left()
+    assert run.output.count("it is started anew, 1 of 3 times") == 2, run.output
+    assert_same_tokens(run.folder, undisturbed)
+
+
+def test_a_sampler_that_is_killed_with_its_engine_draws_the_same_tokens(
+    model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    with EngineRun(write_config(config_of(tmp_path, model), tmp_path / "run.yaml")) as run:
+        run.wait_until(lambda: run.step >= 2)
+        owners = run.owners()
+        run.wait_until(lambda: is_drawing(owners[0]))
+        assert run.signal("sampler", signal.SIGKILL)
+        assert run.wait(LIMIT_S) == 0, run.output
+        run.assert_nothing_is_left()
+    assert "role sampler" in run.output and "has died" in run.output, run.output
+    assert_same_tokens(run.folder, undisturbed)
+
+
+@pytest.mark.parametrize("ending", ["SIGKILL", "Ctrl-C"])
+def test_nothing_is_left_of_a_run_that_is_ended(ending: str, model: Path, tmp_path: Path) -> None:
+    with EngineRun(write_config(config_of(tmp_path, model), tmp_path / "run.yaml")) as run:
+        run.wait_until(lambda: run.step >= 1)
+        run.wait_until(lambda: is_drawing(run.owners()[0]))
+        if ending == "SIGKILL":
+            run.driver.kill()
+        else:  # the terminal signals all processes of the foreground
+            os.killpg(run.driver.pid, signal.SIGINT)
+        code = run.wait(LIMIT_S)
+        assert code == {"SIGKILL": -9, "Ctrl-C": 143}[ending], run.output
+        run.assert_nothing_is_left()

@@ -366,7 +366,7 @@ def test_a_server_that_hangs_is_noticed_and_can_be_started_again(engine, monkeyp
 
 
 def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
-    url = engine.calls.http.base.text
+    url = engine.calls.http.target.base.text
     other = write_model(tmp_path / "other", seed=5)
     with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
         VllmSettings(url=url, dtype="float32").build(*parts(other, tmp_path))

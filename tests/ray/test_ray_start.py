@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from sfumato.config.runtime import RuntimeConfig
@@ -22,6 +25,31 @@ def test_it_is_tried_twice_and_then_named(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RoleLostError, match=r"Ray did not start on this machine: .*; end what else .* logs lie in"):
         start_cluster(RuntimeConfig(backend="ray", object_store_gb=0.2), run, num_cpus=1)
     assert (tmp_path / "log.txt").read_text().count("; trying once more") == 1
+
+
+def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    get_node = services.get_node
+    first: list[psutil.Process] = []
+    names: list[str] = []
+
+    def fail_once(*arguments: Any) -> Any:
+        """What Ray does when its processes have started and do not find each other in time."""
+        if first:
+            return get_node(*arguments)
+        first.extend(psutil.Process().children(recursive=True))
+        names.extend(each.name() for each in first)
+        raise ValueError("the node timed out during startup")
+
+    monkeypatch.setattr(services, "get_node", fail_once)
+    with start_cluster(RuntimeConfig(backend="ray", object_store_gb=0.1), run_in(tmp_path), num_cpus=1, num_gpus=0):
+        assert {"gcs_server", "raylet"} <= set(names), "it had started them"
+        deadline = time.monotonic() + 30  # Ray's agents end when they miss their raylet
+        while left := [each for each in first if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+    assert "timed out during startup; trying once more" in (tmp_path / "log.txt").read_text()
 
 
 def test_all_of_ray_on_one_machine_listens_at_loopback_and_asks_for_a_token(tmp_path):

@@ -18,7 +18,7 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.served.environment import engine_environment
-from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
+from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
 from sfumato.rollout.engines.served_settings import ServedSettings
@@ -54,11 +54,18 @@ class SglangServer(ServedEngine):
         super().__init__(http.name, files, 0)
         try:
             if process is not None:
-                process.start(lambda: http.answers("/health_generate", HEALTH_TIMEOUT_S))
+                self._start(process)
             self._identify()
         except BaseException:
             self.close()
             raise
+
+    def _start(self, process: ServerProcess) -> None:
+        """Starts the server, at another port each time: what is left of one that was killed must neither answer nor
+        hold the port."""
+        port = free_port()
+        self.http.move_to(f"{LOOPBACK}:{port}")
+        process.start(lambda: self.http.answers("/health_generate", HEALTH_TIMEOUT_S), ["--port", str(port)])
 
     def _identify(self) -> None:
         """Reads the server's limits. Raises ConfigError when it has another model or lacks options."""
@@ -161,7 +168,7 @@ class SglangServer(ServedEngine):
     def _restart(self) -> None:
         if self.process is None:
             raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
-        self.process.start(lambda: self.http.answers("/health_generate", HEALTH_TIMEOUT_S))
+        self._start(self.process)
         self._identify()
 
     def _close(self) -> None:
@@ -238,13 +245,9 @@ class SglangSettings(ServedSettings):
         process = None
         url = self.url
         if self.program:
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
-            command = [
-                self.program,
-                *self._arguments(model_path, port, self.max_model_len or max_length),
-                *self.arguments,
-            ]
+            url = LOOPBACK
+            arguments = self._arguments(model_path, self.max_model_len or max_length)
+            command = [self.program, *arguments, *self.arguments]
             # The server has an environment of its own, which must not import from this one's paths.
             inherited = engine_environment(sleeps=self.sleep, tensor_parallel_size=self.tensor_parallel_size)
             environment = {**inherited, "PYTHONPATH": "", **self.environment}
@@ -257,7 +260,7 @@ class SglangSettings(ServedSettings):
         )
         return SglangServer(http, process, files, model_path)
 
-    def _arguments(self, model_path: str, port: int, max_length: int | None) -> Sequence[str]:
+    def _arguments(self, model_path: str, max_length: int | None) -> Sequence[str]:
         if max_length is None:
             raise ConfigError("rollout.engine.max_model_len is needed for the SGLang server that is started")
         arguments = [
@@ -267,8 +270,6 @@ class SglangSettings(ServedSettings):
             model_path,
             "--host",
             "127.0.0.1",
-            "--port",
-            str(port),
         ]
         arguments += ["--dtype", self.dtype, "--tp-size", str(self.tensor_parallel_size)]
         arguments += ["--max-running-requests", str(self.max_requests), "--context-length", str(max_length)]

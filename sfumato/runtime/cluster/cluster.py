@@ -9,6 +9,7 @@ import site
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -336,12 +337,28 @@ def _start_here(run: Run, **options: Any) -> None:
             return
         except Exception as error:  # Ray has no class of its own for these errors
             ray.shutdown()
+            _end_failed_start()
             reason = f"Ray did not start on this machine: {error}"
             if attempt:
                 logs = "its logs lie in /tmp/ray/session_latest/logs (RAY_TMPDIR names another place than /tmp)"
                 remedy = "end what else keeps the machine busy or fills its memory and disk, and start the run again"
                 raise RoleLostError("ray", (), f"{reason}; {remedy}; {logs}") from error
             run.say(f"{reason}; trying once more")
+
+
+def _end_failed_start() -> None:
+    """Ends the processes of a start that failed: ``ray.shutdown`` ends those of one that succeeded."""
+    import ray
+
+    package = str(Path(ray.__file__).parent)
+    processes = [pid for pid, words in _children().items() if any(word.startswith(package) for word in words)]
+    for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + wait_s
+        while any(_state(pid) not in "ZX" for pid in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _import_path() -> dict[str, str]:
@@ -386,26 +403,35 @@ def _own_signals() -> Iterator[None]:
 
 def _ray_children() -> dict[int, str]:
     """The child processes that a Ray started here depends on: names by process id."""
-    lists = [file.read_text().split() for file in Path("/proc/self/task").glob("*/children")]
-    names = {int(pid): Path(_first_word(pid)).name for pids in lists for pid in pids}
+    names = {pid: Path(words[0]).name for pid, words in _children().items()}
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 
 
-def _first_word(pid: str) -> str:
-    """The program of a process; empty if it has ended."""
+def _children() -> dict[int, list[str]]:
+    """The commands of this process's children, by process id."""
+    lists = [file.read_text().split() for file in Path("/proc/self/task").glob("*/children")]
+    return {int(pid): _command(pid) for pids in lists for pid in pids}
+
+
+def _command(pid: str) -> list[str]:
+    """A process's program and arguments; an empty word if it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return [""]
+
+
+def _state(pid: int) -> str:
+    """The letter by which Linux calls what a process does; X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def _problem(children: Mapping[int, str]) -> str:
     """What is wrong with Ray: a process that it depends on has died. Empty if nothing is."""
     for pid, name in children.items():
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            state = "X"
-        if state in "ZX":
+        if _state(pid) in "ZX":
             return f"its {name} (process {pid}) has died, so that all roles are lost"
     return ""

@@ -11,12 +11,13 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.http.connection import AttemptError, Limits, RefusedError, exchange, parse_base_url
+from sfumato.rewards.http.connection import AttemptError, BaseUrl, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.server_process import ServerProcess
@@ -30,12 +31,23 @@ MAX_VALUES = 2**23
 SEEN_S = 3.0
 """Within which the end of a process is seen after its connections were closed."""
 
+LOOPBACK = "http://127.0.0.1"
+
 NOT_SENT = object()
 """Returned in place of an answer for a request that was dropped before it was sent."""
 
 
 class RefusedByServerError(EngineError):
     """The server answered that it will not do what it was asked to; asking again does not help."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests are sent."""
+
+    base: BaseUrl
+    headers: Mapping[str, str]
+    tls: ssl.SSLContext | None
 
 
 class HttpServer:
@@ -63,20 +75,24 @@ class HttpServer:
         Raises:
             ConfigError: when ``url`` is no address.
         """
-        try:
-            self.base = parse_base_url(url)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("base_urls", "url")) from error
+        self.move_to(url, api_key)
         self.name = name
         self.timeout_s = timeout_s
         self.process = process
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._tls = ssl.create_default_context() if self.base.scheme == "https" else None
         self._lock = threading.Lock()
         self._num_open = 0  # requests of ``ask_async`` that were sent and are not answered
         self._num_ends = 0  # calls of ``end_all``
         self._deadlines = CompletionDeadlines(timeout_s)
         self._threads = ThreadPoolExecutor(max_requests, thread_name_prefix="engine-request")
+
+    def move_to(self, url: str, api_key: str = "") -> None:
+        """Sends requests to this address from now on. Raises ConfigError when it is none."""
+        try:
+            base = parse_base_url(url)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("base_urls", "url")) from error
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.target = Target(base, headers, ssl.create_default_context() if base.scheme == "https" else None)
 
     def ask(
         self,
@@ -103,14 +119,15 @@ class HttpServer:
             EngineError: when there is no answer, or its JSON is too large.
         """
         data = b"" if body is None else json.dumps(body).encode()
-        headers = {**self._headers, **({} if body is None else {"Content-Type": "application/json"})}
+        target = self.target
+        headers = {**target.headers, **({} if body is None else {"Content-Type": "application/json"})}
         limits = Limits(
             deadline=deadline or time.monotonic() + (timeout_s or self.timeout_s),
             max_response_bytes=MAX_RESPONSE_BYTES,
             allow_private=True,
         )
         try:
-            answer = exchange(self.base, method, path, data, headers, limits, self._tls)
+            answer = exchange(target.base, method, path, data, headers, limits, target.tls)
         except RefusedError as error:
             raise RefusedByServerError(f"{self.name}: {method} {path}: {error}") from error
         except AttemptError as error:

@@ -2,7 +2,8 @@
 
 It runs as a program, with the server's command as its arguments. Its standard input is a pipe from the run, which is
 closed when the run dies; the run writes a byte first when it ends the server itself. On the pipe whose number is its
-first argument it says its process id and, at the end, the server's exit code.
+first argument it says its process id, that of the server and, at the end, the server's exit code. Should it be killed
+itself, the run ends the server, which leads a group of processes of its own.
 
 It is no child of the run: Ray kills the children of a process that it ends, before they could end anything. It imports
 nothing but the standard library.
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 GRACE_S = 10.0
 """Seconds that a server has to end by itself after SIGTERM."""
@@ -26,8 +28,12 @@ PR_SET_PDEATHSIG = 1
 """Of Linux' prctl: the signal that a process gets when its parent has ended."""
 
 
-def keep(command: list[str]) -> tuple[int, bool]:
+def keep(command: list[str], on_start: Callable[[int], None]) -> tuple[int, bool]:
     """Runs a command until it ends, or until standard input says so.
+
+    Args:
+        command: program and arguments.
+        on_start: called with the process id.
 
     Returns:
         Its exit code, and whether the run is there no more.
@@ -39,6 +45,7 @@ def keep(command: list[str]) -> tuple[int, bool]:
         start_new_session=True,
         preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # should this process be killed
     )
+    on_start(process.pid)
     waiting = selectors.DefaultSelector()
     waiting.register(sys.stdin.fileno(), selectors.EVENT_READ)
     is_lost = False
@@ -78,7 +85,7 @@ def main(pipe: int, leftovers: list[str], command: list[str]) -> None:
         signal.signal(ignored_signal, lambda *_: None)
     with os.fdopen(pipe, "w") as told:
         print(os.getpid(), file=told, flush=True)
-        code, is_lost = keep(command)
+        code, is_lost = keep(command, lambda pid: print(pid, file=told, flush=True))
         for folder in leftovers if is_lost else ():
             shutil.rmtree(folder, ignore_errors=True)
         try:

@@ -31,6 +31,9 @@ SHOWN_CHARACTERS = 300
 LOOK_S = 0.25
 """Seconds between two checks of a server that starts."""
 
+KILLED_S = 5.0
+"""Longest wait for processes that were killed."""
+
 TOLD_S = 10.0
 """Seconds between two lines of progress."""
 
@@ -40,6 +43,33 @@ def free_port() -> int:
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])
+
+
+class ProcessGroup:
+    """The processes of a server, by the one that leads their group."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._born = self._birth()
+
+    def _birth(self) -> str:
+        """When the process with this id has begun, in ticks of the machine's clock; empty if there is none."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return stat.rpartition(")")[2].split()[19]
+
+    def kill(self) -> None:
+        """Kills them, and waits until they have gone."""
+        deadline = time.monotonic() + KILLED_S
+        # The id belongs to the group as long as one of it lives; a later process with this id began at another time.
+        while self._birth() in ("", self._born) and time.monotonic() < deadline:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            time.sleep(0.02)
 
 
 class OwnerProcess:
@@ -65,12 +95,18 @@ class OwnerProcess:
         self._stdin = first.stdin
         first.wait()  # it has left the server to a process that is not this one's child
         self.pid = int(self._told.readline() or 0)
+        server = int(self._told.readline() or 0)
+        self._group = ProcessGroup(server) if server else None
         self._code: int | None = None
 
     def exit_code(self, within_s: float) -> int | None:
-        """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed."""
+        """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed: the server is
+        then killed, too."""
         if self._code is None and select.select([self._told], [], [], within_s)[0]:
-            self._code = int(self._told.readline() or -signal.SIGKILL)
+            line = self._told.readline()
+            if not line and self._group is not None:
+                self._group.kill()
+            self._code = int(line or -signal.SIGKILL)
         return self._code
 
     def end(self) -> None:
@@ -120,11 +156,15 @@ class ServerProcess:
         """Process id of the server's parent (``owner_process``); None while there is none."""
         return None if self._owner is None else self._owner.pid
 
-    def start(self, is_ready: Callable[[], bool]) -> None:
+    def start(
+        self, is_ready: Callable[[], bool], arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
         """Starts the server and waits until it is ready.
 
         Args:
             is_ready: asks the server whether it answers.
+            arguments: of this start alone, such as its port; they follow those of ``command``.
+            variables: environment variables of this start alone.
 
         Raises:
             ConfigError: when the program does not exist.
@@ -143,7 +183,8 @@ class ServerProcess:
             ) from error
         with opened as log:
             self._log_start = log.tell()
-            self._owner = OwnerProcess(self.command, self.leftovers, log, self.environment)
+            environment = self.environment | dict(variables or {})
+            self._owner = OwnerProcess([*self.command, *arguments], self.leftovers, log, environment)
         started = told = time.monotonic()
         try:
             while not is_ready():

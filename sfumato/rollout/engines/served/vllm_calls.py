@@ -18,7 +18,7 @@ from sfumato import rollout
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
-from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer
+from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.versions import known_release
 from sfumato.rollout.engines.served.vllm_images import render_request
@@ -171,16 +171,12 @@ class ServerCalls:
         self._modules = None
         self.name = f"the vLLM server at {url}" if url else "the vLLM server"
         if command:
-            port = free_port()
-            url = f"http://127.0.0.1:{port}"
+            url = LOOPBACK
             self._modules = tempfile.TemporaryDirectory(prefix="sfumato-vllm-")
             shutil.copy(WORKER_FILE, Path(self._modules.name) / f"{WORKER_MODULE}.py")
-            # By the environment: other users of the machine can read a command's arguments.
-            api_key = secrets.token_hex(32)
-            key = {"VLLM_API_KEY": api_key}
             modules = {"PYTHONPATH": self._modules.name}
-            variables = {**inherited, **SERVER_ENVIRONMENT, **modules, **environment, **key}
-            arguments = [*command, "--host", "127.0.0.1", "--port", str(port), *SERVER_ARGUMENTS]
+            variables = {**inherited, **SERVER_ENVIRONMENT, **modules, **environment}
+            arguments = [*command, "--host", "127.0.0.1", *SERVER_ARGUMENTS]
             leftovers = [*leftovers, Path(self._modules.name)]
             self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers)
         self.http = HttpServer(
@@ -188,11 +184,21 @@ class ServerCalls:
         )
         try:
             if self._process is not None:
-                self._process.start(lambda: self.http.answers("/health"))
+                self._start(self._process)
             self.max_length = self._identify(has_adapter)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, process: ServerProcess) -> None:
+        """Starts the server, at another port and with another key each time: what is left of one that was killed must
+        neither answer nor hold the port."""
+        port = free_port()
+        api_key = secrets.token_hex(32)
+        self.http.move_to(f"{LOOPBACK}:{port}", api_key)
+        # By the environment: other users of the machine can read a command's arguments.
+        key = {"VLLM_API_KEY": api_key}
+        process.start(lambda: self.http.answers("/health"), ["--port", str(port)], key)
 
     def _identify(self, has_adapter: bool) -> int:
         """Checks a server's model and options.
@@ -320,7 +326,7 @@ class ServerCalls:
         """See ``VllmCalls``."""
         if self._process is None:
             raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
-        self._process.start(lambda: self.http.answers("/health"))
+        self._start(self._process)
         self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
 
     def close(self) -> None:
