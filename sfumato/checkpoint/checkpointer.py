@@ -61,6 +61,8 @@ class Checkpointer:
         requested = self.config.load_checkpoint_path
         if requested in (None, "new"):
             return
+        # What rank 0 sees counts: ranks that take different checkpoints would wait for each other in different
+        # collectives.
         checkpoints, other_runs = self.mesh.first(own_checkpoints(self.root.parent), among="world")
         if requested == "auto":
             for step, run_id in other_runs.items():
@@ -112,6 +114,7 @@ class Checkpointer:
             PreemptedError: after saving, when SIGTERM or SIGINT came on some rank.
         """
         self._unwritten = unwritten
+        # Agreed on before anything else is decided, since a save is collective and a signal may reach one rank alone.
         stopping = agree_to_stop(self.run, self.mesh)
         total_steps = self.total_steps() if callable(self.total_steps) else self.total_steps
         last = state.step >= total_steps
@@ -142,6 +145,7 @@ class Checkpointer:
             NonFiniteError: when weights are not finite, since pruning would remove good checkpoints for this one.
         """
         self._settle()  # the staging buffers are free only then, and at most one save is under way
+        # Saved already, on request or as a periodic save; or the run was resumed from it.
         if self._saved_step == state.step:
             return
         self.before_save()

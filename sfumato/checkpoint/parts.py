@@ -100,6 +100,7 @@ class _Unpickler(_PythonUnpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
 
     def load_build(self) -> None:
+        # BUILD sets attributes: on a class they would change it for the whole process.
         if isinstance(self.stack[-2], type):
             raise pickle.UnpicklingError("it changes a class, which is no part of a checkpoint")
         super().load_build()
@@ -174,6 +175,7 @@ def read_state_values(path: Path) -> dict[str, object]:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     for name, kind in KINDS.items():
         value = values.get(name)
+        # ``true`` in JSON is an int to Python.
         if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and cast(int, value) < 0):
             raise CheckpointError(f"{path}: {name} is {str(value)[:50]!r}, which no run can have saved")
     for name in (IDENTITY, "critic_optimizer"):  # of runs that have one
@@ -218,6 +220,7 @@ def _check_place(index: object, info: object, sizes: dict[str, int]) -> None:
         raise ValueError(f"{index.fqn} is said to lie in {reprlib.repr(info.relative_path)}")
     if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
         raise ValueError(f"{index.fqn} is said to lie beyond the end of {info.relative_path}")
+    # No checkpoint of sfumato has any, and the sizes above say nothing about what compressed chunks grow to.
     if getattr(info, "transform_descriptors", None):
         raise ValueError(f"{index.fqn} is packed as {reprlib.repr(info.transform_descriptors)}")
 
@@ -233,6 +236,7 @@ def _check_tensor(key: object, described: object, num_bytes: int) -> None:
     dtype = described.properties.dtype
     if not isinstance(dtype, torch.dtype) or any(type(length) is not int or length < 0 for length in size):
         raise TypeError(f"{key} has dtype {reprlib.repr(dtype)} and shape {reprlib.repr(size)}")
+    # Checked before anybody allocates it: a few bytes of metadata can claim any shape.
     if math.prod(size) * dtype.itemsize > num_bytes:
         raise ValueError(f"{key} of shape {size} is larger than all files together")
     if any(not _is_flat(tuple(part)) for chunk in described.chunks for part in (chunk.offsets, chunk.sizes)):
@@ -361,6 +365,7 @@ class StoredCheckpoint:
         """Everything that is not a tensor, from ``state.json``."""
         self._metadata = read_metadata(folder / METADATA)
         self._reader = FileSystemReader(folder)
+        # Given the metadata, the reader never unpickles the file itself.
         self._reader.set_up_storage_reader(self._metadata, True)
         stored_tensors = self._metadata.state_dict_metadata.items()
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {

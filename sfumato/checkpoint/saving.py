@@ -78,6 +78,7 @@ class Saving:
         self.mesh = mesh
         self.building = root / f"global_step_{state.step}.tmp"
         parts, values = collect_state(state, mesh)
+        # Now and not in ``write``, since loader and counters go on while a thread writes.
         self._values = json.dumps(values)
         self._writer = FileSystemWriter(self.building, sync_files=False)  # ``list_files`` flushes
         self._writer.set_up_storage_writer(mesh.is_first)
@@ -99,6 +100,7 @@ class Saving:
     def write(self) -> None:
         """Writes this rank's files. ``finish`` raises what goes wrong."""
         try:
+            # The current GPU belongs to a thread, and a new thread begins with the first one.
             self.mesh.take_device()
             plan = self._writer.prepare_local_plan(self._plan)
             results = self._writer.write_data(plan, self._planner).wait()
@@ -153,6 +155,7 @@ class Saving:
         except (OSError, CheckpointError):
             shutil.rmtree(self.building, ignore_errors=True)
             raise
+        # After the rename: until then the older checkpoints are all there is to go back to.
         prune_checkpoints(self.root, keep, self.step)
         return [None] * len(outcomes)
 
@@ -173,6 +176,7 @@ def through_first(mesh: Mesh, mine: Value, decide: Callable[[list[Value]], list[
     """
     gathered: list[Any] = [mine]
     if mesh.size > 1:
+        # Not to all ranks: the plans of every rank on every rank would grow with the square of their number.
         gathered = [None] * mesh.size if mesh.is_first else []
         dist.gather_object(mine, gathered or None, dst=0, group=mesh.group("world"))
     answers: list[Any] = [None] * mesh.size
@@ -180,6 +184,7 @@ def through_first(mesh: Mesh, mine: Value, decide: Callable[[list[Value]], list[
         try:
             answers = [(decision, "") for decision in decide(gathered)]
         except (OSError, CheckpointError) as error:
+            # Told as an answer: all other ranks wait in the scatter below.
             answers = [(None, str(error))] * mesh.size
     answer = answers[:1]
     if mesh.size > 1:

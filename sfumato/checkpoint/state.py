@@ -203,6 +203,7 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     if state.ema is not None:
         state.ema.num_updates = values["ema_updates"]
     for name, policy in state.policies.items():
+        # A checkpoint may lack the policy of DISPENSABLE.
         policy.num_updates = values["policy_updates"].get(name, 0)
     _restore_schedule(state.schedule, values["schedule_steps"])
     if state.critic is not None:
@@ -328,6 +329,7 @@ def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
     position = {"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates}
     schedule.load_state_dict({**schedule.state_dict(), **position})
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        # LambdaLR sets the groups' rates in its ``step`` alone: until then the optimiser would take those of the start.
         group["lr"] = rate
 
 
