@@ -60,6 +60,7 @@ class Decisions:
             gradients = has_gradient.cpu()
             for number, sample_id in enumerate(sample_ids):
                 is_here = samples == number
+                # JSON has no NaN and no infinity.
                 values = [value if math.isfinite(value) else None for value in ratios[is_here].tolist()]
                 clipped = (~gradients[is_here]).tolist()
                 cut = {"cut": len(values) - MOST_DECISIONS} if len(values) > MOST_DECISIONS else {}
@@ -80,6 +81,7 @@ def rows_with_gradient(
         log_ratio: ``[R]``.
         advantages: ``[R]``.
     """
+    # Objectives clip in different ways; the gradient of the loss alone, a few rows, shows the outcome of any of them.
     leaf = log_ratio.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf).sum(), leaf)
     return (gradient != 0) | (advantages == 0)

@@ -122,6 +122,7 @@ def control_of(
         watch: ``(state, prompts, config)`` to records of samples of these texts, not scored; every rank draws them.
     """
     drawer = roles.sampler if config.sampler_evaluates else roles.actor
+    # At least one for each rank: ``_draw_and_score`` pads a rank's prompts with its last one.
     num_shown = min(max(config.eval.num_saved, drawer.num_data_ranks), config.eval.num_prompts)
 
     def measure(count: int | None = None) -> dict[str, float]:
@@ -239,6 +240,7 @@ def _save_samples(
         records += records_of(
             trained, scores, advantages.values, config.train.seed, groups, decisions.by_sample(), decisions.trained_ids
         )
+    # Before ranks return: gathering needs them all.
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return

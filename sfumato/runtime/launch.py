@@ -23,6 +23,7 @@ def main_mesh(config: RLConfig) -> Mesh:
         ConfigError: as ``build_mesh`` does.
     """
     if config.runtime.backend == "ray":
+        # The driver computes nothing: roles on Ray build meshes of their own.
         return Mesh(Layout(), torch.device("cpu"))
     return build_mesh(config.train, replays=True)
 
@@ -63,5 +64,6 @@ def launch_roles(
         scorer=scorer_role,
         weights=weights,
         driver=Driver(record),
+        # Ranks that share a sequence have the same samples; their first one's scores count, so that all ranks agree.
         together=lambda mine: mesh.gather(mesh.first(mine, among="copies")),
     )

@@ -191,6 +191,7 @@ class RoleMemory:
             raise OffloadedError(f"part {name!r} of a role is in CPU memory: call onload({name!r}) of its memory first")
 
         if name == PARAMETERS:
+            # Before the hooks of FSDP, which would gather from the empty storages.
             guards = [self.module.register_forward_pre_hook(refuse, prepend=True)]
             guards.append(self.module.register_state_dict_pre_hook(refuse))
             return guards + ([self.optimizer.register_step_pre_hook(refuse)] if self.optimizer else [])
@@ -222,6 +223,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[i
         storage = plain.untyped_storage()
         if plain.device.type != device.type or not storage.nbytes() or not storage.resizable():
             continue
+        # Not by the address of the memory, which is 0 for every storage that is empty.
         if storage._cdata in seen:
             continue
         seen.add(storage._cdata)

@@ -350,6 +350,7 @@ class Roles:
         try:
             yield
         except (RewardError, WeightSyncError, RoleLostError, PreemptedError) as error:
+            # What a lost actor had not saved has gone with it.
             is_lost = getattr(error, "role", None) in (self.actor.name, "ray")
             if not is_lost and not getattr(error, "is_saved", False):
                 try:
@@ -360,6 +361,7 @@ class Roles:
 
     def close(self) -> None:
         """Ends all roles."""
+        # Each once: the sampler may be the actor.
         for role in {id(role): role for role in (self.actor, self.sampler, self.scorer)}.values():
             role.close()
         self.driver.close()
@@ -369,6 +371,7 @@ def values_of(args: Any) -> Any:
     """Replaces local handles by their values, also inside lists and tuples."""
     if isinstance(args, LocalHandle):
         return args.value
+    # Not their subclasses, which may be made from other arguments.
     if type(args) in (list, tuple):
         return type(args)(values_of(value) for value in args)
     if isinstance(args, tuple) and hasattr(args, "_make"):  # a NamedTuple

@@ -253,6 +253,7 @@ class InFlight:
             return True
         free = self.store_fraction * store_bytes - self.delivered_bytes
         needed = sum(round_.nbytes for round_ in self.rounds if round_.is_generated) + (making + 1) * self._round_bytes
+        # Nothing that is being drawn or learned from can give memory back: it would wait for ever.
         if needed > free and not making and is_needed and not self.delivered_bytes:
             raise ConfigError(
                 f"the samples of an iteration do not fit into Ray's object store: {needed / 2**30:.1f} GiB before its "

@@ -180,6 +180,7 @@ class RolloutStream:
         self._next_step = from_step
         self.in_flight.iterations = []
         if self.unfinished is not None:
+            # A part that is None would give a rank nothing to do.
             nothing = [()] * len(self.roles.actor.data_ranks)
             ((self._last_unfinished,), *_) = self.roles.actor.map_remote(self.unfinished, nothing, kind="load")
         self.roles.driver.on_progress(self._listen)
@@ -261,6 +262,7 @@ class RolloutStream:
                 self._begin_turn(step)
             self._advance()
             self._raise_problem()
+            # Iterations are delivered in their order, so that this one, once planned, is the first.
             iteration = self.in_flight.iterations[0] if self._next_step > step else None
             if iteration is not None and iteration.is_complete:
                 if self._bring_samples(iteration):
@@ -361,6 +363,8 @@ class RolloutStream:
         """Begins one piece of work. Returns whether there was one."""
         try:
             self.weights.check_applied()
+            # Scores come first, since they may request groups that go before the next iteration; weights come last,
+            # since the driver waits until they are sent.
             if self._score_one() or self._ask_for_more() or self._generate_one():
                 return True
             return self.weights.send_newest(self._next_step)
@@ -401,6 +405,7 @@ class RolloutStream:
         iterations = self.in_flight.iterations
         if round_ is None and self.more_groups is not None and iterations and not iterations[-1].is_shown:
             return False
+        # Weights are prepared last: that changes what the sampler draws by.
         if not self.in_flight.has_room(is_needed=step == self._needed) or not self.weights.prepare(step):
             return False
         if round_ is None:
@@ -499,6 +504,7 @@ class RolloutStream:
             round_.forget_samples(and_scores=round_.lost is not None)
         self._end_turn()
         try:
+            # ``_collect`` begins the turn again, with the weights of these rounds.
             self.weights.reconnect()  # their version may be older than the sampler's
         except RoleLostError as lost:
             self._replace_sampler(lost)

@@ -159,6 +159,7 @@ def optimizer_passes(
     num_rows = torch.tensor(batch.num_rows)
     passes: list[Passes] = []
     for units in optimizer_batches(batch.requests, useful, config, iteration):
+        # Collective: a rank without useful samples comes here as often as the others.
         rows = mesh.sum(sum(int(num_rows[unit].sum()) for unit in units))
         if rows > 0:
             samples = mesh.sum(sum(int((num_rows[unit] > 0).sum()) for unit in units))
@@ -213,6 +214,7 @@ def micro_batches(
     capacity = getattr(config.train, "max_tokens_per_micro_batch", None)
     if capacity is not None:
         sizes = [sum(lengths[row] for row in unit.tolist()) for unit in units]
+        # As many as the rank with the most needs: every pass has collectives.
         num_passes = int(mesh.max(len(pack(sizes, sizes, capacity, 1)[0])))
         (bins,) = pack(sizes, sizes, capacity, 1, minimum=num_passes)
         return [torch.cat([empty, *(units[index] for index in members)]) for members in bins]

@@ -201,6 +201,7 @@ class Cluster(Driver):
         """Ends all processes, and Ray if it was started here. A second call does nothing."""
         if not self._is_open:
             return
+        # At once: when ending a role fails, the interpreter's exit must not try again.
         self._is_open = False
         atexit.unregister(self.close)
         import ray

@@ -243,6 +243,7 @@ class DriverLoop:
             return []
         ready, _ = ray.wait(references, num_returns=1, timeout=timeout_s, fetch_local=False)
         if ready:
+            # The first wait returns with a single reply; this one takes all that are there.
             ready, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
         now = time.monotonic()
         came = set(ready)
@@ -318,6 +319,7 @@ class DriverLoop:
             for name, seconds in reply.timings.items():
                 self.run.add_time(name, seconds)
         self._remember(future.role, reply)
+        # A call that has failed returns no sizes.
         for handle, size in zip(part.keeps, reply.sizes, strict=False):
             handle.nbytes = int(size)
             handle.seconds = reply.end - reply.start
@@ -431,6 +433,7 @@ class DriverLoop:
         self._has_progressed = True
         if error is not None and role.works_together and is_lost_connection(error) and not future.settled:
             self.lose(role, role.processes, f"its ranks have lost each other: {str(error).splitlines()[0]}")
+        # Does nothing where the role was lost just now and has ended its calls with that.
         future.settle(error)
 
     def _end_hang(self, future: RayFuture, parts: list[CallPart], seconds: float) -> None:

@@ -58,7 +58,9 @@ def _picklers() -> tuple[Any, Any]:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         def reducer_override(self, item: Any) -> Any:
+            # Where nobody has imported torch there are no tensors, and importing it takes seconds.
             torch = sys.modules.get("torch")
+            # Parameters and other subclasses are more than their values, and pickled as usual.
             if torch is not None and type(item) is torch.Tensor and item.layout == torch.strided:
                 return _tensor_of, _parts_of(item)
             return super().reducer_override(item)

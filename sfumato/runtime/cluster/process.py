@@ -117,6 +117,7 @@ class RoleProcess:
             num_cpus=pool.cpus,
             num_gpus=pool.gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(slot.group, slot.index),
+            # The driver replaces processes and repeats calls itself: it knows which of them may run twice.
             max_restarts=0,
             max_task_retries=0,
             **({} if pool.gpus else {"runtime_env": _without_gpus()}),
@@ -208,6 +209,7 @@ def _kill(pid: int, born: int, grace_s: float) -> None:
     """Kills a process of this machine if it has not ended in time; ``born`` as of ``Identity``."""
     deadline = time.monotonic() + grace_s
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # Its start (see ``identify``) is compared, since a later process may have got the same id.
         while int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) == born:
             if time.monotonic() >= deadline:
                 os.kill(pid, signal.SIGKILL)

@@ -445,6 +445,7 @@ class RayPool(RayRole):
         for future, part in again:
             part.process = self.processes[part.process.rank]
             self._send_part(future, part)
+        # After ``_start``: a call of the process before must not end the role (``_has_started``).
         for future, _ in unfinished:
             if future.is_start:
                 future.settle(error)

@@ -32,6 +32,7 @@ def require_token(say: Callable[[str], None]) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            # Created with its mode in one step: at no moment can others read or exchange it.
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except FileExistsError:
             _close_to_others(path, say)

@@ -211,6 +211,7 @@ class RoleWorker:
                     raise ValueError(f"returned {len(returned_values)} values, {num_values} were to be kept")
                 kept_values = [pack(value) for value in returned_values]
                 reply.sizes = [float(size_of(packed_value)) for packed_value in kept_values]
+            # Inside of ``try``: a value that cannot be pickled is an error of the function, too.
             packed = pack(returned if ships else None)
         except BaseException as error:  # also SystemExit: what a function raises must not end the process
             reply.error = _describe(error)
@@ -400,6 +401,7 @@ def _describe(error: BaseException) -> Packed:
     text = "".join(traceback.format_exception(error))
     if not isinstance(error, Exception):
         error = RuntimeError(f"the function raised {type(error).__name__}({error})")
+    # Frames cannot be pickled; their text goes along.
     error.__traceback__ = error.__cause__ = error.__context__ = None
     try:
         packed = pack((error, text))

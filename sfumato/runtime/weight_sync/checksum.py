@@ -325,6 +325,7 @@ def blocks_by_numbers(numbers: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[B]``.
     """
+    # Summed as int64, whose sums and products wrap around modulo 2^64: the same bits as unsigned ones.
     parts = numbers.split(CHUNK.get(numbers.device.type, CHUNK["cpu"]))
     weights = _place_weights(numbers.device)
     return torch.cat([part.to(torch.int64).view(-1, BLOCK).mul_(weights).sum(dim=1) for part in parts])
@@ -385,6 +386,8 @@ def _word_weights() -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def _odd_numbers(numbers: torch.Tensor, key: int) -> torch.Tensor:
     """Turns each index, in place, into an odd number: the mixing of splitmix64, shortened. Products wrap around."""
+    # 0x9E3779B97F4A7C15, and below 0xBF58476D1CE4E5B9, as signed numbers: torch multiplies no uint64.
     numbers.add_(key).mul_(-7046029254386353131)
+    # A shift of int64 copies the sign; the mask makes it the shift of an unsigned number.
     numbers.bitwise_xor_((numbers >> 32).bitwise_and_(0xFFFFFFFF))
     return numbers.mul_(-4658895280553007687).bitwise_or_(1)

@@ -184,6 +184,7 @@ class ReceivingEnd:
                 if self.takes:
                     self.receiver.load(self._tensors(version, tensors), version)
             if self.stream is not None:
+                # ``apply`` reads the tensors in another stream, which does not wait for this one.
                 self.stream.synchronize()
             self.staged = self.last = version
         except BaseException:
@@ -196,6 +197,7 @@ class ReceivingEnd:
         for name, tensor in tensors:
             if name not in self.sent_names:
                 raise WeightSyncError(f"version {version}: {name} came, which nobody has announced")
+            # A shard outlives the bucket that ``tensor`` is a view of.
             yield name, tensor if shards is None else shards.shard(name, tensor).clone()
 
     def find_loaded(self, problem: str) -> str:

@@ -174,6 +174,7 @@ def send(
             names = list(source.parameters) if everything and tokens is None else sender.sent_names
             buffers = persistent_buffers(module) if everything and tokens is None else {}
             parameters = {name: source.parameters[name] for name in names}
+            # All ranks raise, or none: one that left alone would keep the others waiting in the next collective.
             bad = together(not_finite(parameters), mesh)
             if bad:
                 raise NonFiniteError(

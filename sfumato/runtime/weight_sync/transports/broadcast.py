@@ -226,6 +226,7 @@ class Sending(transports.Sending):
         """Broadcasts one bucket while the next is gathered."""
         sending: Future[torch.Tensor] | None = None
         for number, bucket in enumerate(self.buckets):
+            # Its slot is free: the broadcast of the bucket two before has ended, see below.
             source.gather(bucket, self.group.slots[number % NUM_SLOTS] if self.group else None)
             if sending is not None:
                 sending.result()

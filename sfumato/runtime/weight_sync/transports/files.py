@@ -85,6 +85,7 @@ class Sending(transports.Sending):
                 writing = thread.submit(_write_bucket, bucket, slot, path, files)
             if writing is not None:
                 writing.result()
+        # The manifest is written last and the folder renamed after it: what receivers see is complete.
         text = json.dumps({"version": version, "files": files}, indent=1)
         write_atomically(building / MANIFEST, text.encode())
         remove(final)
@@ -105,6 +106,7 @@ class Sending(transports.Sending):
 
 def _write_bucket(bucket: Bucket, memory: torch.Tensor, path: Path, files: dict[str, int]) -> None:
     """Writes a bucket's tensors into a file, and adds its size to ``files``, by its name."""
+    # Copies, since safetensors refuses tensors that share memory.
     save_file({name: tensor.clone() for name, tensor in bucket.tensors(memory)}, path)
     files[path.name] = path.stat().st_size
 

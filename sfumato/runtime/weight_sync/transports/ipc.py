@@ -223,6 +223,7 @@ class Receiving(transports.Receiving):
             _wait(self.store, [key], version, "the actor", self.settings.timeout_s, self.stop)
             yield from bucket.tensors(self.slots[number % NUM_SLOTS])
             if self.mesh.device.type == "cuda":
+                # What loads the tensors may still copy from the slot, which the actor is about to fill again.
                 torch.cuda.current_stream(self.mesh.device).synchronize()
             assert self.store is not None
             self.store.set(_taken(version, number, self.mesh.rank), "1")
