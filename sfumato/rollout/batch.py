@@ -174,7 +174,7 @@ def records_of(
         (request, sample, version, rollout.described(row))
         for rollout, samples in zip(rank_batch.rollouts, rank_batch.samples, strict=True)
         for row, (request, sample, version) in enumerate(zip(rollout.requests, samples, rollout.versions, strict=True))
-        if request.sample_id in set(place_of)
+        if request.sample_id in place_of
     ]
     places_of_group: dict[int, list[int]] = {}
     for request, *_ in drawn_samples:

@@ -64,6 +64,7 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.AST) -> int | float:
     """The value of a node of the syntax tree. Raises CalculationError for what is no arithmetic."""
+    # A bool is an int to ``isinstance``, and no number of an expression.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _checked(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):

@@ -326,5 +326,6 @@ async def open_endpoint() -> AsyncIterator[Endpoint]:
     finally:
         endpoint.users -= 1
         if endpoint.users == 0:
+            # Before the wait: whoever comes meanwhile gets an endpoint that stays.
             del _OPEN[loop]
             await endpoint.stop()

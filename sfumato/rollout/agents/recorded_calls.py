@@ -284,6 +284,7 @@ def _comparable(message: Message) -> _ComparableMessage:
     functions = [call.get("function") or {} for call in _plain(message).get("tool_calls") or []]
     calls = [(function.get("name"), json.dumps(function.get("arguments"), sort_keys=True)) for function in functions]
     content = message.get("content") or ""
+    # Clients may strip what they send back. The tokens that go on are those that were drawn, in any case.
     return message.get("role"), content.strip() if isinstance(content, str) else content, calls
 
 

@@ -110,12 +110,14 @@ class FirstFinished:
                 await asyncio.sleep(self.turn_s)
             failure = drawing.exception() if drawing.done() else None
             problem = None if failure is None else f"rank {self.mesh.rank}: {failure}"
+            # Before this rank raises: the others wait for its word.
             everyone = self.mesh.gather((self._end_ticks, drawing.done(), problem))
             if failure is not None:
                 raise failure
             problems = [text for _, _, text in everyone if text is not None]
             if problems:
                 drawing.cancel()
+                # Until its requests have left the engine, which draws again.
                 await asyncio.wait([drawing])
                 raise OtherRankError(problems[0])
             for end_ticks, _, _ in everyone:

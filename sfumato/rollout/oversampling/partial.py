@@ -98,6 +98,7 @@ class OverSampling:
         placed = self._exchange_groups(ended, place_of, places)
         unended = [group for group in rank_groups if group.number not in place_of]
         remaining = [group for of_rank in mesh.gather(unended) for group in of_rank]
+        # An order that does not depend on how many ranks drew them.
         remaining.sort(key=lambda group: group.number)
         too_old = len(unfinished.groups) - len(young)
         metrics = self._remaining_metrics(remaining, too_old) | self._measure_ages(placed, learned_at)

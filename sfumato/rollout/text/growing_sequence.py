@@ -114,6 +114,7 @@ class GrowingSequence:
             if len(self) - first >= max_new_tokens:
                 self.finish_reason = "length"
                 return self.token_ids[first:]
+            # A paused engine may abort at once: whoever resumes it needs a turn of the event loop.
             await asyncio.sleep(0)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -521,6 +521,7 @@ def summed(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def reduce(values: torch.Tensor) -> torch.Tensor:
         parts = mesh.gather(values)
+        # No all-reduce, which adds in an order of its own: its sums would have other bits on other networks.
         return torch.stack(parts).sum(dim=0)
 
     return reduce

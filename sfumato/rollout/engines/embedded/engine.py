@@ -236,6 +236,7 @@ class EmbeddedEngine:
         rows = self._prepared()
         state = self._state
         device = self._forward.device
+        # Rows that are in use come first: new ones would take the memory that these are about to need.
         self._make_room(rows)
         self._admit(rows)
         count = len(state)
@@ -287,6 +288,7 @@ class EmbeddedEngine:
         count = len(self._state)
         columns = self._capacity[1] if count else 0
         while self._waiting and count + len(joining) < self._max_batch_size:
+            # In their order, even if a shorter one behind would fit: else a long request could wait for ever.
             awaited = self._waiting[0]
             if not awaited.future.done():
                 wider = max(columns, rounded_up(len(awaited.context)))
@@ -316,6 +318,7 @@ class EmbeddedEngine:
 
     def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_AwaitedRequest]:
         """Frees the rows for which ``leaving``, bool ``[n]``, is true. Returns their requests."""
+        # Before ``leave``, which moves lengths into other rows.
         longest = int(self._state.length[: len(self._state)].max())
         requests, sources, targets = self._state.leave(leaving)
         if len(sources):

@@ -97,6 +97,7 @@ class CachedRows:
         """See ``Rows``."""
         num_rows = max(num_rows, FEWEST_ROWS)
         self._cache.resize(num_rows, num_columns)
+        # Padded first, since ``np.resize`` fills new rows with repetitions.
         self._ahead = np.resize(np.pad(self._ahead, (0, num_rows)), num_rows)
 
     def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
@@ -309,6 +310,7 @@ class GroupedRows:
 
     def move(self, sources: RowNumbers, targets: RowNumbers, num_columns: int) -> None:
         """See ``Rows``."""
+        # First, or the targets' own sequences would pass for those that move there.
         self._forget([int(target) for target in targets])
         new = {int(source): int(target) for source, target in zip(sources, targets, strict=True)}
         for group in self._groups:

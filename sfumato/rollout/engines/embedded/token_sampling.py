@@ -84,6 +84,7 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
         scores = scores / settings.temperature
     else:
         scores = scores / settings.temperature.masked_fill(settings.temperature == 0, 1.0)
+    # Less the largest, so that ``exp`` cannot overflow; probabilities stay the same.
     scores = scores - scores.amax(-1, keepdim=True)
     if not settings.is_plain:
         scores = _without_unlikely(scores, settings)
@@ -91,6 +92,7 @@ def _draw(logits: Tensor, uniform: Tensor, settings: DrawSettings) -> tuple[Tens
     total = cumulative[:, -1:]
     # Rounding may raise the product to the total, which lies beyond the last token.
     threshold = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # ``right``: of equal sums the first is taken, so that a token without probability is never drawn.
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
     log_probs = scores.gather(1, tokens) - total.log()
     if not settings.is_warm:

@@ -98,6 +98,7 @@ class ServedEngine(ABC):
                 f"{self.name} gave {len(drawn.token_ids)} tokens, {len(drawn.log_probs)} log-probs and {len(versions)} "
                 f"versions of them, for at most {request.max_new_tokens} tokens"
             )
+        # A greedy token is certain, whatever distribution the server gives a log-prob of.
         log_probs = drawn.log_probs if sampling.temperature else [0.0] * len(drawn.token_ids)
         return Completion(drawn.token_ids, log_probs, versions, reason)
 
@@ -218,6 +219,7 @@ class ServedEngine(ABC):
         """See ``Receiver``."""
         assert self.staged is not None, "load a version first"
         self.take_version(self.staged, version)
+        # Only now: when loading fails, the engine is restarted with what ``applied`` still names.
         self._replaced = self.applied
         self.applied = self.staged
         self.staged = None

@@ -90,6 +90,7 @@ class OwnerProcess:
                 pass_fds=[pipe],
             )
         finally:
+            # While this process has it open, too, ``_told`` would not end with the owner.
             os.close(pipe)
         assert first.stdin is not None
         self._stdin = first.stdin

@@ -65,4 +65,5 @@ class TensorFile:
 
     def _entry_bytes(self, name: str, tensor: torch.Tensor) -> int:
         """Most bytes of a tensor's entry in the header, whose numbers have 20 digits at most."""
+        # JSON may write a character as an escape of six bytes.
         return 6 * len(name) + 22 * (len(tensor.shape) + 2) + 64

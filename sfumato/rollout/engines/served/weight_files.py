@@ -172,6 +172,7 @@ class WeightFiles:
             for file in files:
                 file.finish()
         finally:
+            # Memory lives as long as this process has it open.
             for file in files if not self.in_memory else ():
                 file.file.close()
 
