@@ -11,15 +11,19 @@ from tests.role_runs import SEPARATE, RoleRun, assert_same, role_config, undistu
 from tests.tiny import write_config
 
 
+LIMIT_S = 900.0
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_requests_change_no_bit_on_ray(tmp_path: Path) -> None:
-    config = role_config(tmp_path, SEPARATE, train={"max_steps": 20, "save_steps": 0})
+    config = role_config(tmp_path, SEPARATE, train={"max_steps": 8, "save_steps": 0})
     with RoleRun(write_config(config, tmp_path / "run.yaml")) as run:
-        run.wait_for_step(2)
+        run.wait_for_step(2, LIMIT_S)
         commands = ("pause", "sample", "evaluate", "save", "resume")
         for command in commands:
             write_request(run.folder, command, command)
-        assert run.wait() == 0, run.output
+        assert run.wait(LIMIT_S) == 0, run.output
     assert sorted(command for _, command, result in answers(run.folder) if result == "done") == sorted(commands)
     assert len({step for step, _, _ in answers(run.folder)}) == 1, "all while it was paused"
     assert_same(run.folder, undisturbed(config, tmp_path / "undisturbed"))
