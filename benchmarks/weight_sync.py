@@ -6,7 +6,8 @@
 
 An SD3 transformer is made in code. Actor and sampler are processes of their own (for ``local`` one process). Ratios are
 to a plain ``copy_`` of the same tensors in the sampler's process, measured in the same run; a transfer sends, receives
-and cuts the weights and takes the actor's checksums, applying copies them and verifies the sampler's. CPU and gloo.
+and cuts the weights and takes the actor's checksums, applying copies them and verifies the sampler's. The share of the
+link is the time of bare broadcasts of as many bytes between two processes, over that of a transfer. CPU and gloo.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion import plans
@@ -104,6 +106,24 @@ def checksum_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
     return min(timed(lambda: local_checksums(peer.received_module, peer.mesh, found), repeats, clock))
 
 
+def link_seconds(num_bytes: int, bucket_bytes: int, repeats: int) -> float:
+    """A rank of two: broadcasts of buckets that hold so many bytes together, and nothing else."""
+    sizes = [bucket_bytes] * (num_bytes // bucket_bytes) + ([rest] if (rest := num_bytes % bucket_bytes) else [])
+    buckets = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def send() -> None:
+        for bucket in buckets:
+            dist.broadcast(bucket, 0)
+        dist.barrier()
+
+    return statistics.median(timed(send, repeats, "wall"))
+
+
+def sent_bytes(peer: Peer) -> int:
+    """Of a version."""
+    return sum(each.nbytes for each in trainable_parameters(peer.received_module).values())
+
+
 def num_parameters(peer: Peer) -> int:
     """Of the whole model."""
     return sum(each.numel() for each in all_parameters(peer.received_module).values())
@@ -133,12 +153,21 @@ def timed_once(function: Any, clock: str) -> tuple[Any, float]:
     return result, CLOCKS[clock]() - started
 
 
-def row(layout: str, what: str, numbers: tuple[SyncReport, float, float, float], copy: float, checksum: float) -> None:
-    """Prints one line."""
+def row(
+    layout: str,
+    what: str,
+    numbers: tuple[SyncReport, float, float, float],
+    copy: float,
+    checksum: float,
+    link: float | None = None,
+) -> None:
+    """Prints one line; ``link`` are the seconds of bare broadcasts, where weights travel by them."""
     report, first, transfer, apply = numbers
+    share = "" if link is None else f"{100 * link / transfer:6.0f} %"
     print(
         f"{layout:20} {what:5} {report.transport:10} {report.num_bytes / 1e6:8.1f} {report.num_tensors:7d} "
-        f"{first:8.3f} {transfer:9.3f} {apply:8.3f} {copy:8.4f} {checksum:9.4f} {(transfer + apply) / copy:8.1f}",
+        f"{first:8.3f} {transfer:9.3f} {apply:8.3f} {copy:8.4f} {checksum:9.4f} "
+        f"{(transfer + apply) / copy:8.1f} {share}",
         flush=True,
     )
 
@@ -239,7 +268,7 @@ def main() -> None:
     print(f"{num_parameters(Peer(*shape, 0, {})) / 1e6:.1f} M parameters, float32; buckets of {args.bucket_mb:g} MiB")
     print(
         f"{'layout':20} {'sent':5} {'transport':10} {'MB':>8} {'tensors':>7} {'first s':>8} {'transfer':>9} "
-        f"{'apply':>8} {'copy s':>8} {'checksum':>9} {'x copy':>8}"
+        f"{'apply':>8} {'copy s':>8} {'checksum':>9} {'x copy':>8} {'of link':>8}"
     )
     ranks = RankPool()
     with tempfile.TemporaryDirectory() as folder:
@@ -248,11 +277,14 @@ def main() -> None:
             copy, checksum = (
                 seconds(sampler, args.repeats, args.clock) for seconds in (copy_seconds, checksum_seconds)
             )
+            num_bytes = sent_bytes(actor)
             sync = WeightSync(Here(actor), Here(sampler), "local", args.bucket_mb)
             row("one process", what, measure(sync, args.repeats, args.clock), copy, checksum)
             del actor, sampler
             for layout in args.layout:
                 (actors, actor_config), (samplers, sampler_config) = LAYOUTS[layout]
+                bucket_bytes = int(args.bucket_mb * 2**20)
+                links = ranks.run(2, link_seconds, num_bytes, bucket_bytes, args.repeats)
                 with ProcessRoles(ranks, folder, actor=actors, sampler=samplers) as roles:
                     roles.actor.build(Peer, *shape, rank, actor_config)
                     roles.sampler.build(Peer, *shape, rank, sampler_config)
@@ -260,8 +292,10 @@ def main() -> None:
                     checksum = roles.sampler.call(checksum_seconds, 3).result()
                     for transport in ("broadcast", "ipc", "files"):
                         sync = WeightSync(roles.actor, roles.sampler, transport, args.bucket_mb, Path(folder))
-                        row(layout, what, measure(sync, args.repeats), copy, checksum)
+                        numbers = measure(sync, args.repeats)
                         sync.close()
+                        link = links[0] if transport == "broadcast" else None
+                        row(layout, what, numbers, copy, checksum, link)
     ranks.close()
 
 
