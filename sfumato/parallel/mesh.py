@@ -45,6 +45,10 @@ CONNECTED_AT_ONCE = 64
 another one dies. Of more ranks two are connected when they first send each other something: all connections would be
 O(ranks^2) messages through the store, and O(ranks) descriptors for each process group of a rank."""
 
+CONNECTING = 5
+"""How many times longer gloo waits for such a connection than the timeout with which the group was made, whatever its
+timeout is then (``Pair::waitUntilConnected`` in gloo/transport/tcp/pair.cc; measured: 20 s for 4 s)."""
+
 
 class Mesh:
     """The rank of this process, and its process groups.
@@ -325,19 +329,20 @@ def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
     raise_descriptors(size)
     is_local = size == 1 or is_on_one_machine()
     # One process has a group, too, where fsdp is to keep its weights in CPU memory.
+    if size > CONNECTED_AT_ONCE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    is_lazy = size > 1 and os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+    waits = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
     if (size > 1 or config.shards(1)) and not dist.is_initialized():
-        if size > CONNECTED_AT_ONCE:
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        timeout = timedelta(seconds=BEFORE_THE_FIRST_STEP * config.timeout_s)
         try:
-            store = dist.PrefixStore("default_pg", join_store(rank, size, timeout)) if size > 1 else dist.HashStore()
+            store = dist.PrefixStore("default_pg", join_store(rank, size, waits)) if size > 1 else dist.HashStore()
             with bound_to_loopback() if is_local else nullcontext():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
                     store=store,
                     rank=rank,
                     world_size=size,
-                    timeout=timeout,
+                    timeout=waits / CONNECTING if is_lazy else waits,
                 )
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
@@ -346,8 +351,23 @@ def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
                 f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, maybe by a run that has "
                 "not ended: end that, or set another MASTER_PORT on all nodes"
             ) from error
-    with bound_to_loopback() if is_local else nullcontext():
-        return Mesh(layout, device, rank)
+    with bound_to_loopback() if is_local else nullcontext(), connecting_within(waits) if is_lazy else nullcontext():
+        mesh = Mesh(layout, device, rank)
+    if is_lazy:
+        mesh.set_timeout(waits.total_seconds())
+    return mesh
+
+
+@contextmanager
+def connecting_within(limit: timedelta) -> Iterator[None]:
+    """Inside, groups are made whose ranks wait no longer for each other's first message: torch makes those of a mesh
+    with its default of 30 minutes, so that a rank which hangs before that would be noticed after 150."""
+    before = distributed_c10d.default_pg_timeout
+    distributed_c10d.default_pg_timeout = limit / CONNECTING
+    try:
+        yield
+    finally:
+        distributed_c10d.default_pg_timeout = before
 
 
 def cpu_threads(config: TrainConfig, use_gpu: bool) -> int | None:
