@@ -10,7 +10,6 @@ from tests.control_requests import answers, write_request
 from tests.role_runs import SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import write_config
 
-
 LIMIT_S = 900.0
 
 
