@@ -436,6 +436,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
+        # Nothing is seen yet: -inf is a weight of 0 where results are joined.
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
         for owner, keys, values, _ in _pass_round(key, value, schedule):
             for tile in schedule.tiles[owner]:
@@ -499,6 +500,7 @@ class _Hop:
             self._received = sent.new_empty(num_received)
             send = dist.P2POp(dist.isend, sent, group=groups.ring, group_peer=(rank + 1) % size)
             receive = dist.P2POp(dist.irecv, self._received, group=groups.ring, group_peer=(rank - 1) % size)
+            # Together: if all ranks sent first, each could wait for a receiver.
             self._works = dist.batch_isend_irecv([send, receive])
 
     def arrive(self) -> Tensor:

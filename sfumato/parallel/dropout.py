@@ -54,6 +54,7 @@ def keyed_dropout(module: nn.Module, seed: int) -> DropoutKeys | None:
     dropouts: dict[str, KeyedDropout] = {}
     for name, submodule in module.named_modules():
         if type(submodule) in (nn.Dropout, KeyedDropout) and cast("nn.Dropout", submodule).p > 0:
+            # By its class, so that it stays the object that its owner and peft's tables refer to.
             submodule.__class__ = KeyedDropout
             keyed = cast("KeyedDropout", submodule)
             keyed.name = name
@@ -165,6 +166,7 @@ class KeyedDropout(nn.Dropout):
         self._check(input)
         row_keys = self.row_keys.to(input.device)  # pyright: ignore[reportOptionalMemberAccess]  # checked
         keep = keep_mask(row_keys, input.shape, self.p, self.positions)
+        # Not a product with the mask, which would make NaN of an infinite element that is dropped.
         return torch.where(keep, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
 
     def _check(self, input: Tensor) -> None:

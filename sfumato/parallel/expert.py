@@ -78,6 +78,7 @@ def apply_expert_parallel(module: nn.Module, mesh: Mesh) -> dict[str, ExpertsMod
             shard = parameter.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()  # frees the others' memory
             cut = DTensor.from_local(shard, ranks, [Shard(0)], run_check=False)
             layer_experts.register_parameter(name, nn.Parameter(cut, parameter.requires_grad))
+    # Not compiled: the host reads how many rows travel.
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, torch.compiler.disable(exchanged_experts))
     cast("PreTrainedModel", module).set_experts_implementation(EXCHANGED)
     for name, layer_experts in experts.items():
@@ -178,6 +179,7 @@ def exchanged_experts(
     rows = _Exchange.apply(rows, sent, received, group)
     # Rows arrive sorted by rank, and by expert within each rank's: they are sorted by expert over all ranks.
     expert_ids = torch.arange(counts.shape[1], device=counts.device).repeat(num_ranks)
+    # Given the size of its result, ``repeat_interleave`` does not make the host wait for it.
     expert_ids = expert_ids.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
     by_expert, by_rank, counts = _sort(expert_ids, counts.shape[1])
     rows = _Rows.apply(rows, by_expert, by_rank, 1)

@@ -278,6 +278,7 @@ def keyed_normals(index: Tensor, key: int) -> Tensor:
 
 def _uniforms(bits: Tensor) -> Tensor:
     """Numbers in [0, 1) of 53 bits, float64, of random bits in int64."""
+    # The shift of an int64 copies its sign, which the mask removes.
     return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
 
 

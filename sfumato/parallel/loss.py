@@ -435,8 +435,10 @@ def _join_vocabulary(
     A part with log-sum-exp l and entropy e has the share w = exp(l - l_all) of the probability, and the entropy of the
     whole is the sum over parts of w (e + l_all - l).
     """
+    # The label's logit is -inf on all ranks but one: its maximum comes with that of the log-sum-exps.
     largest = torch.stack([lse, target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    # Less the largest part's, so that no weight overflows.
     below = largest[0] - lse
     weights = torch.exp(-below)
     sums = torch.stack([weights, weights * (entropy + below)] if len(entropy) else [weights])

@@ -146,6 +146,7 @@ def shard_data_parallel(
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),
     }
     place_experts = partial(expert_placement, ranks=mesh.layout.efsdp)
+    # From the inside out: a unit is made of the parameters that no unit inside of it has taken.
     for layer_experts in (experts or {}).values():
         expert_mesh = mesh.device_mesh(*replicate, "efsdp")
         fully_shard(layer_experts, mesh=expert_mesh, shard_placement_fn=place_experts, **settings)

@@ -124,6 +124,7 @@ class _LanguageSequence(_Sequence):
 
     def __init__(self, module: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
         super().__init__(module, mesh, plan)
+        # By the tensor of position ids; an entry goes when the batch does.
         self._schedules = WeakIdKeyDictionary()
         self._signature = inspect.signature(module.forward)
         self.of_rows: RowAttention | None = None
@@ -281,6 +282,7 @@ class _DiffusionSequence(_Sequence):
                 self._wrap(name, submodule, name in replicated)
         self.blocks = {name: block for name, block in self.blocks.items() if not reads_whole(name, block, replicated)}
         self._check_attention()
+        # Also after an error: the guard of ``_start`` would stay on for all that runs later.
         self.module.register_forward_hook(self._finish, always_call=True)
 
     def _find_modules(self, pattern: str) -> dict[str, nn.Module]:
@@ -477,6 +479,7 @@ class _Join(torch.autograd.Function):
         ctx.start = sum(lengths[: shared.groups.rank])
         ctx.length = shard.shape[dim]
         moved = shard.movedim(dim, 0)
+        # Collectives want one shape on all ranks.
         padded_shard = moved.new_zeros(max(lengths), *moved.shape[1:])
         padded_shard[: len(moved)] = moved
         parts = zip(shared.gather(padded_shard), lengths, strict=True)

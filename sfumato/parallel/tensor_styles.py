@@ -119,11 +119,13 @@ class _Share(torch.autograd.Function):
 
 def _all_reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
+    # Functional collectives, which compiled code can hold; those of torch.distributed would break its graph.
     return ops.wait_tensor(ops.all_reduce(tensor.contiguous(), "sum", ranks.group))
 
 
 def _all_gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
+    # Collectives join along the first dimension alone.
     padded = _pad(tensor, dim, _width(total, ranks)).movedim(dim, 0).contiguous()
     joined = ops.wait_tensor(ops.all_gather_into_tensor(padded, ranks.size, ranks.group))
     return joined.narrow(0, 0, total).movedim(0, dim).contiguous()
@@ -218,6 +220,7 @@ class Cutter:
 
     def _distribute(self, parameter: nn.Parameter, placement: Shard | _StridedShard) -> nn.Parameter:
         if isinstance(placement, Shard):
+            # ``src_data_rank`` None: each rank cuts its own copy, and nothing is sent.
             tensor = distribute_tensor(parameter.data, self.device_mesh, [placement], src_data_rank=None)
         else:
             shard = blockwise_shard(parameter.data, placement.dim, cast("int", placement.split_factor), self.ranks)

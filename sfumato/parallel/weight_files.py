@@ -70,6 +70,7 @@ class FileTensor:
     dtype: torch.dtype
 
     def read(self, slices: Slices) -> Tensor:
+        # A scalar has no dimension to cut.
         if not slices:
             return self.file.get_tensor(self.name)
         if any(bounds.start == bounds.stop for bounds in slices):

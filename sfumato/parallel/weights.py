@@ -222,6 +222,7 @@ def weights_on_first(
                     tensor = buffers[name].detach().to(dtype)
                 else:
                     tensor = shards.whole(name, local(parameters[name].detach()).to(dtype))
+                # Along the pipeline of rank 0 alone: the others hold the same weights.
                 if stage > 0 and ranks[0] == 0:
                     dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
             elif mesh.is_first:
@@ -415,6 +416,7 @@ def _from_first_rank(values: list[Tensor], mesh: Mesh) -> list[Tensor]:
     """Rank 0's tensors, on every rank, which has as many of the same shapes and dtypes on the CPU."""
     if mesh.size == 1 or not values:
         return values
+    # One broadcast for all, as bytes, since dtypes differ.
     joined = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
     dist.broadcast(joined, src=0)
     parts = joined.split([value.nbytes for value in values])
