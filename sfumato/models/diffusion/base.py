@@ -329,6 +329,7 @@ class DiffusionModel(FrozenParts):
             embeddings = {**embeddings, "guidance": torch.full_like(sigma, guidance_scale, dtype=torch.float32)}
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             velocity = self.denoise(latents.to(self.input_dtype), sigma, embeddings)
+        # Before guidance, which multiplies the small difference of two velocities.
         velocity = velocity.float()
         if guided:
             if splits_branches:

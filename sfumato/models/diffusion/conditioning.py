@@ -56,6 +56,7 @@ class Conditioning(TensorRows):
     def blanked(self) -> Conditioning:
         """Replaces values that are not finite by zeros."""
         return self.change(
+            # By itself ``nan_to_num`` makes the largest numbers of infinite ones, which overflow in the next product.
             lambda tensor: torch.nan_to_num(tensor, 0.0, 0.0, 0.0) if tensor.is_floating_point() else tensor
         )
 

@@ -193,6 +193,7 @@ class OnlineEncoder:
         kept_rows = finite_indices or [0]
         return EncodedBatch(
             batch.latents[kept_rows] if finite_indices else torch.zeros_like(batch.latents[:1]),
+            # The placeholder's embeddings may be what was not finite.
             batch.conditioning.rows(kept_rows).blanked(),
             [batch.sample_ids[row] for row in kept_rows],
             len(finite_indices),

@@ -66,7 +66,7 @@ class FrozenParts(ABC):
         self.say: Callable[[str], None] = lambda text: None
         """Prints a line; called when prompts are truncated."""
         self._has_said_cut = False
-        """Hashes of prompts that were truncated."""
+        """Whether the user was told that prompts are truncated."""
         self._prompts: dict[tuple[str, str], dict[str, Tensor]] = {}
         """Cached embeddings by prompt and digest of its image; the digest is empty without an image."""
         for component in self.components.values():
@@ -284,6 +284,7 @@ class FrozenParts(ABC):
         """Caches the first rows of embeddings, one for each key; further rows are padding."""
         on_host = {name: tensor[: len(keys)].to("cpu") for name, tensor in embedded.items()}
         for row, key in enumerate(keys):
+            # Copies: a view of one row would hold the whole batch in memory.
             self._prompts[key] = {name: tensor[row].clone() for name, tensor in on_host.items()}
 
     def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:

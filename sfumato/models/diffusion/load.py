@@ -55,6 +55,7 @@ def find_families() -> dict[str, type[DiffusionModel]]:
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")
         for _, cls in inspect.getmembers(module, inspect.isclass):
+            # Not the classes of other families that the file imports.
             if issubclass(cls, DiffusionModel) and not inspect.isabstract(cls) and cls.__module__ == module.__name__:
                 family_of_pipeline[cls.pipeline_class] = cls
     return dict(sorted(family_of_pipeline.items()))

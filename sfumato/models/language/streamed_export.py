@@ -91,6 +91,7 @@ def lay_out(plain: PreTrainedModel) -> ExportLayout | None:
     by_block: dict[str, list[str]] = {}
     for name in state:
         by_block.setdefault(_block_of(name), []).append(name)
+    # The small groups are tried first: all weights of a group are in memory at a time.
     for groups in (by_weight, {name: tuple(by_block[_block_of(name)]) for name in state}):
         parts: dict[str, Tensor] = {}
         for group in dict.fromkeys(groups.values()):
@@ -202,6 +203,7 @@ class _Files:
             self._places[name] = file, position
             position += tensor.nbytes
         content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        # Padded as safetensors does it, so that tensors begin at multiples of eight bytes.
         content += b" " * (-len(content) % 8)
         file.write(len(content).to_bytes(8, "little") + content)
         begin = file.tell()
