@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.engines.embedded.forward import Forward
+from sfumato.rollout.engines.embedded.row_choice import choose_rows
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import tiny_language_description
 
@@ -122,6 +124,42 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     module.__class__ = LooksAhead
     with pytest.raises(ConfigError, match="how many tokens follow"):
         complete(EmbeddedEngine(module), make_requests(), WARM)
+
+
+def _block(tokens: Tensor) -> Tensor:
+    """Attention in both directions within blocks of 12 tokens."""
+    blocks = torch.arange(tokens.shape[1]) // 12
+    return torch.stack([tokens[:, blocks == block].float().mean(1) for block in blocks], 1)
+
+
+def _next_of_some(tokens: Tensor) -> Tensor:
+    """What a layer sees that lets a part of the tokens see the next one."""
+    following = torch.cat([tokens[:, 1:], 0 * tokens[:, :1]], 1)
+    return torch.where(tokens % 2 == 0, following, 0).float()
+
+
+def _last_at_first(tokens: Tensor) -> Tensor:
+    """The first token sees the last one, however far it is."""
+    seen = torch.zeros(tokens.shape)
+    seen[:, 0] = tokens[:, -1]
+    return seen
+
+
+@pytest.mark.parametrize("longest", [24, 512])
+@pytest.mark.parametrize("seen", [_block, _next_of_some, _last_at_first])
+def test_a_model_that_looks_ahead_a_little_or_far_is_refused(seen: Callable[[Tensor], Tensor], longest: int) -> None:
+    class LooksAhead(type(make_module())):
+        def forward(self, input_ids: Tensor, logits_to_keep: Any = 0, **more: Any) -> Any:
+            found = super().forward(input_ids, **more)
+            found.logits = found.logits + 1e-4 * seen(input_ids)[..., None] * torch.arange(259)
+            if isinstance(logits_to_keep, Tensor):
+                found.logits = found.logits[:, logits_to_keep]
+            return found
+
+    module = make_module()
+    module.__class__ = LooksAhead
+    with pytest.raises(ConfigError, match="how many tokens follow"):
+        choose_rows(Forward(module, nullcontext), longest, 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

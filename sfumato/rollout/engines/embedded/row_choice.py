@@ -38,9 +38,13 @@ at least ``TIMES`` the change that one more token at the end of a row makes."""
 
 TIMES = 10
 
-PLACES, TEXTS, SHORTER = 64, 8, 512
-"""The check that no token depends on later ones looks at PLACES positions in TEXTS sequences of at most SHORTER tokens.
-"""
+PLACES, SHORTER = 512, 512
+"""The check that no token depends on later ones looks at so many positions, in sequences of at most SHORTER tokens."""
+
+TEXTS_OF_EXPERTS = 8
+"""Sequences among which the positions are spread where experts choose by the tokens: more sequences estimate better how
+many tokens are sent elsewhere. Other modules get one, which is cut at more places: what looks ahead does so in every
+sequence, and what looks ahead a little shows where a cut is near."""
 
 OTHERWISE = 0.005
 """With experts, the fraction of tokens that rounding may send to other experts, which changes more than rounding."""
@@ -134,15 +138,24 @@ def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int,
     Returns:
         The 99th percentile of these changes, which is what rounding makes.
     """
+    num_texts = TEXTS_OF_EXPERTS if has_experts(forward.module) else 1
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(vocabulary), (TEXTS, min(length, SHORTER)), generator=generator)
+    drawn = torch.randint(len(vocabulary), (num_texts, min(length, SHORTER)), generator=generator)
     tokens = torch.from_numpy(vocabulary)[drawn].to(forward.device)
+    length = tokens.shape[1]
+    lengths_of_cuts = {length - 1, length // 2}
+    if num_texts == 1:
+        lengths_of_cuts |= {length >> halvings for halvings in range(2, length.bit_length())}
+    columns_of_cuts = {
+        cut: sorted({*np.linspace(0, cut - 1, PLACES // num_texts).astype(int).tolist()}) for cut in lengths_of_cuts
+    }
+    all_columns = sorted({column for columns in columns_of_cuts.values() for column in columns})
+    whole = forward.some(tokens, all_columns)
     differences_of_cuts = []
-    for length_of_cut in {tokens.shape[1] // 2, tokens.shape[1] - 1}:
-        columns = sorted({*np.linspace(0, length_of_cut - 1, PLACES).astype(int).tolist()})
-        whole = forward.some(tokens, columns)
+    for length_of_cut, columns in columns_of_cuts.items():
         cut = forward.some(tokens[:, :length_of_cut], columns)
-        differences_of_cuts.append(_differences(whole.flatten(0, 1), cut.flatten(0, 1)))
+        same = whole[:, [all_columns.index(column) for column in columns]]
+        differences_of_cuts.append(_differences(same.flatten(0, 1), cut.flatten(0, 1)))
     differences = torch.cat(differences_of_cuts)
     noticing = (differences > bound).float().mean()
     if noticing > (OTHERWISE if has_experts(forward.module) else 0):
