@@ -29,12 +29,14 @@ from sfumato.commands.check_model import (
     planned_of,
     smallest_number_of_ranks,
 )
+from sfumato.commands.check_programs import check_programs
 from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
+from sfumato.config.rl import RLConfig
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
@@ -89,6 +91,8 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     """What would stop the run."""
     notes: list[str] = field(default_factory=list)
+    not_looked_at: list[str] = field(default_factory=list)
+    """What only the run finds out."""
 
     @property
     def needed_bytes(self) -> int | None:
@@ -159,6 +163,15 @@ def check_config(
     if with_data:
         _print_progress("looking at the data", show)
         _look_at_data(findings, config)
+    else:
+        findings.not_looked_at.append("the data")
+    if isinstance(config, RLConfig):
+        programs = check_programs(config)
+        findings.not_looked_at += programs.not_looked_at
+        if device_gib is None:
+            findings.problems += programs.missing
+        else:  # the run is for another machine, which may have them
+            findings.notes += [f"not on this machine: {missing}" for missing in programs.missing]
     try:
         check_trackers(config.train.trackers)
     except UserError as error:

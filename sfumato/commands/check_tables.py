@@ -29,6 +29,8 @@ def show_findings(findings: Findings, console: Console) -> None:
         _show_memory(findings, console)
     if findings.host is not None:
         _show_host(findings.host, console)
+    if findings.not_looked_at:
+        _print(console, f"not looked at: {'; '.join(findings.not_looked_at)}")
     for note in findings.notes:
         _print(console, f"note: {note}")
     for problem in findings.problems:

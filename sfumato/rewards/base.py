@@ -188,6 +188,17 @@ class Reward(ABC):
         Raises MissingDependencyError that holds the command that installs what is missing.
         """
 
+    def check_installed(self) -> str:
+        """Looks for what ``prepare`` needs, as ``sfumato check`` does: loads no model, and asks no server.
+
+        Returns:
+            What only a run finds out, such as whether a server answers; empty when nothing is left.
+
+        Raises:
+            UserError: says what is missing, as ``prepare`` would.
+        """
+        return "" if type(self).prepare is Reward.prepare else "what its prepare() loads"
+
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:  # noqa: B027  (most rewards take any prompt)
         """Whether a row of the data has what ``score`` needs; called on every row before anything is sampled.
 

@@ -57,6 +57,11 @@ class CodeReward(Reward):
         """Runs a program that looks at its own containment. Raises SandboxError where programs cannot be contained."""
         self._build_sandbox().check()
 
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        self.prepare()
+        return ""
+
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no tests, or some that cannot be read."""
         self._read_tests(prompt, metadata)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sfumato.config.trust import SWITCH, trusts_code
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Failure, Reward, Sample
@@ -73,6 +74,13 @@ class FunctionReward(Reward):
                 f"concurrency of reward {self.label!r} is {self.concurrency}, but {self.path} is no async function: "
                 "leave it out"
             )
+
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        if not trusts_code():
+            return f"{self.path}, which is imported with {SWITCH} alone"
+        self.prepare()
+        return ""
 
     def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """One sample after the other, unless they are worked on together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from sfumato.config.paths import ModelPath
@@ -51,6 +52,15 @@ class GenEval(Reward):
         self._detector()
         if self.clip is not None:
             self._colours()
+
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        from sfumato.rewards.networks.folder import check_folder
+
+        for folder in (self.detector, self.clip):
+            if folder is not None:
+                check_folder(Path(folder), "config.json")
+        return "the weights of its models"
 
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """See ``Reward``."""

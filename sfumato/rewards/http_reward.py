@@ -57,6 +57,11 @@ class HttpReward(Reward):
                     f"{self.timeout_s:g}"
                 )
 
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        self.caller()
+        return f"whether {' and '.join(self.base_urls)} answer"
+
     def call_deadline(self) -> float:
         """Value of ``time.monotonic()`` by which a call of ``score`` that begins now should return by itself.
 

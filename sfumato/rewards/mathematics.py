@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import signal
@@ -50,21 +51,35 @@ class MathAnswer(AnswerReward):
     def prepare(self) -> None:
         """Imports math-verify into this process, which is one of the reward's own."""
         if self.package_path:
-            folder = Path(self.package_path).expanduser().resolve()
-            if not (folder / "math_verify").is_dir():
-                raise MissingDependencyError(
-                    f"package_path of reward {self.label!r} is {self.package_path}, which holds no math_verify: run "
-                    f"{INSTALL.replace('--target math_verify', f'--target {self.package_path}')}"
-                )
-            sys.path.insert(0, str(folder))
+            sys.path.insert(0, str(self._package_folder()))
         try:
             import math_verify
         except ImportError as error:
-            raise MissingDependencyError(
-                f"reward {self.label!r} needs math-verify ({error}): run {INSTALL} and set package_path to that folder "
-                "(its antlr4-python3-runtime 4.13 breaks hydra and omegaconf where they are installed)"
-            ) from error
+            raise self._missing(error) from error
         logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
+
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        if self.package_path:
+            self._package_folder()
+        elif importlib.util.find_spec("math_verify") is None:
+            raise self._missing("No module named 'math_verify'")
+        return ""
+
+    def _package_folder(self) -> Path:
+        folder = Path(self.package_path).expanduser().resolve()
+        if not (folder / "math_verify").is_dir():
+            raise MissingDependencyError(
+                f"package_path of reward {self.label!r} is {self.package_path}, which holds no math_verify: run "
+                f"{INSTALL.replace('--target math_verify', f'--target {self.package_path}')}"
+            )
+        return folder
+
+    def _missing(self, why: object) -> MissingDependencyError:
+        return MissingDependencyError(
+            f"reward {self.label!r} needs math-verify ({why}): run {INSTALL} and set package_path to that folder "
+            "(its antlr4-python3-runtime 4.13 breaks hydra and omegaconf where they are installed)"
+        )
 
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target, or one that math-verify cannot read.

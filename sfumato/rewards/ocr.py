@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 import os
@@ -161,6 +162,18 @@ class OcrReward(Reward):
             if self.detect:
                 _detect_and_read([_BLANK], engine)  # the detector loads at its first use
 
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        if self.engine == "tesseract":
+            _find_tesseract()
+            return ""
+        missing = [name for name in PACKAGES[self.engine] if importlib.util.find_spec(name) is None]
+        if missing:
+            raise _missing(self.engine, f"No module named {missing[0]!r}")
+        return (
+            "" if self.engine == "rapidocr" else "whether PaddleOCR has its models, which it downloads at its first use"
+        )
+
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row has no target."""
         ocr_target(prompt, metadata)
@@ -244,11 +257,20 @@ def _load_rapidocr(batch_size: int, num_threads: int) -> RapidOCR:
         engine = RapidOCR(params=parameters)
         engine.recognize_txt([_BLANK])  # models load at first use
     except ImportError as error:
-        raise MissingDependencyError(
-            f"the ocr reward with engine rapidocr needs a package that is missing ({error}): "
-            "pip install rapidocr onnxruntime"
-        ) from error
+        raise _missing("rapidocr", error) from error
     return engine
+
+
+PACKAGES = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": ("paddleocr", "paddle")}
+"""Modules that an engine imports."""
+
+INSTALL = {"rapidocr": "rapidocr onnxruntime", "paddleocr": "'paddleocr>=3.0' paddlepaddle"}
+
+
+def _missing(engine: str, why: object) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"the ocr reward with engine {engine} needs a package that is missing ({why}): pip install {INSTALL[engine]}"
+    )
 
 
 def _find_tesseract() -> str:
@@ -323,7 +345,4 @@ def load_paddle(detect: bool, batch_size: int, num_threads: int) -> PaddleOCR | 
             cpu_threads=num_threads,
         )
     except ImportError as error:
-        raise MissingDependencyError(
-            f"the ocr reward with engine paddleocr needs a package that is missing ({error}): "
-            "pip install 'paddleocr>=3.0' paddlepaddle"
-        ) from error
+        raise _missing("paddleocr", error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sfumato.config.paths import ModelPath
@@ -62,6 +63,13 @@ class PretrainedReward(Reward):
     def prepare(self) -> None:
         """Loads the model. Raises ConfigError that names what the folder lacks."""
         self._network()
+
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        from sfumato.rewards.networks.folder import check_folder
+
+        check_folder(Path(self.model_path))
+        return "the files of its model"
 
     def score(self, samples: list[Sample]) -> list[float]:
         """The model's score of each sample."""

@@ -52,6 +52,11 @@ class ReasoningGym(Reward):
         Sandbox(readable=_folders()).check()
         verifier.ask([], _START_S)
 
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        Sandbox(readable=_folders()).check()
+        return ""
+
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row does not say which problem it is."""
         self._read_problem(prompt, metadata)

@@ -12,6 +12,7 @@ from sfumato.rewards.base import Failure, Sample, load_once
 from sfumato.rewards.http import wire
 from sfumato.rewards.http.caller import HttpError
 from sfumato.rewards.http.connection import BadAnswerError
+from sfumato.rewards.http.message_reader import import_msgpack
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
 
 AnswerT = TypeVar("AnswerT")
@@ -51,6 +52,11 @@ class RemoteReward(HttpReward):
                 f"reward {self.label!r} cannot ask its server ({error}): start it with "
                 "'python -m sfumato.rewards.server CONFIG', or correct base_urls"
             ) from error
+
+    def check_installed(self) -> str:
+        """See ``Reward``."""
+        import_msgpack()
+        return super().check_installed()
 
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError when the row cannot be sent."""

@@ -340,7 +340,7 @@ def test_rl_with_vllm_is_predicted_before_its_model_is_downloaded(tmp_path: Path
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"model_type": "qwen3", **KINDS["qwen3"]}))
     settings = tiny_text_rl_config(tmp_path)
     settings["model"] = {"config_path": str(tmp_path / "model.yaml"), "tokenizer_path": "bytes"}
-    settings["rollout"] |= {"hybrid_engine": False, "engine": {"type": "vllm"}}
+    settings["rollout"] |= {"hybrid_engine": False, "engine": {"type": "vllm", "url": "http://127.0.0.1:9"}}
     path = write_config(settings, tmp_path / "run.yaml")
     found = check_config(path, with_data=False)
     assert found.exit_code == FITS and found.model.largest.parts["weights"] > 0, found.problems

@@ -79,6 +79,25 @@ class ServedSettings:
         if self.api_key_env and not self.url:
             raise ConfigError("rollout.engine.api_key_env is for the server at url: remove it")
 
+    def check_installed(self) -> str:
+        """Looks for the engine, as ``sfumato check`` does: starts nothing, and asks no server.
+
+        Returns:
+            What only a run finds out.
+
+        Raises:
+            UserError: says what is missing.
+        """
+        if self.url:
+            _ = self.api_key  # raises where it is not set
+            return f"whether the server at {self.url} answers"
+        program = Path(getattr(self, "program", ""))
+        if not program.is_file():
+            raise ConfigError(f"rollout.engine.program {program} is not there, so the server cannot be started")
+        if not os.access(program, os.X_OK):
+            raise ConfigError(f"rollout.engine.program {program} may not be executed: chmod +x {program}")
+        return "whether it takes the model and its arguments"
+
     @property
     def api_key(self) -> str:
         """The key of the server at url; empty where none is asked for. Raises ConfigError when it is not set."""

@@ -37,6 +37,10 @@ class Embedded:
         if self.cache_gb is not None and not self.cache_gb > 0:
             raise ConfigError(f"cache_gb {self.cache_gb} must be above 0, or null")
 
+    def check_installed(self) -> str:
+        """See ``ServedSettings``: it needs nothing."""
+        return ""
+
     def of_module(self, module: nn.Module, model: LanguageModel, max_length: int) -> Engine:
         """Builds the engine of a module that is whole in this process.
 

@@ -6,6 +6,7 @@ the calls. Written for and tested with vLLM 0.32.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from sfumato.rollout.engines.served.environment import engine_environment
 from sfumato.rollout.engines.served.http_server import NOT_SENT
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, ServerCalls, VllmCalls
 from sfumato.rollout.engines.served.vllm_images import RenderedImages, limits_of
-from sfumato.rollout.engines.served.vllm_in_process import InProcessCalls
+from sfumato.rollout.engines.served.vllm_in_process import InProcessCalls, missing_vllm
 from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
 from sfumato.rollout.engines.served_settings import ServedSettings
 
@@ -215,6 +216,14 @@ class VllmSettings(ServedSettings):
         else:
             calls = InProcessCalls(arguments, inherited, self.timeout_s, self.start_timeout_s)
         return VllmEngine(calls, files, model_path, self.sleep, reader)
+
+    def check_installed(self) -> str:
+        """See ``ServedSettings``."""
+        if self.url or self.program:
+            return super().check_installed()
+        if importlib.util.find_spec("vllm") is None:
+            raise missing_vllm("No module named 'vllm'")
+        return "whether it takes the model and its arguments"
 
     def _options(self, model_path: str, rank: int, max_length: int | None) -> dict[str, object]:
         """vLLM's settings, by the names that its Python arguments and its command line share.

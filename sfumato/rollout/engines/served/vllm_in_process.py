@@ -22,6 +22,14 @@ from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
 
 
+def missing_vllm(why: object) -> MissingDependencyError:
+    """The error of a run that would start vLLM in this environment, where it cannot be imported."""
+    return MissingDependencyError(
+        f"vLLM cannot be imported here ({why}): install it beside sfumato, or into an environment of its own "
+        "and give its program in rollout.engine.program; docs/text_rl/engines.md says how"
+    )
+
+
 class InProcessCalls:
     """``VllmCalls`` on vLLM's ``AsyncLLM``, which has an event loop of its own in a thread."""
 
@@ -46,10 +54,7 @@ class InProcessCalls:
         try:
             import vllm  # noqa: F401
         except ImportError as error:
-            raise MissingDependencyError(
-                f"vLLM cannot be imported here ({error}): install it beside sfumato, or into an environment of its own "
-                "and give its program in rollout.engine.program; docs/text_rl/engines.md says how"
-            ) from error
+            raise missing_vllm(error) from error
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
             raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING=0 would have vLLM change this process: unset it")
         self._arguments = list(arguments)

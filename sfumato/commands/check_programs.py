@@ -1,0 +1,48 @@
+"""What a run of RL needs beside its model: the engine's program, what rewards load, and what only the run finds out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sfumato.config.text_rl import TextRLConfig
+from sfumato.errors import UserError
+from sfumato.rollout.kinds.base import RolloutKind
+
+if TYPE_CHECKING:
+    from sfumato.config.rl import RLConfig
+
+
+@dataclass
+class ProgramFindings:
+    """What is missing for rewards and engine, and what was not looked at."""
+
+    missing: list[str] = field(default_factory=list)
+    not_looked_at: list[str] = field(default_factory=list)
+
+
+def check_programs(config: RLConfig) -> ProgramFindings:
+    """Looks for programs, packages, model folders and keys; loads nothing, and asks no server."""
+    findings = ProgramFindings()
+    for reward in config.reward.rewards:
+        try:
+            left = reward.check_installed()
+        except UserError as error:
+            text = str(error)
+            findings.missing.append(text if reward.label in text else f"reward {reward.label!r}: {text}")
+            continue
+        if left:
+            findings.not_looked_at.append(f"reward {reward.label!r}: {left}")
+    if isinstance(config, TextRLConfig):
+        engine, kind = config.rollout.engine, config.rollout.kind
+        try:
+            left = engine.check_installed()
+        except UserError as error:
+            findings.missing.append(str(error))
+        else:
+            findings.not_looked_at += [f"rollout.engine {engine.type}: {left}"] if left else []
+        if type(kind).prepare is not RolloutKind.prepare:
+            findings.not_looked_at.append(f"rollout.kind {kind.type}: what it needs to draw")
+    if config.runtime.backend == "ray":
+        findings.not_looked_at.append("runtime.backend ray: the cluster, and what is installed on its nodes")
+    return findings
