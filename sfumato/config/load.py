@@ -20,7 +20,9 @@ from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, leaves
 from sfumato.config.file_checks import file_problem
 from sfumato.config.help import format_help, inner_section
+from sfumato.config.hub import has_hub_names, pin_revisions
 from sfumato.config.other_tools import explain_option
+from sfumato.config.paths import CHECKPOINT_NAME
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
 from sfumato.config.writing import write_atomically
@@ -311,7 +313,7 @@ def load_config(
     # from below: defaults of the recipe that file or overrides name, the file, the overrides
     data = {} if path is None else _without_dependent(find_beside(read_yaml(path), path), overrides)
     presets = schema.presets(merge(data, overrides))
-    merged = merge(merge(presets, data), overrides)
+    merged = _with_revisions_of_run(merge(merge(presets, data), overrides))
     # the same three layers once more with the text of each scalar, for fields that are text
     written = {}
     if path is not None:
@@ -336,6 +338,19 @@ def load_config(
             for mistake in error.errors()
         ]
         raise _join_mistakes(lines) from error
+
+
+def _with_revisions_of_run(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with models of the hub at the revisions with which the run began that is gone on with."""
+    train = fields.get("train")
+    wanted = train.get("load_checkpoint_path") if isinstance(train, dict) else None
+    if not isinstance(wanted, str) or wanted in ("new", "") or not has_hub_names(fields):
+        return fields
+    folder = Path(str(train.get("output_dir")) if wanted == "auto" else wanted).expanduser()
+    if CHECKPOINT_NAME.fullmatch(folder.name):
+        folder = folder.absolute().parent.parent
+    recorded = folder / "config.yaml"
+    return pin_revisions(fields, read_yaml(recorded)) if recorded.is_file() else fields
 
 
 def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from sfumato.config.base import Section
+from sfumato.config.hub import describe_moved_names
 from sfumato.config.load import config_text, flatten, read_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
@@ -222,6 +223,9 @@ class RunFolder:
             )
         if self._moves:
             self._move_aside()
+        if self.wanted not in (None, "new"):
+            for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
+                self._say(line)
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
         environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())

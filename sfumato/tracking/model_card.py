@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from sfumato.config.hub import SNAPSHOT
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import HUB_NAME
 from sfumato.config.writing import replace_file, write_atomically
@@ -16,19 +17,17 @@ from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of
 
 CARD = "README.md"
 CURVES = "curves.png"
-SNAPSHOT = re.compile(r"models--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/(?P<revision>[0-9a-f]{40})")
-"""A model's folder in the local hub cache."""
-
 MOST_CURVES = 6
 TAGS = {"rl": "reinforcement-learning", "train": "fine-tuned"}
 
 
-def write_card(run: Path, export: Path) -> None:
-    """Writes the card and a picture of curves into an export.
+def write_card(run: Path, export: Path, with_curves: bool = True) -> None:
+    """Writes the card, and a picture of curves, into an export.
 
     Args:
         run: the run folder: its configuration, environment and metrics are read.
         export: the folder with the weights; a card that is there is replaced.
+        with_curves: draw the picture, which takes about a second.
 
     Raises:
         ConfigError: when the run's configuration cannot be read.
@@ -43,7 +42,7 @@ def write_card(run: Path, export: Path) -> None:
     parts.append(f"Trained with sfumato's task `{task}`{f' from {base}' if base else ''}.")
     if table := _before_and_after(metrics):
         parts.append(f"## Evaluation\n\n{table}")
-    if draw_curves(metrics, export / CURVES):
+    if with_curves and draw_curves(metrics, export / CURVES):
         parts.append(f"## Curves\n\n![Metrics over steps]({CURVES})")
     if data := config.get("data"):
         parts.append(f"## Data\n\n```yaml\n{_yaml(data)}\n```")

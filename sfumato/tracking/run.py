@@ -17,7 +17,7 @@ import torch
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
 from sfumato.config.trust import describe_code
-from sfumato.errors import CheckpointError, FolderError
+from sfumato.errors import CheckpointError, ConfigError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
@@ -26,6 +26,7 @@ from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
+from sfumato.tracking.model_card import CARD, write_card
 from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries
 from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
@@ -415,10 +416,22 @@ class Run:
         if self._enabled and (text := idle_summary(series_of(read_jsonl(self.output_dir / "metrics.jsonl")))):
             self.say(text)
         if self.folder is not None:
+            self._write_card()
             self.folder.finish()
         self.close()
         if self.folder is not None:
             self.folder.say_next_steps(self.label, self.total_steps)
+
+    def _write_card(self) -> None:
+        """Writes the model card of what was exported, so that the folder can be shared as it is."""
+        export = self.output_dir / "hf_ckpt"
+        if not export.is_dir():
+            return
+        try:
+            with self._files.spare(export / CARD):
+                write_card(self.output_dir, export, with_curves=False)  # the report has them
+        except ConfigError as error:  # somebody has edited the run's configuration, and the weights are complete
+            self.say(f"{export} has no {CARD}: {error}")
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sfumato.config.load import merge
+from sfumato.tracking.model_card import CARD
 from sfumato.tracking.trackers import read_jsonl
 from tests.same.runs import RecordedRun
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
@@ -78,7 +79,7 @@ def read_run(folder: Path) -> Record:
     files = {
         str(path.relative_to(export)): _digest(_without_versions(path, folder))
         for path in sorted(export.rglob("*"))
-        if path.is_file() and path.suffix != ".safetensors"
+        if path.is_file() and path.suffix != ".safetensors" and path.name != CARD
     }
     samples = [
         {name: value for name, value in sample.items() if name not in NOT_RECORDED}

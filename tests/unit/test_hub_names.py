@@ -45,16 +45,23 @@ class Hub:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str]) -> None:
         self.asked: list[str] = []
+        self.revisions: list[str | None] = []
         self.folder = tmp_path / "snapshot"
 
-        def snapshot(name: str, allow_patterns: list[str] | None = None, local_files_only: bool = False) -> str:
+        def snapshot(
+            name: str,
+            revision: str | None = None,
+            allow_patterns: list[str] | None = None,
+            local_files_only: bool = False,
+        ) -> str:
+            self.revisions.append(revision)
             if local_files_only:
                 raise OSError("not cached")
             self.asked += allow_patterns or ["everything"]
             return str(self.folder)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
-        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, name: files)
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda self, name, revision: files)
 
 
 LANGUAGE = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "vocab.txt", "chat_template.jinja"]
