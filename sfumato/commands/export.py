@@ -27,6 +27,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--merge", action="store_true", help="add adapters to the weights they belong to")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="cast weights; else as they were trained")
     parser.add_argument("--lora", choices=("kohya",), help="write adapters also with kohya's names and alphas")
+    parser.add_argument("--comfyui", action="store_true", help="also each transformer as one file for ComfyUI")
     parser.add_argument("--gguf", action="store_true", help="also one file for llama.cpp, by its converter")
     parser.add_argument("--llama-cpp", metavar="DIR", help="folder of llama.cpp; else LLAMA_CPP of the environment")
     add_trust(parser)
@@ -41,8 +42,11 @@ def run(options: argparse.Namespace) -> int:
         find_converter,
         import_lora,
         read_kohya_class,
+        read_transformer_classes,
+        refuse_adapters,
         write_gguf,
         write_kohya,
+        write_single_files,
     )
 
     source: Path = options.source
@@ -50,16 +54,21 @@ def run(options: argparse.Namespace) -> int:
     if source.is_file():
         if out.exists():
             raise ConfigError(f"{out} exists: name another folder")
-        if options.merge or options.gguf or options.lora:
+        if options.merge or options.gguf or options.lora or options.comfyui:
             raise ConfigError(f"{source} is a file of adapters, which is only turned into diffusers' (and --dtype)")
         print(printable(f"{import_lora(source, out)}: adapters of {source}"))
     elif is_export(source):
         if options.merge:
             raise ConfigError(f"--merge needs the checkpoint: sfumato export {run_of(source)} {out} --merge")
-        if not (options.dtype or options.lora or options.gguf):
-            raise ConfigError(f"{source} is exported already: add --dtype, --lora or --gguf, or copy it")
+        if not (options.dtype or options.lora or options.gguf or options.comfyui):
+            raise ConfigError(f"{source} is exported already: add --dtype, --lora, --comfyui or --gguf, or copy it")
     # before minutes are spent on the export
     pipeline_class = read_kohya_class(source_model(source)) if options.lora else ""
+    if options.comfyui:
+        exported = source if is_export(source) else run_of(source) / "hf_ckpt"
+        refuse_adapters(exported, options.merge)
+        is_pipeline = (exported / "model_index.json").is_file()
+        read_transformer_classes(exported if is_pipeline else source_model(source))
     if options.gguf:
         find_converter(options.llama_cpp)
     if is_export(source):
@@ -76,6 +85,9 @@ def run(options: argparse.Namespace) -> int:
             print(printable(f"{file}: adapters with kohya's names"))
     if options.dtype:
         print(f"{change_dtype(out, options.dtype)} files of weights are {options.dtype}")
+    if options.comfyui:
+        for file in write_single_files(out):
+            print(printable(f"{file}: for ComfyUI's models/diffusion_models"))
     if options.gguf:
         print(printable(f"{write_gguf(out, options.dtype or 'bf16', options.llama_cpp)}: for llama.cpp"))
     return 0

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.kohya import KOHYA_FILE, from_kohya, to_kohya
+from sfumato.models.diffusion.single_file import NAMES, SUPPORTED, to_single_file
 from sfumato.tracking.folder import write_json
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -100,6 +101,50 @@ def write_kohya(folder: Path, pipeline_class: str) -> list[Path]:
         stored = to_kohya(load_file(path), pipeline_class)
         files.append(path.with_name(KOHYA_FILE))
         save_file(stored, files[-1], metadata={"format": "pt"})
+    return files
+
+
+def refuse_adapters(exported: Path, merge: bool = False) -> None:
+    """Raises ConfigError when an export holds adapters alone, and they are not merged."""
+    if not merge and any((exported / name).is_file() for name in ADAPTER_FILES):
+        raise ConfigError("--comfyui takes a whole model: add --merge, or write its adapters by --lora kohya")
+
+
+def read_transformer_classes(source: Path) -> dict[str, str]:
+    """The transformers of a pipeline's folder, by their names in it.
+
+    Raises:
+        ConfigError: there is none, or one of a class that is not written as one file.
+    """
+    index = source / "model_index.json"
+    if not index.is_file():
+        raise ConfigError(f"--comfyui: {source} has no model_index.json, so that it is no picture or video model")
+    parts = read_json_object(index)
+    classes = {name: str(parts[name][1]) for name in ("transformer", "transformer_2") if parts.get(name, [None])[0]}
+    if not classes:
+        raise ConfigError(f"--comfyui: {parts.get('_class_name')} has no transformer: one file holds {SUPPORTED}")
+    for name, class_name in classes.items():
+        if class_name not in NAMES:
+            raise ConfigError(f"--comfyui: the {name} is a {class_name}: one file holds {SUPPORTED}")
+    return classes
+
+
+def write_single_files(folder: Path) -> list[Path]:
+    """Writes each transformer of an exported pipeline as one file with the published names; returns the files.
+
+    Raises:
+        ConfigError: the folder holds adapters alone, or a model that has no such form.
+    """
+    refuse_adapters(folder)
+    files = []
+    for name, class_name in read_transformer_classes(folder).items():
+        weights: dict[str, torch.Tensor] = {}
+        for path in sorted((folder / name).glob("*.safetensors")):
+            weights |= load_file(path)
+        files.append(folder / f"comfyui_{name}.safetensors")
+        written = to_single_file(weights, class_name)
+        # safetensors takes no two names for one memory, and no views
+        save_file({key: weight.contiguous() for key, weight in written.items()}, files[-1], {"format": "pt"})
     return files
 
 
