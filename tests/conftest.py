@@ -30,6 +30,10 @@ LONG_FILES = Path(__file__).parent / "unit" / "long_files.txt"
 """Files of tests/unit that take more than about three seconds: ``make quick-test`` leaves them out."""
 
 
+SLOW_CASES = Path(__file__).parent / "slow_cases.txt"
+"""Tests and cases of tests that are marked slow besides those marked where they stand."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files that tests/unit/long_files.txt names")
 
@@ -41,9 +45,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return collection_path.stem in LONG_FILES.read_text(encoding="utf-8").split() or None
 
 
+def mark_slow_cases(items: list[pytest.Item], is_whole: bool) -> None:
+    """Marks the items that ``slow_cases.txt`` lists.
+
+    Raises:
+        pytest.UsageError: with ``is_whole``, whole files having been collected, for a line that names no test of them.
+    """
+    lines = SLOW_CASES.read_text(encoding="utf-8").splitlines()
+    unmatched = {line for line in lines if line and not line.startswith("#")}
+    listed = frozenset(unmatched)
+    files = set()
+    for item in items:
+        case = item.nodeid.removeprefix("tests/")
+        files.add(case.partition("::")[0])
+        names = listed & {case, case.partition("[")[0]}
+        unmatched -= names
+        if names:
+            item.add_marker(pytest.mark.slow)
+    if is_whole and (stale := sorted(line for line in unmatched if line.partition("::")[0] in files)):
+        raise pytest.UsageError(f"{SLOW_CASES.name} lists what is no test: " + ", ".join(stale))
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests of model families slow where a family has the parts of others: see ``TELLING``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests slow that ``slow_cases.txt`` lists, and those of model families that have the parts of others: see
+    ``TELLING``."""
+    mark_slow_cases(items, is_whole=not any("::" in argument for argument in config.args))
     family_items = [item for item in items if item.path.name == "test_families.py"]
     if not family_items:
         return

@@ -234,7 +234,7 @@ LAST_TEXT = r"transformer_blocks\.1\.(attn\.(add_q_proj|norm_added_q|to_add_out)
 ROWS = {
     "sd3": Row(tiny_families.tiny_sd3, call_plain, (4, 8, 8), 4, never_used=LAST_QUERY, straight=False),
     "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24), velocity=unpacked),
-    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4, velocity=unpacked),
+    "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4, velocity=unpacked, brief=True),
     "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False, velocity=unpacked),
     "qwen_image": Row(
         tiny_families.tiny_qwen_image,
@@ -272,13 +272,15 @@ ROWS = {
     ),
     "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),
     "stable_diffusion": Row(tiny_families.tiny_stable_diffusion, call_stable_diffusion, (4, 8, 8), 2, exact=False),
-    "stable_diffusion_2": Row(tiny_families.tiny_stable_diffusion_2, call_stable_diffusion, (4, 8, 8), 2, exact=False),
+    "stable_diffusion_2": Row(
+        tiny_families.tiny_stable_diffusion_2, call_stable_diffusion, (4, 8, 8), 2, exact=False, brief=True
+    ),
     "stable_diffusion_xl": Row(
         tiny_families.tiny_stable_diffusion_xl, call_stable_diffusion, (4, 8, 8), 2, exact=False
     ),
     "wan": Row(tiny_families.tiny_wan, call_wan, (4, 1, 4, 4), 8, num_frames=5),
     "wan_pair": Row(tiny_families.tiny_wan_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5),
-    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32), num_frames=5),
+    "wan_small": Row(tiny_families.tiny_wan_small, call_wan, (4, 1, 4, 4), 16, size=(32, 32), num_frames=5, brief=True),
     "wan_image": Row(
         tiny_families.tiny_wan_image,
         call_wan,
@@ -354,7 +356,9 @@ ROWS = {
     "krea2": Row(
         tiny_families.tiny_krea2, call_krea2, (4, 8, 12), 4, size=(16, 24), tokens=24, velocity=unpacked, brief=True
     ),
-    "wan_image_pair": Row(tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5, batched=False),
+    "wan_image_pair": Row(
+        tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5, batched=False, brief=True
+    ),
 }
 
 

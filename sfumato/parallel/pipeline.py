@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.parallel import ParallelConfig
@@ -49,6 +47,7 @@ from sfumato.parallel.stages import (
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers import PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
@@ -234,6 +233,8 @@ class Pipeline:
     def _schedule(self, num_micro_batches: int, rows: int, length: int) -> _PipelineSchedule:
         """torch's schedule for micro-batches of this number and shape: the cached one, or one with new buffers."""
         if self._cached_schedule is None or self._cached_schedule[0] != (num_micro_batches, rows, length):
+            from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
             self._cached_schedule = None  # frees its buffers before new ones are made
             stages = [self._stage(index, rows, length) for index in sorted(self._stages)]
             kind = get_schedule_class(SCHEDULES[self._config.pipeline_schedule])
@@ -245,6 +246,9 @@ class Pipeline:
         return self._cached_schedule[1]
 
     def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
+        # Here, as torch's stages load torch._dynamo: a second of processor time that runs without a pipeline save.
+        from sfumato.parallel.pipeline_stage import AutocastStage
+
         last_index = len(self._ranks) - 1
 
         def handed_on(receiver: int) -> Tensor:
@@ -253,7 +257,7 @@ class Pipeline:
 
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
         # torch requires an example of the last stage's output, but does not use its shape: tokens stand for it.
-        return _Stage(
+        return AutocastStage(
             self,
             self._stages[index],
             index,
@@ -275,26 +279,6 @@ class Pipeline:
                 f"stage {index} of the pipeline returns {hidden.dtype}, but the embedding gives {self._hidden[1]}: "
                 "give all weights of the model one dtype"
             )
-
-
-class _Stage(PipelineStage):
-    """torch's stage, but forward passes run under the pipeline's autocast and with the pipeline's arguments."""
-
-    def __init__(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pipeline = pipeline
-
-    def forward_one_chunk(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, object] | None = None, **more: Any
-    ) -> Tensor:
-        # torch would split keyword arguments over micro-batches along dimension 0, which in media counts images.
-        pipeline = self._pipeline
-        kwargs = pipeline._arguments(pipeline._batches[fwd_chunk_id], self.is_first)
-        with pipeline._autocast():
-            output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **more)
-        if not self.is_last:
-            self._pipeline._check_dtype(self.stage_index, output)
-        return output
 
 
 def build_pipeline(
