@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,15 +100,18 @@ class OwnerProcess:
         server = int(self._told.readline() or 0)
         self._group = ProcessGroup(server) if server else None
         self._code: int | None = None
+        self._reading = threading.Lock()
 
     def exit_code(self, within_s: float) -> int | None:
         """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed: the server is
         then killed, too."""
         if self._code is None and select.select([self._told], [], [], within_s)[0]:
-            line = self._told.readline()
-            if not line and self._group is not None:
-                self._group.kill()
-            self._code = int(line or -signal.SIGKILL)
+            with self._reading:  # many requests fail together, and each asks
+                if self._code is None:
+                    line = self._told.readline()
+                    if not line and self._group is not None:
+                        self._group.kill()
+                    self._code = int(line or -signal.SIGKILL)
         return self._code
 
     def end(self) -> None:
