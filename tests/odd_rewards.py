@@ -93,3 +93,11 @@ class Blackener(Reward):
         for each in samples:
             each.image[:] = 0
         return [0.0] * len(samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fails(Reward):
+    """Gives the first sample of a call no value, as a service that is overloaded may."""
+
+    def score(self, samples):
+        return [float("nan")] + [1.0] * (len(samples) - 1)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Reward, load_once
 from sfumato.rewards.http.caller import HttpCaller, HttpError
-from sfumato.rewards.http.connection import parse_base_url
+from sfumato.serving.outgoing import parse_base_url
 
 ItemT = TypeVar("ItemT")
 AnswerT = TypeVar("AnswerT")

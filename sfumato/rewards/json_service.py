@@ -12,10 +12,10 @@ import numpy as np
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
-from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.rewards.http.wire import encode_metadata, encode_png
 from sfumato.rewards.http_reward import HttpReward
 from sfumato.serving.bounded_json import load_json
+from sfumato.serving.outgoing import BadAnswerError
 
 REQUESTS_PER_SERVER = 2
 """Requests that are on their way to each server, so that it need not wait for the next."""

@@ -11,9 +11,9 @@ from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample, load_once
 from sfumato.rewards.http import wire
 from sfumato.rewards.http.caller import HttpError
-from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.rewards.http.message_reader import import_msgpack
 from sfumato.rewards.http_reward import START_WAIT_S, HttpReward
+from sfumato.serving.outgoing import BadAnswerError
 
 AnswerT = TypeVar("AnswerT")
 

@@ -10,6 +10,7 @@ from sfumato.config.characters import printable
 from sfumato.errors import DataError
 from sfumato.studio.runs import RunReader, read_part, read_text
 from sfumato.studio.secrets import hide_in_text, hide_secrets
+from sfumato.tracking.alerts import find_alerts
 from sfumato.tracking.headlines import HEADLINES, headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.report_tables import count_failed_rewards
@@ -106,19 +107,11 @@ def list_alerts(reader: RunReader) -> list[JSON]:
     """What a person should be told of: a run that died or stands still, signs of reward hacking, values that are no
     numbers. ``text`` tells a trouble from another, so that each is told once."""
     state = reader.state(reader.environment())
-    alerts = []
-    if state.state in ("died", "standing still"):
-        alerts.append({"kind": state.state, "text": printable(f"{state.state}: {state.text}")})
-    metrics = reader.metrics.series()
-    # the name alone: the numbers of a sign change with every step, and would be told again and again
-    alerts += [
-        {"kind": "reward_hacking", "text": f"sign of reward hacking in {printable(sign.metric)}"}
-        for sign in signs_of_hacking(metrics)
+    alerts = find_alerts(reader.metrics.series(), state.state, state.text)
+    return [
+        {"kind": alert.kind, "text": hide_in_text(printable(alert.text)), "details": printable(alert.details)}
+        for alert in alerts
     ]
-    failed = metrics.get("reward/failed", {})
-    if failed and (list(failed.values())[-1] or 0) > 0:
-        alerts.append({"kind": "reward_failures", "text": "samples of the newest step have no reward"})
-    return alerts
 
 
 def _figures(reader: RunReader) -> list[JSON]:

@@ -22,6 +22,7 @@ from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
+from sfumato.tracking.alerts import Alert, hacking_alert
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
@@ -127,7 +128,9 @@ class Run:
             self._times = JsonLines(self.output_dir / "timings.jsonl", keep, self._files.report)
             purge_step = from_step + 1 if from_step > 0 else None
             self._timeline = Timeline(self.output_dir, keep, report=self._files.report)
-            self._trackers = Trackers(build_trackers(trackers, self.output_dir, purge_step, self._config), self.say)
+            self._trackers = Trackers(
+                build_trackers(trackers, self.output_dir, purge_step, self._config, self.say), self.say
+            )
         self.is_open = True
         self._say_compiled(compiler_figures(), f"before step {from_step + 1}")
         if self._profiler is not None:
@@ -301,7 +304,18 @@ class Run:
         for sign in signs_of_hacking(series_of(read_jsonl(self.output_dir / "metrics.jsonl"))):
             if sign.metric not in self._signs_said:
                 self.say(f"sign of reward hacking: {sign.text}")
+                self.alert(hacking_alert(sign))
                 self._signs_said.add(sign.metric)
+
+    def alert(self, alert: Alert) -> None:
+        """Sends an alert to the webhook, where ``train.trackers`` names it."""
+        if self._enabled:
+            self._trackers.alert(alert)
+
+    def flush_alerts(self) -> None:
+        """Waits until alerts are sent, or given up."""
+        if self._enabled:
+            self._trackers.flush_alerts()
 
     def write_report(self, *, if_cheap: bool = False, ending: str = "") -> None:
         """Writes ``report.html`` from the present content of the run folder.

@@ -11,10 +11,11 @@ from typing import Any
 
 from sfumato.config.base import Section
 from sfumato.config.load import parse_config
-from sfumato.errors import PreemptedError, RoleLostError
+from sfumato.errors import PreemptedError, RoleLostError, StoppedError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.mesh import close_mesh
 from sfumato.parallel.peers import leave_peers
+from sfumato.tracking.alerts import Alert
 from sfumato.tracking.exit import Ending, ending_of, keep_stacks
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
@@ -60,7 +61,10 @@ def report_ending(ending: Ending) -> None:
     line = ending.text.splitlines()[-1 if ending.code == 1 else 0]  # of a stack trace the last says what it was
     try:
         run._write_log([line])
+        if ending.code not in (PreemptedError.exit_code, StoppedError.exit_code):  # somebody asked for that
+            run.alert(Alert("stopped", f"ended with exit code {ending.code}: {line}"))
         run.write_report(ending=line)
+        run.flush_alerts()
     except Exception as error:  # what ended the run matters more
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 

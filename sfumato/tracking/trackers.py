@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -22,7 +22,14 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.atomic_folders import flush
 from sfumato.tracking.services import SERVICES, missing
 
-KNOWN_TRACKERS = ("tensorboard", *SERVICES)
+if TYPE_CHECKING:
+    from sfumato.tracking.alerts import Alert
+    from sfumato.tracking.webhook import WebhookTracker
+
+WEBHOOK = "webhook"
+"""Gets no numbers, but alerts."""
+
+KNOWN_TRACKERS = ("tensorboard", *SERVICES, WEBHOOK)
 Report = Callable[[Path, Exception | None], None]
 """Is told that a file could not be written, with the error, or with None that it could."""
 MOST_BYTES = 2**32
@@ -88,7 +95,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Checks that there are trackers with these names, without importing any.
 
     Raises:
-        ConfigError: a name is unknown or stands twice.
+        ConfigError: a name is unknown or stands twice, or the environment names no webhook.
         MissingDependencyError: a tracker's package is not installed.
     """
     for name in names:
@@ -96,12 +103,20 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
         if name in SERVICES and importlib.util.find_spec(name) is None:
             raise missing(name)
+        if name == WEBHOOK:
+            from sfumato.tracking.webhook import check_webhook
+
+            check_webhook()
     if len(set(names)) != len(names):
         raise ConfigError(f"a tracker stands twice in {list(names)}; name each one once")
 
 
 def build_trackers(
-    names: Sequence[str], output_dir: Path, purge_step: int | None = None, config: Mapping[str, object] | None = None
+    names: Sequence[str],
+    output_dir: Path,
+    purge_step: int | None = None,
+    config: Mapping[str, object] | None = None,
+    say: Callable[[str], None] = print,
 ) -> list[Tracker]:
     """Builds the trackers with these names.
 
@@ -110,18 +125,24 @@ def build_trackers(
         output_dir: the run folder; each tracker writes into a folder of its own below it.
         purge_step: see ``TensorBoardTracker``.
         config: the resolved configuration, which services show beside the curves.
+        say: takes a line when an alert could not be sent.
 
     Raises:
         UserError: as ``check_trackers``. Nothing has been built then.
     """
     check_trackers(names)
     folder = Path(output_dir)
-    return [
-        TensorBoardTracker(folder / name, purge_step)
-        if name == "tensorboard"
-        else SERVICES[name](folder, purge_step is not None, config or {})
-        for name in names
-    ]
+    trackers: list[Tracker] = []
+    for name in names:
+        if name == "tensorboard":
+            trackers.append(TensorBoardTracker(folder / name, purge_step))
+        elif name == WEBHOOK:
+            from sfumato.tracking.webhook import WebhookTracker
+
+            trackers.append(WebhookTracker(folder, say))
+        else:
+            trackers.append(SERVICES[name](folder, purge_step is not None, config or {}))
+    return trackers
 
 
 class Trackers:
@@ -138,6 +159,22 @@ class Trackers:
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         """As ``Tracker.log_images``, for each tracker."""
         self._tell(lambda tracker: tracker.log_images(step, name, images))
+
+    @property
+    def _webhooks(self) -> list[WebhookTracker]:
+        from sfumato.tracking.webhook import WebhookTracker
+
+        return [tracker for tracker in self.all if isinstance(tracker, WebhookTracker)]
+
+    def alert(self, alert: Alert) -> None:
+        """Passes an alert of the run to the webhook, where there is one."""
+        for webhook in self._webhooks:
+            webhook.alert(alert)
+
+    def flush_alerts(self) -> None:
+        """Waits until alerts are sent, or given up."""
+        for webhook in self._webhooks:
+            webhook.close()
 
     def close(self) -> None:
         """As ``Tracker.close``, for each tracker."""

@@ -618,8 +618,8 @@ def make_messages(folder: Path) -> list[Reader]:
     from sfumato.parallel.plain_values import from_bytes, to_bytes
     from sfumato.rewards.http import wire
     from sfumato.rewards.http.chat_completions import decode_reply
-    from sfumato.rewards.http.connection import BadAnswerError
     from sfumato.serving.bounded_json import JSONLimitError, load_json
+    from sfumato.serving.outgoing import BadAnswerError
     from tests.reward_servers import noise_samples
 
     samples = [wire.encode_sample(sample) for sample in noise_samples(3)]

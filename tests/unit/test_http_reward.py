@@ -13,8 +13,8 @@ import pytest
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.http.caller import HttpCaller, HttpError
-from sfumato.rewards.http.connection import is_public, parse_base_url
 from sfumato.rewards.remote import RemoteReward
+from sfumato.serving.outgoing import is_public, parse_base_url
 
 
 @pytest.mark.parametrize(

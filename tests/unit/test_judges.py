@@ -17,13 +17,13 @@ from sfumato.config.base import Variant
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.http.chat_completions import MAX_PIXELS, ChatReply, decode_reply
-from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.rewards.judge import UnreadableError, choice_after_answer, final_text, number_after
 from sfumato.rewards.judges import PairwisePreference, QwenVLOcrReward, RubricReward, UnifiedReward, YesProbability
 from sfumato.rewards.judging.template import load_template
 from sfumato.rewards.scoring.one_reward import score_with
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
+from sfumato.serving.outgoing import BadAnswerError
 from tests.reward_servers import start_judge_server
 
 

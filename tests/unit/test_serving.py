@@ -13,10 +13,10 @@ import pytest
 from sfumato.rewards.base import Failure
 from sfumato.rewards.http import wire
 from sfumato.rewards.http.chat_completions import decode_reply
-from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.serving import connections
 from sfumato.serving.bounded_json import JSONLimitError, load_json
 from sfumato.serving.connections import max_connections, network_of, trust, uvicorn_config
+from sfumato.serving.outgoing import BadAnswerError
 from sfumato.serving.requests import ByteBudget, RefusedRequestError, RequestGuard, host_of, read_body
 from tests.reward_servers import noise_samples
 

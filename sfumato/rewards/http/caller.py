@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sfumato.rewards.http.connection import (
+from sfumato.serving.outgoing import (
     AttemptError,
     BadAnswerError,
     Limits,

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from sfumato.rewards.http.connection import BadAnswerError
 from sfumato.serving.bounded_json import load_json
+from sfumato.serving.outgoing import BadAnswerError
 
 MAX_PIXELS = 1024 * 1024
 """Larger images are scaled down to this."""

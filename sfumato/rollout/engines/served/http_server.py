@@ -1,6 +1,6 @@
 """Client of an inference server over HTTP: JSON in both directions, many requests at a time, each with a deadline.
 
-Connections are those of ``rewards/http/connection.py``, one for each request. Requests wait in threads, so that the
+Connections are those of ``serving/outgoing.py``, one for each request. Requests wait in threads, so that the
 event loop is not blocked. No request is repeated: an error is raised, and the caller decides.
 """
 
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.http.connection import AttemptError, BaseUrl, Limits, RefusedError, exchange, parse_base_url
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.serving.bounded_json import JSONLimitError, load_json
+from sfumato.serving.outgoing import AttemptError, BaseUrl, Limits, RefusedError, exchange, parse_base_url
 
 MAX_RESPONSE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
