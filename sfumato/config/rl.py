@@ -149,6 +149,8 @@ class EvalConfig(Section):
     """Prompts evaluated, the first of the evaluation set."""
     num_saved: int = Field(12, ge=0)
     """Evaluation samples kept at each evaluation, for the report."""
+    num_saved_groups: int = Field(2, ge=0)
+    """Groups of training samples kept at each evaluation: the iteration's first ones, over all processes."""
     seed: int = Field(1234, ge=0)
     """Seed of the evaluation's samples."""
 
@@ -191,6 +193,11 @@ class RLConfig(Section):
                 raise ValueError(
                     f"{name}.num_prompts {count} leaves some of the {num_ranks} data-parallel processes without work"
                 )
+        if self.eval.num_saved_groups > self.rollout.num_prompts and "num_saved_groups" in self.eval.non_defaults:
+            raise ValueError(
+                f"eval.num_saved_groups {self.eval.num_saved_groups}: an iteration has rollout.num_prompts "
+                f"{self.rollout.num_prompts} groups"
+            )
         # all ranks gather sharded weights together: one with fewer forward passes would leave the others waiting
         if self.train.data_parallel_mode != "ddp" and self.rollout.num_prompts % num_ranks:
             raise ValueError(

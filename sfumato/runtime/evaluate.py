@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,10 +237,14 @@ def _save_samples(
     if trained is not None:
         assert scores is not None and advantages is not None
         decisions = actor.decisions or Decisions(is_wanted=False)
-        groups = 2 if actor.mesh.is_first else 0  # groups of one rank are enough
-        records += records_of(
+        first_group = actor.mesh.range_of_rank(config.rollout.num_prompts).start
+        groups = max(config.eval.num_saved_groups - first_group, 0)
+        learned = records_of(
             trained, scores, advantages.values, config.train.seed, groups, decisions.by_sample(), decisions.trained_ids
         )
+        if actor.engine is not None:
+            learned = [replace(record, learned=actor.engine.describe_saved(record.learned)) for record in learned]
+        records += learned
     # Before ranks return: gathering needs them all.
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:

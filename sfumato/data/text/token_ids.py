@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -30,3 +31,20 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], **
 def whole_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Decodes the tokens of a text, special tokens included, as they are."""
     return partial(decode_text, tokenizer, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def token_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """A function that gives the text of one token within an answer, its space before it included; it remembers texts.
+
+    Some tokenizers drop the space of the first token that they decode, so each is decoded behind another one.
+    """
+    decode = whole_decode(tokenizer)
+    before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+    prefix = decode(before)
+
+    @functools.cache
+    def text_of(token: int) -> str:
+        text = decode([*before, token])
+        return text[len(prefix) :] if text.startswith(prefix) else decode([token])
+
+    return text_of

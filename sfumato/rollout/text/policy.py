@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,7 +21,7 @@ from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
-from sfumato.data.text.token_ids import padding_token
+from sfumato.data.text.token_ids import padding_token, token_decoder
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.critic import Critic
@@ -377,6 +378,17 @@ class TextEngine:
             self.unfinished.groups = unfinished
             return unfinished.metrics
         return {} if self._dumped is None else self._dumped.metrics
+
+    def describe_saved(self, fields: dict[str, object]) -> dict[str, object]:
+        """The fields of a saved sample with the texts of its tokens, which pages show one by one."""
+        token_ids = fields.get("token_ids")
+        if not isinstance(token_ids, list):
+            return fields
+        return {**fields, "tokens": [self._text_of_token(token) for token in token_ids]}
+
+    @cached_property
+    def _text_of_token(self) -> Callable[[int], str]:
+        return token_decoder(self.template.tokenizer)
 
     def close(self) -> None:
         """Ends the engine, where there is one."""

@@ -71,11 +71,19 @@ class TextRollout(Rollout):
         return [sum(len(sequence.token_ids) for sequence in sequences) for sequences in self.sequences]
 
     def described(self, row: int) -> dict[str, object]:
-        """Ids of the tokens that the policy drew for a sample, the first ones of many, and why the last turn ended."""
-        drawn = [sequence.token_ids[sequence.drawn] for sequence in self.sequences[row]]
-        token_ids = np.concatenate(drawn).tolist() if drawn else []
-        reason = {"finish_reason": self.sequences[row][-1].finish_reason} if drawn else {}
-        return {**reason, "token_ids": token_ids[:MOST_TOKENS]}
+        """Ids and log-probabilities of the tokens that the policy drew for a sample, the first ones of many, and why
+        the last turn ended."""
+        sequences = self.sequences[row]
+        if not sequences:
+            return {"token_ids": [], "log_probs": []}
+        token_ids = np.concatenate([sequence.token_ids[sequence.drawn] for sequence in sequences])
+        log_probs = np.concatenate([sequence.log_probs[sequence.drawn] for sequence in sequences])
+        return {
+            "finish_reason": sequences[-1].finish_reason,
+            "token_ids": token_ids[:MOST_TOKENS].tolist(),
+            # the fewest digits that make the same float32
+            "log_probs": [float(str(value)) for value in log_probs[:MOST_TOKENS]],
+        }
 
 
 def single_turn(
