@@ -17,8 +17,10 @@ from sfumato.commands import (
     export,
     launch,
     new,
+    playground,
     preprocess,
     recipes,
+    replay,
     report,
     sample,
     studio,
@@ -41,6 +43,8 @@ COMMANDS = (
     sample,
     chat,
     evaluate,
+    replay,
+    playground,
     studio,
 )
 

@@ -214,18 +214,24 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
     return changed
 
 
-def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh) -> bool:
+def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh, section: str | None = None) -> bool:
     """Loads the trained weights of a checkpoint into a module, or their moving average where it has one.
+
+    Args:
+        module: of the model that is trained.
+        stored: the checkpoint.
+        mesh: that the module is on.
+        section: take these tensors, such as ``model``, the trained ones, or ``old_policy``.
 
     Returns:
         Whether the average was loaded.
 
     Raises:
-        CheckpointError: when the module trains other weights.
+        CheckpointError: when the module trains other weights, or the checkpoint has no such section.
     """
     shards = Shards(module, mesh)
-    averaged = any(key.startswith("ema/") for key in stored.tensors)
-    name = "ema" if averaged else "model"
+    averaged = section is None and any(key.startswith("ema/") for key in stored.tensors)
+    name = section or ("ema" if averaged else "model")
     section = _parameters(name, shards)
     stored_specs = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare_tensors(stored, stored_specs, section.specs(), model_name(module))

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sfumato.commands.options import add_trust
+
 if TYPE_CHECKING:
     from sfumato.commands.options import Commands
 
@@ -35,7 +37,12 @@ def add_parser(commands: Commands) -> None:
         metavar="HOST",
         help="a name by which browsers call this machine, such as that of a proxy; may be given several times",
     )
-    parser.add_argument("--control", action="store_true", help="let pages save, sample, pause and stop runs")
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="let pages save, sample, pause and stop runs, draw samples again, and ask checkpoints",
+    )
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 
@@ -55,4 +62,11 @@ def run(options: argparse.Namespace) -> int:
         raise MissingDependencyError(
             f"the studio needs a package that is missing ({error}): pip install sfumato[studio]"
         ) from error
-    return serve(options.folder, options.host, options.port, tuple(options.name), has_control=options.control)
+    return serve(
+        options.folder,
+        options.host,
+        options.port,
+        tuple(options.name),
+        has_control=options.control,
+        trusts_code=options.trust_code,
+    )

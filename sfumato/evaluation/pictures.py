@@ -173,7 +173,7 @@ def picture_models(
             drawn = PictureModel(model, settings or default_settings(model, options))
             settings = drawn.settings  # all are compared by the same ones
             loaded_from = architecture
-        _take_weights(model, source, device)
+        take_weights(model, source, device)
         yield source, drawn
 
 
@@ -362,10 +362,10 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
     return model
 
 
-def _take_weights(model: DiffusionModel, source: ModelSource, device: torch.device) -> None:
+def take_weights(model: DiffusionModel, source: ModelSource, device: torch.device) -> None:
     """Gives a model the weights of a source; those of the run's start, and of a pipeline, it has already."""
     if source.kind == "checkpoint":
-        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device))
+        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
     if source.kind == "diffusers_adapter":
         pipeline = cast(Any, model.pipeline)
         pipeline.unload_lora_weights()

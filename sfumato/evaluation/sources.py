@@ -79,6 +79,8 @@ class ModelSource:
     """What tables and pages call it."""
     run: SourceRun | None = None
     """The run that it belongs to, where that is known."""
+    section: str | None = None
+    """Tensors of a checkpoint that are taken; None: the moving average where there is one, else the trained ones."""
 
     @property
     def is_diffusion(self) -> bool:
@@ -111,9 +113,9 @@ def find_sources(names: Sequence[str], with_base: bool, say: Callable[[str], Non
         for source in _sources_of(name, say):
             base = None if source.run is None else ModelSource("run", source.run.folder, "base", source.run)
             if with_base and base is not None and base not in sources:
-                _check_task(base)
+                check_task(base)
                 sources.append(base)
-            _check_task(source)
+            check_task(source)
             sources.append(source)
     return _with_different_labels(sources)
 
@@ -178,7 +180,7 @@ def _weights_in(folder: Path) -> ModelSource:
     raise ConfigError(f"{folder} holds no model: give {UNDERSTOOD}")
 
 
-def _check_task(source: ModelSource) -> None:
+def check_task(source: ModelSource) -> None:
     """Raises ConfigError for a checkpoint of a task whose models neither draw nor answer here."""
     run = source.run
     if source.kind not in ("run", "checkpoint") or run is None:

@@ -138,9 +138,9 @@ class TextModel:
         """Forgets the engine, with the keys and values of other weights."""
         self._engine = None
 
-    def limits(self, longest_prompt: int) -> LengthLimits:
-        """The limits of answers to prompts of at most so many tokens."""
-        settings = self.settings
+    def limits(self, longest_prompt: int, settings: TextSettings | None = None) -> LengthLimits:
+        """The limits of answers to prompts of at most so many tokens, by these settings, or by the model's own."""
+        settings = settings or self.settings
         wanted = longest_prompt + settings.max_new_tokens
         whole = settings.max_length or (wanted if self.longest is None else min(wanted, self.longest))
         return LengthLimits(settings.max_new_tokens, whole)
@@ -159,11 +159,21 @@ class TextModel:
         Raises:
             ConfigError: when a prompt is longer than the model takes.
         """
-        settings = self.settings
-        limits = self.limits(max(len(prompt.token_ids) for prompt in prompts))
-        engine = self.engine(limits.max_sequence_tokens)
-        seed = settings.seed + repetition
+        seed = self.settings.seed + repetition
         keys = [SampleKeys(seed, 0, sample_id, EVALUATION) for sample_id in ids]
+        texts = self.draw_texts(prompts, keys, self.settings)
+        return [text.sample(prompt, group) for text, prompt, group in zip(texts, prompts, ids, strict=True)]
+
+    def draw_texts(
+        self, prompts: Sequence[TextPrompt], keys: Sequence[SampleKeys], settings: TextSettings
+    ) -> list[DrawnText]:
+        """Answers with their tokens, to B prompts, with the noise of B keys.
+
+        Raises:
+            ConfigError: when a prompt is longer than the model takes.
+        """
+        limits = self.limits(max(len(prompt.token_ids) for prompt in prompts), settings)
+        engine = self.engine(limits.max_sequence_tokens)
 
         async def draw_all() -> list[DrawnText]:
             draws = [
@@ -172,8 +182,7 @@ class TextModel:
             ]
             return await asyncio.gather(*draws)
 
-        texts = [text.checked(self.template.without_text) for text in asyncio.run(draw_all())]
-        return [text.sample(prompt, group) for text, prompt, group in zip(texts, prompts, ids, strict=True)]
+        return [text.checked(self.template.without_text) for text in asyncio.run(draw_all())]
 
     def prompts_of(self, rows: Sequence[dict[str, Any]]) -> list[TextPrompt]:
         """Prompts of rows that are in memory, as a file would hold them; paths are relative to the working folder.
@@ -221,7 +230,7 @@ def text_models(sources: Sequence[ModelSource], options: GenerationOptions) -> I
             text_model = _load(source, architecture, options, device, settings)
             settings = text_model.settings  # all are compared by the same ones
             loaded_from = architecture
-        _take_weights(text_model, source, device)
+        take_weights(text_model, source, device)
         yield source, text_model
 
 
@@ -454,11 +463,11 @@ def replaced_settings(settings: TextSettings, options: GenerationOptions) -> Tex
     )
 
 
-def _take_weights(text_model: TextModel, source: ModelSource, device: torch.device) -> None:
+def take_weights(text_model: TextModel, source: ModelSource, device: torch.device) -> None:
     """Gives a model the weights of a source; those of the run's start, and of a folder, it has already."""
     model = text_model.model
     if source.kind == "checkpoint":
-        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device))
+        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
     if source.kind == "peft_adapter":
         plain = cast(Any, model.plain)
         if getattr(plain, "peft_config", None):

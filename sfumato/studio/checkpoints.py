@@ -14,7 +14,10 @@ MOST_FILES = 10_000
 
 
 def describe_checkpoints(reader: RunReader) -> JSON:
-    """The finished checkpoints of a run with sizes and times, the newest first, and whether there is an export."""
+    """The finished checkpoints of a run with sizes and times, the newest first, whether there is an export, and what a
+    playground could ask of them: pictures, texts, or nothing."""
+    from sfumato.evaluation.sources import DIFFUSION_TASKS, TEXT_TASKS  # a second that the other pages need not wait
+
     root = reader.folder / "checkpoints"
     checkpoints = list_checkpoints(root) if path_inside(reader.folder, "checkpoints") == root.resolve() else {}
     listed = []
@@ -23,7 +26,9 @@ def describe_checkpoints(reader: RunReader) -> JSON:
             listed.append({"step": step, "bytes": _size(folder), "time": folder.stat().st_mtime})
         except OSError:  # removed meanwhile, as a run removes its oldest
             continue
-    return {"checkpoints": listed, "has_export": (reader.folder / "hf_ckpt").is_dir()}
+    task = str(reader.environment().get("task", ""))
+    answers = "pictures" if task in DIFFUSION_TASKS else "texts" if task in TEXT_TASKS else None
+    return {"checkpoints": listed, "has_export": (reader.folder / "hf_ckpt").is_dir(), "answers": answers}
 
 
 def _size(folder: Path) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import secrets
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -22,9 +23,12 @@ from starlette.routing import Route
 
 from sfumato.config.characters import printable
 from sfumato.config.file_checks import path_inside
+from sfumato.config.trust import SWITCH
 from sfumato.config.writing import write_atomically
-from sfumato.errors import DataError
+from sfumato.errors import ConfigError, DataError
+from sfumato.evaluation.questions import NAMES, parse_question
 from sfumato.serving.requests import RefusedRequestError, check_media_type, read_body
+from sfumato.studio.model_process import MOST_LINE, Playground, end_process, end_with_parent
 from sfumato.studio.requests import find_run, find_sample, json_response, parse_body, text_parameter
 from sfumato.studio.runs import RunReader, RunsFolder, read_text
 from sfumato.studio.secrets import hide_in_text
@@ -36,10 +40,9 @@ MOST_BODY_BYTES = 2**16 + 2**10
 NEWEST_ANSWERS = 50
 """Answers of the run that a page shows, the newest."""
 REPLAY_S = 900.0
-START_S = 300.0
-"""How long a checkpoint may take to be loaded."""
-ANSWER_S = 600.0
-MOST_LINE = 2**22
+"""How long a sample may take to be made again."""
+MOST_PICTURES = 1000
+"""Pictures of replay and of the playground that are kept for pages, the newest."""
 KINDS = ("eval", "train", "watched")
 
 
@@ -49,11 +52,13 @@ class Control:
     Args:
         runs: the runs below the studio's folder.
         may_control: whether pages may change runs; loading checkpoints is part of it, since it takes memory.
+        trusts_code: whether code that the configurations of runs name is run where their checkpoints are loaded.
     """
 
-    def __init__(self, runs: RunsFolder, may_control: bool) -> None:
+    def __init__(self, runs: RunsFolder, may_control: bool, trusts_code: bool = False) -> None:
         self.runs = runs
         self.may_control = may_control
+        self._trust = (SWITCH,) if trusts_code else ()
         self.outputs = Path(tempfile.mkdtemp(prefix="sfumato-studio-")) if may_control else None
         """Where replay and the playground write."""
         self._playground: Playground | None = None
@@ -127,14 +132,19 @@ class Control:
             raise RefusedRequestError(400, "step and id must be whole numbers, and kind one of " + ", ".join(KINDS))
         assert isinstance(step, int) and isinstance(sample_id, int) and isinstance(kind, str)
         find_sample(reader, step, kind, sample_id)
-        sample = f"step_{step:06d}/{kind}_{sample_id:04d}"
+        sample = ("--step", str(step), "--sample", str(sample_id), "--kind", kind)
         async with self._alone():
+            await self._end_playground()  # two models need not fit into memory
             return json_response(await self._replay(reader, sample))
 
-    async def _replay(self, reader: RunReader, sample: str) -> dict[str, object]:
+    async def _replay(self, reader: RunReader, sample: tuple[str, ...]) -> dict[str, object]:
+        assert self.outputs is not None
+        out = tempfile.mkdtemp(dir=self.outputs)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sfumato.cli", "replay", str(reader.folder), sample, "--json"),
+            *(sys.executable, "-m", "sfumato.cli", "replay", str(reader.folder), *sample, "--json", "--out", out),
+            *self._trust,
             stdin=asyncio.subprocess.DEVNULL,
+            preexec_fn=end_with_parent,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MOST_LINE,
@@ -144,7 +154,7 @@ class Control:
         except TimeoutError as error:
             raise RefusedRequestError(504, f"making the sample again took longer than {REPLAY_S:.0f} s") from error
         finally:
-            await _end(process)
+            await end_process(process)
         try:
             result = json.loads(output.splitlines()[-1])
         except (ValueError, IndexError) as error:
@@ -156,33 +166,29 @@ class Control:
 
     async def play(self, request: Request) -> Response:
         """Has a checkpoint, or all of them, answer a prompt. The process that holds the model stays for the next."""
-        names = ("run", "prompt", "checkpoint", "seed", "steps", "guidance", "max_new_tokens", "temperature")
-        value = await _read_json(request, *names)
+        value = await _read_json(request, "run", *NAMES)
         reader = self._run(value)
-        prompt = value.get("prompt")
-        if not isinstance(prompt, str) or not prompt.strip() or len(prompt) > 20_000:
-            raise RefusedRequestError(400, "prompt must be a text of 1 to 20,000 letters")
-        checkpoint = value.get("checkpoint")
-        if checkpoint is not None and checkpoint != "all" and not _is_whole(checkpoint):
-            raise RefusedRequestError(400, 'checkpoint must be a step, "all", or null for the newest')
-        numbers = {name: value[name] for name in names[3:] if value.get(name) is not None}
-        if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers.values()):
-            raise RefusedRequestError(400, f"{', '.join(names[3:])} must be numbers")
+        question = {name: value[name] for name in NAMES if value.get(name) is not None}
+        try:
+            parse_question(question)
+        except ConfigError as error:
+            raise RefusedRequestError(400, str(error)) from error
         async with self._alone():
             if self._playground is None or not self._playground.serves(reader):
                 await self._end_playground()
                 assert self.outputs is not None
-                self._playground = await Playground.start(reader, self.outputs)
+                out = Path(tempfile.mkdtemp(dir=self.outputs))
+                self._playground = await Playground.start(reader, out, self._trust)
             try:
-                answers = await self._playground.ask({"prompt": prompt, "checkpoint": checkpoint, **numbers})
+                answers, state = await self._playground.ask(question)
             except BaseException:
                 await self._end_playground()
                 raise
         for answer in answers:
             file = answer.pop("file", None)
-            if isinstance(file, str):
+            if isinstance(file, str) and Path(file).suffix in (".png", ".webp"):
                 answer["picture"] = self._address(Path(file))
-        return json_response({"answers": [_cleaned(answer) for answer in answers]})
+        return json_response({"answers": [_cleaned(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:
         """Frees the memory that the playground's model takes."""
@@ -199,8 +205,10 @@ class Control:
         return FileResponse(path, media_type="image/webp" if path.suffix == ".webp" else "image/png")
 
     async def close(self) -> None:
-        """Ends the playground."""
+        """Ends the playground, and removes what it and replay have written."""
         await self._end_playground()
+        if self.outputs is not None:
+            shutil.rmtree(self.outputs, ignore_errors=True)
 
     async def _end_playground(self) -> None:
         if self._playground is not None:
@@ -211,8 +219,9 @@ class Control:
     def _address(self, path: Path) -> str:
         name = secrets.token_urlsafe(16)
         self._files[name] = path
-        while len(self._files) > 1000:
-            del self._files[next(iter(self._files))]
+        while len(self._files) > MOST_PICTURES:
+            with contextlib.suppress(OSError):
+                self._files.pop(next(iter(self._files))).unlink()
         return f"/made?name={name}"
 
     @contextlib.asynccontextmanager
@@ -230,93 +239,9 @@ class Control:
         return find_run(self.runs, name)
 
 
-class Playground:
-    """A process that holds the model of a run, and answers prompts with its checkpoints."""
-
-    def __init__(self, folder: Path, process: asyncio.subprocess.Process, ready: dict[str, object]) -> None:
-        self.folder = folder
-        self.ready = ready
-        self._process = process
-        self._number = 0
-
-    @classmethod
-    async def start(cls, reader: RunReader, outputs: Path) -> Playground:
-        """Starts the process. Raises RefusedRequestError when the run has nothing that can be loaded."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "sfumato.cli", "playground", str(reader.folder), "--out", str(outputs)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=MOST_LINE,
-        )
-        playground = cls(reader.folder, process, {})
-        try:
-            playground.ready = await playground._read(START_S)
-        except BaseException:
-            await playground.close()
-            raise
-        if "error" in playground.ready:
-            await playground.close()
-            raise RefusedRequestError(422, printable(str(playground.ready["error"])))
-        return playground
-
-    def serves(self, reader: RunReader) -> bool:
-        """Whether the process is alive, and holds the model of this run with all its checkpoints."""
-        checkpoints = self.ready.get("checkpoints")
-        from sfumato.tracking.atomic_folders import list_checkpoints
-
-        standing = list(list_checkpoints(reader.folder / "checkpoints"))
-        return self._process.returncode is None and self.folder == reader.folder and checkpoints == standing
-
-    async def ask(self, question: dict[str, object]) -> list[dict[str, object]]:
-        """Answers to a question, one for each checkpoint."""
-        self._number += 1
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"id": self._number, **question}).encode() + b"\n")
-        await self._process.stdin.drain()
-        answers: list[dict[str, object]] = []
-        while True:
-            line = await self._read(ANSWER_S)
-            if line.get("id") != self._number:
-                continue
-            if line.get("done") or "error" in line:
-                return [*answers, line] if "error" in line else answers
-            answers.append(line)
-
-    async def _read(self, timeout_s: float) -> dict[str, object]:
-        assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-            value = json.loads(line)
-        except TimeoutError as error:
-            raise RefusedRequestError(504, f"the model has not answered within {timeout_s:.0f} s") from error
-        except ValueError as error:
-            raise RefusedRequestError(
-                500, "the process that holds the model has ended: see sfumato playground"
-            ) from error
-        return value if isinstance(value, dict) else {}
-
-    async def close(self) -> None:
-        """Ends the process."""
-        await _end(self._process)
-
-
 def _has_command(name: str) -> bool:
     """Whether this installation has a command that loads checkpoints."""
     return importlib.util.find_spec(f"sfumato.commands.{name}") is not None
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a process, at once where it does not end by itself within a second."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), 1.0)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
 async def _read_json(request: Request, *names: str) -> dict[str, object]:

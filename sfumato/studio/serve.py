@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 
 import uvicorn
@@ -14,8 +17,10 @@ import uvicorn
 from sfumato.config.file_checks import file_problem
 from sfumato.errors import ConfigError, DataError
 from sfumato.serving.connections import uvicorn_config
+from sfumato.studio.alert_watch import AlertWatch
 from sfumato.studio.app import Studio, build_app
 from sfumato.studio.control import Control
+from sfumato.tracking.webhook import webhook_from_environment
 
 TOKEN_VARIABLE = "SFUMATO_STUDIO_TOKEN"
 """Environment variable with a token of one's own, for a studio whose address must stay the same."""
@@ -23,7 +28,15 @@ SHORTEST_TOKEN = 16
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def serve(folder: Path, host: str, port: int, names: tuple[str, ...] = (), *, has_control: bool = False) -> int:
+def serve(
+    folder: Path,
+    host: str,
+    port: int,
+    names: tuple[str, ...] = (),
+    *,
+    has_control: bool = False,
+    trusts_code: bool = False,
+) -> int:
     """Serves the runs below a folder until SIGTERM or Ctrl-C.
 
     Args:
@@ -31,14 +44,15 @@ def serve(folder: Path, host: str, port: int, names: tuple[str, ...] = (), *, ha
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         names: hosts that requests may name, besides those of this machine.
-        has_control: whether pages may write into the control folders of runs.
+        has_control: whether pages may write into the control folders of runs, and load checkpoints.
+        trusts_code: whether code that configurations of runs name runs then.
 
     Returns:
         The exit code, 0.
 
     Raises:
         DataError: there is no such folder, or it cannot be read.
-        ConfigError: the address cannot be had, or the token of the environment is too short.
+        ConfigError: the address cannot be had, the token of the environment is too short, or its webhook is no address.
     """
     problem = file_problem(folder, or_folder=True)
     if problem is None and not folder.is_dir():
@@ -48,11 +62,12 @@ def serve(folder: Path, host: str, port: int, names: tuple[str, ...] = (), *, ha
     if not os.access(folder, os.R_OK | os.X_OK):
         raise DataError(f"{folder} cannot be read by this user: change its permissions, or start as its owner")
     token = find_token()
+    webhook = webhook_from_environment(lambda text: print(text, file=sys.stderr, flush=True))
     studio = Studio(folder.resolve())
-    control = Control(studio.runs, has_control)
-    app = build_app(studio, token, names if host in LOOPBACK else (*names, host), control.routes())
     listener = listen(host, port)
     with listener:
+        control = Control(studio.runs, has_control, trusts_code)
+        app = build_app(studio, token, names if host in LOOPBACK else (*names, host), control.routes())
         shown_host = "localhost" if host in (*LOOPBACK, "0.0.0.0", "::") else host
         address = f"http://{f'[{shown_host}]' if ':' in shown_host else shown_host}:{listener.getsockname()[1]}"
         num_runs = len(studio.runs.names())
@@ -66,9 +81,36 @@ def serve(folder: Path, host: str, port: int, names: tuple[str, ...] = (), *, ha
             )
         print("Ctrl-C ends the studio; runs go on", flush=True)
         server = uvicorn.Server(uvicorn_config(app, grace_s=1))
-        with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again when it has ended
-            server.run(sockets=[listener])
+        watching = None if webhook is None else AlertWatch(studio.runs, webhook).watch()
+        _serve_until_ended(server, listener, control, watching)
     return 0
+
+
+def _serve_until_ended(
+    server: uvicorn.Server, listener: socket.socket, control: Control, watching: Coroutine[object, object, None] | None
+) -> None:
+    """Serves, and then ends the processes that hold models."""
+
+    async def serve_and_watch() -> None:
+        watch = None if watching is None else asyncio.create_task(watching)
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            if watch is not None:
+                watch.cancel()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    # uvicorn raises the signal again when it has ended, and SIGTERM would end this process before its children
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with asyncio.Runner() as runner:
+            with contextlib.suppress(KeyboardInterrupt):
+                runner.run(serve_and_watch())
+            runner.run(control.close())
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def find_token() -> str:

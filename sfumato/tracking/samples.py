@@ -196,7 +196,7 @@ def read_stills(folder: Path, step: int) -> dict[str, np.ndarray]:
     rows = read_jsonl(path / "samples.jsonl") if path.is_dir() else []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         files = [row["file"] for row in rows if row["kind"] == kind and "file" in row][:SHOWN]
-        images = [_join_still(_read_frames(path / file)) for file in files]
+        images = [_join_still(read_frames(path / file)) for file in files]
         if len({image.shape for image in images}) == 1:
             stills[kind] = np.stack(images)
     return stills
@@ -209,7 +209,7 @@ def _join_still(frames: np.ndarray) -> np.ndarray:
     return np.concatenate([frames[0], frames[len(frames) // 2], frames[-1]], axis=1)
 
 
-def _read_frames(path: Path) -> np.ndarray:
+def read_frames(path: Path) -> np.ndarray:
     """All frames of a picture's file: uint8 ``[F, H, W, 3]``."""
     with Image.open(path, formats=FORMATS) as opened:
         return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)])
@@ -235,6 +235,16 @@ def read_samples(output_dir: Path) -> dict[int, list[dict[str, object]]]:
     """
     folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists()]
     return {step: _read_checked(path / "samples.jsonl") for step, path in sorted(folders)}
+
+
+def sample_steps(output_dir: Path) -> list[int]:
+    """Steps of a run folder that have samples, ascending."""
+    return sorted(step for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists())
+
+
+def read_step(output_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of one step, which has samples. Raises DataError as ``read_samples``."""
+    return _read_checked(step_folder(output_dir, step) / "samples.jsonl")
 
 
 _TEXTS, _WHOLE = ("kind", "prompt", "text", "file", "source", "damage"), ("seed", "sample_id", "policy_version")

@@ -89,7 +89,8 @@ def has_those_flags(command: Command, patch: pytest.MonkeyPatch) -> None:
 def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
     """By the parser of ``sfumato``, and a configuration by its task."""
     words = [each.strip("[]") for each in command.words[1:] if each not in ("VALUE", "...]", "[--section.field")]
-    if words in (["check"], ["export"], ["report"], ["sample"], ["chat"], ["evaluate"], ["studio"], ["new"]):
+    alone = ("check", "export", "report", "sample", "chat", "evaluate", "studio", "new", "replay", "playground")
+    if len(words) == 1 and words[0] in alone:
         return
     arguments, rest = build_parser().parse_known_args(["1" if each == "N" else each for each in words])
     if words[0] == "launch":
@@ -182,6 +183,8 @@ RULES = [
     Rule(r"sfumato (new|launch|recipes)( |$)", is_understood, "run by tests/unit/test_new.py and test_wheel.py"),
     Rule(r"sfumato compare ", is_understood, "run by tests/unit/test_compare.py"),
     Rule(r"sfumato sample( |$)", is_understood, "run by tests/unit/test_sample.py"),
+    Rule(r"sfumato playground( |$)", is_understood, "run by tests/unit/test_playground.py"),
+    Rule(r"sfumato replay( |$)", is_understood, "run by tests/unit/test_replay.py"),
     Rule(r"sfumato chat( |$)", is_understood, "run by tests/unit/test_chat_command.py"),
     Rule(r"sfumato evaluate( |$)", is_understood, "run by tests/unit/test_evaluate.py and test_geneval.py"),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),

@@ -73,7 +73,7 @@ function neighbour(list, value, by) {
 /** What was generated, as large as it fits. */
 export function media(run, step, version, row) {
   if (row.damage) return [h("p", {class: "warning"}, row.damage), row.file && h("img", {src: fileAddress(run, step, row.file, version), alt: ""})];
-  if (row.tokens) return tokens(row);
+  if (row.tokens && row.text !== undefined) return tokens(row);
   if (row.text !== undefined) return h("div", {class: "text"}, row.text || h("span", {class: "note"}, "empty"));
   const address = fileAddress(run, step, row.file ?? "", version);
   if (/\.(wav|flac)$/.test(row.file ?? "")) {
@@ -136,7 +136,7 @@ function tokens(row) {
   const spans = row.tokens.map((piece, index) => {
     const value = ratios[index];
     const share = value ? Math.round((70 * Math.abs(value)) / largest) : 0;
-    const title = [`token ${index}`, row.token_ids && `id ${row.token_ids[index]}`, value !== undefined && `log-ratio ${ratio(value)}`,
+    const title = [`token ${index}`, row.token_ids && `id ${row.token_ids[index]}`, row.log_probs && `log-probability ${number(row.log_probs[index])}`, value !== undefined && `log-ratio ${ratio(value)}`,
       row.token_advantages && `advantage ${number(row.token_advantages[index])}`, row.clipped?.[index] && "clipped"].filter(Boolean).join(" · ");
     return h("span", {class: row.clipped?.[index] ? "clipped" : "", title,
       style: share ? {background: `color-mix(in srgb, var(--${value > 0 ? "good" : "bad"}) ${share}%, transparent)`} : {}}, piece);
