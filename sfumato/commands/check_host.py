@@ -159,8 +159,9 @@ def _moments(
 
 
 def _exports_adapters(config: TaskConfig) -> bool:
-    """Whether adapters are exported alone; a reward model is exported with its adapters merged."""
-    return getattr(config.model, "lora", None) is not None and not isinstance(config, TrainTextRewardConfig)
+    """Whether adapters are exported alone; a reward model, and variants that diffusers cannot load, are merged."""
+    lora = getattr(config.model, "lora", None)
+    return lora is not None and not lora.is_merged and not isinstance(config, TrainTextRewardConfig)
 
 
 def _export_itemsize(config: TaskConfig) -> int:

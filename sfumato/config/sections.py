@@ -25,19 +25,33 @@ class LoraConfig(Section):
     """Low-rank adapters (peft) instead of full fine-tuning."""
 
     rank: int = Field(32, ge=1, le=65_536)
-    """Rank r of the update."""
+    """Rank r of the update; of variant oft the features of a block that is rotated."""
     alpha: float = Field(64.0, gt=0)
     """Scale: the update is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout in front of the adapter."""
-    variant: Literal["lora", "rslora", "dora"] = "lora"
-    """rslora scales by alpha / sqrt(rank) (arXiv 2312.03732); dora learns magnitudes too (arXiv 2402.09353)."""
+    variant: Literal["lora", "rslora", "dora", "lokr", "loha", "oft"] = "lora"
+    """rslora scales by alpha / sqrt(rank) (arXiv 2312.03732); dora learns magnitudes too (arXiv 2402.09353). Of
+    diffusion models also Kronecker products (lokr, arXiv 2309.14859), Hadamard products (loha, arXiv 2108.06098) and
+    rotations (oft, arXiv 2306.07280)."""
     target_modules: list[str] | None = None
     """Names of the linear layers that get an adapter; null takes the model family's own list."""
     target_parameters: list[str] = []
     """Names of weights that hold all experts of a layer, such as mlp.experts.gate_up_proj, that get adapters."""
     init_weights: Literal["gaussian", "default"] = "gaussian"
     """Initialisation of the down projection: gaussian as flow_grpo does, or peft's default (Kaiming)."""
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether an export has the adapters merged into the weights: diffusers loads no others than LoRA's."""
+        return self.variant in ("lokr", "loha", "oft")
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> LoraConfig:
+        if self.is_merged:
+            names = ("dropout", "target_parameters", "init_weights", *(("alpha",) if self.variant == "oft" else ()))
+            refuse_needless(self, "model.lora", names, f"with model.lora.variant {self.variant}: remove it")
+        return self
 
 
 class ModelConfig(Section):

@@ -61,6 +61,10 @@ class LanguageModelConfig(Section):
             raise ValueError(
                 "model.freeze has no effect with model.lora, which freezes all weights: remove one of them"
             )
+        if self.lora is not None and self.lora.is_merged:
+            raise ValueError(
+                f"model.lora.variant {self.lora.variant} is for diffusion models: take lora, rslora or dora"
+            )
         if self.made_by is not None and self.model_path is None:
             raise ValueError("model.made_by is the configuration that makes model.model_path: set both")
         return self

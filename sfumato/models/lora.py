@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sfumato.config.sections import LoraConfig
 from sfumato.errors import ConfigError
+from sfumato.models.adapter_variants import merge_variant, never_skip, variant_config
 from sfumato.parallel.expert import has_experts
 from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.shards import local, plain_name, shard_of, whole
@@ -54,6 +55,10 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
 
     targets = list(default_targets) if config.target_modules is None else config.target_modules
     _check_targets(module, targets, config)
+    if config.is_merged:
+        _add(module, variant_config(config, targets, module), seed)
+        never_skip([layer for _, layer in _adapted_layers(module)], ADAPTER)
+        return
     adapter = PeftLoraConfig(
         task_type="CAUSAL_LM" if type(module).__name__.endswith("ForCausalLM") else None,
         r=config.rank,
@@ -65,14 +70,7 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
         target_parameters=config.target_parameters or None,
         init_lora_weights="gaussian" if config.init_weights == "gaussian" else True,
     )
-    # adapters depend on the seed alone, on meta as elsewhere, and the run's generator does not move
-    with torch.random.fork_rng(devices=[]), real_stand_ins(module):
-        torch.manual_seed(seed)
-        try:
-            # diffusers' models have the same method
-            cast("PreTrainedModel", module).add_adapter(adapter, ADAPTER)
-        except ValueError as error:
-            raise ConfigError(f"model.lora: peft cannot add it to {type(module).__name__}: {error}") from error
+    _add(module, adapter, seed)
     # peft may have turned names of linear layers into names of experts, which was not asked for
     added_parameters = set(adapter.target_parameters or ()) - set(config.target_parameters)
     if added_parameters:
@@ -81,11 +79,23 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
             "experts, not for dense layers: name only attention there, and experts in model.lora.target_parameters: "
             f"{', '.join(_experts_of(module))}"
         )
+    start_magnitudes(module)
+
+
+def _add(module: nn.Module, adapter: PeftConfig, seed: int) -> None:
+    """Injects float32 adapters. Raises ConfigError where peft cannot."""
+    # adapters depend on the seed alone, on meta as elsewhere, and the run's generator does not move
+    with torch.random.fork_rng(devices=[]), real_stand_ins(module):
+        torch.manual_seed(seed)
+        try:
+            # diffusers' models have the same method
+            cast("PreTrainedModel", module).add_adapter(adapter, ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"model.lora: peft cannot add it to {type(module).__name__}: {error}") from error
     # trained in float32, whatever the dtype of the frozen weights
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
-    start_magnitudes(module)
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -97,11 +107,16 @@ def refuse_adapter(folder: Path) -> None:
         )
 
 
+def is_adapter_name(name: str) -> bool:
+    """Whether a weight belongs to an adapter, by its name."""
+    return re.search(r"\.(lora_|lokr_|hada_|oft_R\.)", name) is not None
+
+
 def _holds_adapters(file: Path) -> bool:
     """Whether a file holds low-rank adapters, by the names of its tensors."""
     try:
         with safe_open(file, framework="pt") as opened:
-            return any(".lora_" in name for name in opened.keys())  # noqa: SIM118  (it is no mapping)
+            return any(is_adapter_name(name) for name in opened.keys())  # noqa: SIM118  (it is no mapping)
     except (SafetensorError, OSError):
         return False
 
@@ -171,9 +186,16 @@ def merge_adapters(module: nn.Module, weights: dict[str, Tensor] | None = None) 
         The weights by the names of the plain model.
     """
     weights = dict(module.state_dict()) if weights is None else weights
-    wrapped_names = {_without_wrappers(name): name for name in weights if ".lora_" not in name}
+    wrapped_names = {_without_wrappers(name): name for name in weights if not is_adapter_name(name)}
     merged: dict[str, Tensor] = {}
     for name, layer in _adapted_layers(module):
+        if not hasattr(layer, "lora_A"):
+            keys = [key for key in cast("nn.Module", layer).state_dict() if not key.startswith("base_layer.")]
+            tensors = {key: weights.pop(f"{name}.{key}").float() for key in keys}
+            plain = f"{_without_wrappers(name)}.weight"
+            weight = weights.pop(wrapped_names[plain])
+            merged[plain] = merge_variant(layer, ADAPTER, weight.float(), tensors).to(weight.dtype)
+            continue
         adapter_parts = [weights.pop(f"{name}.{key}").float() for key in _adapter_keys(layer)]
         # peft wraps a layer, or, for experts, the module whose parameter has the adapter
         plain = f"{_without_wrappers(name)}.{getattr(layer, 'parameter_name', 'weight')}"
@@ -280,11 +302,11 @@ def _after_layer_number(name: str) -> str:
 
 def _adapted_layers(module: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
     """The layers with adapters, by their names without what wrapping for parallelism adds."""
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, submodule in module.named_modules():
-        if isinstance(submodule, LoraLayer):
-            yield plain_name(f"{name}.").removesuffix("."), submodule
+        if isinstance(submodule, BaseTunerLayer):
+            yield plain_name(f"{name}.").removesuffix("."), cast("LoraLayer", submodule)
 
 
 def _adapter_keys(layer: LoraLayer) -> list[str]:

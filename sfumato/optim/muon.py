@@ -45,7 +45,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     lists = tuple(f"{name}." for name, submodule in module.named_modules() if isinstance(submodule, nn.ModuleList))
     names = set()
     for prefix, owner in module.named_modules():
-        if not prefix.startswith(lists) or isinstance(owner, nn.Embedding) or ".lora_" in prefix:
+        if not prefix.startswith(lists) or isinstance(owner, nn.Embedding) or ".lora_" in prefix or ".oft_R." in prefix:
             continue
         for key, _ in owner.named_parameters(recurse=False):
             name = plain_name(f"{prefix}.{key}")

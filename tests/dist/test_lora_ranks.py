@@ -11,7 +11,14 @@ from torch import nn
 
 from sfumato.config.sections import LoraConfig
 from sfumato.errors import ConfigError
-from sfumato.models.lora import add_lora, language_targets, merge_adapters, save_adapter, start_magnitudes
+from sfumato.models.lora import (
+    add_lora,
+    is_adapter_name,
+    language_targets,
+    merge_adapters,
+    save_adapter,
+    start_magnitudes,
+)
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.shards import all_parameters, whole
 from sfumato.parallel.weights import build_on_meta, load_weights, whole_weights
@@ -35,6 +42,10 @@ EXACT = {
     "dora, pp": (2, "dense", DORA, {"pipeline_parallel_size": 2, **DDP}),
     "rslora, tp": (2, "dense", RSLORA, {"tensor_parallel_size": 2, **DDP}),
     "rslora, fsdp2 x tp": (4, "dense", RSLORA, {"tensor_parallel_size": 2}),
+    "lokr, ddp": (2, "dense", {"variant": "lokr"}, DDP),
+    "loha, fsdp2, recomputed": (2, "dense", {"variant": "loha"}, {"activation_checkpointing": "full"}),
+    "oft, fsdp2": (2, "dense", {"variant": "oft"}, {}),
+    "lokr, ulysses": (2, "dense", {"variant": "lokr"}, {"ulysses_parallel_size": 2}),
     "experts, ddp": (2, "moe", EXPERTS, DDP),
     "experts, fsdp2": (4, "moe", EXPERTS, {}),
     "experts, fsdp2, recomputed": (2, "moe", EXPERTS, {"activation_checkpointing": "full"}),
@@ -43,6 +54,12 @@ EXACT = {
 }
 REFUSED = {
     "dora, tp": ("dense", DORA, {"tensor_parallel_size": 2, **DDP}, "tensor parallelism cuts plain LoRA adapters only"),
+    "lokr, tp": (
+        "dense",
+        {"variant": "lokr"},
+        {"tensor_parallel_size": 2, **DDP},
+        "tensor parallelism cuts plain LoRA adapters only",
+    ),
     "experts, tp": ("moe", EXPERTS, {"tensor_parallel_size": 2, **DDP}, "model.lora.target_parameters"),
     "experts, ep": ("moe", EXPERTS, {"expert_parallel_size": 2}, "model.lora.target_parameters"),
 }
@@ -50,12 +67,15 @@ REFUSED = {
 
 def adapt(module: nn.Module, config: dict[str, Any]) -> nn.Module:
     """Adds adapters whose second matrices are not zero, so that all have gradients."""
-    add_lora(module, LoraConfig(**{"rank": 4, "alpha": 8.0, **config}), language_targets(module), seed=1)
+    scale = {} if config.get("variant") == "oft" else {"alpha": 8.0}
+    add_lora(module, LoraConfig(**{"rank": 4, **scale, **config}), language_targets(module), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, each in module.named_parameters():
             if "lora_B" in name:
                 each.normal_(std=0.1, generator=generator)
+            elif is_adapter_name(name) and ".lora_" not in name:
+                each.add_(torch.randn(each.shape, generator=generator) * 0.1)
     return module
 
 

@@ -24,7 +24,7 @@ from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
-from sfumato.models.lora import merge_adapters, start_magnitudes
+from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
         def add_adapter(self, adapter_config: LoraConfig, adapter_name: str = "default") -> None: ...
         def disable_adapters(self) -> None: ...
         def enable_adapters(self) -> None: ...
+
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of an export with the adapters as peft reads them, where diffusers cannot."""
 
 
 class DiffusionModel(FrozenParts):
@@ -381,8 +385,18 @@ class DiffusionModel(FrozenParts):
         """
         if self._adapters and not merge:
             self.save_adapter(folder, weights)
-        else:
-            self.save_pipeline(folder, weights)
+            return
+        if self.exports_merged:
+            target = folder / ADAPTER_FOLDER
+            target.mkdir(parents=True)
+            save_adapter(self.denoiser, weights, target)
+        self.save_pipeline(folder, weights)
+
+    @property
+    def exports_merged(self) -> bool:
+        """Whether an export is the whole pipeline with its adapters merged, beside files for peft: diffusers loads no
+        adapters but LoRA's."""
+        return any(adapter.peft_type != "LORA" for adapter in self._adapters.values())
 
     def save_pipeline(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
