@@ -67,6 +67,16 @@ def write_siglip(folder: Path) -> Path:
     return _save(folder, SiglipModel(config), 1, processor)
 
 
+def write_image_classifier(folder: Path) -> Path:
+    """A ViT for 32x32 pixels that tells normal from nsfw."""
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ViTConfig(**small, image_size=32, patch_size=8, id2label={0: "normal", 1: "NSFW"})
+    processor = ViTImageProcessorPil(size={"height": 32, "width": 32})
+    return _save(folder, ViTForImageClassification(config), 1, processor)
+
+
 def write_dinov2(folder: Path) -> Path:
     """A DINOv2 model for 32x32 pixels."""
     from transformers import BitImageProcessorPil, Dinov2Config, Dinov2Model

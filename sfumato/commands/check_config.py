@@ -33,6 +33,7 @@ from sfumato.commands.check_programs import check_programs
 from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
+from sfumato.config.direct_rl import DirectRLConfig
 from sfumato.config.load import merge, read_yaml
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
@@ -193,6 +194,10 @@ def check_config(
             findings.notes.extend(_describe_missing_weights(config.model))
         if isinstance(config, TextRLConfig):
             _look_at_text_rl(findings, config, layout)
+        if isinstance(config, DirectRLConfig):
+            findings.notes.append(
+                "not predicted: what autoencoder and rewards keep of the passes that gradients flow back through"
+            )
     except UserError as error:
         findings.problems.append(str(error))
     return findings

@@ -143,13 +143,15 @@ def _build(run: Path) -> Exportable:
 
         config = load_config(TrainOmniConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return build_omni_model(config)
-    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"):
+    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward", "rl_diffusion_direct"):
         from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+        from sfumato.config.direct_rl import DirectRLConfig
         from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
         from sfumato.models.diffusion.load import build_diffusion_model
 
         schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
         schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
+        schemas |= {"rl_diffusion_direct": DirectRLConfig}
         config = load_config(schemas[task], run / "config.yaml", plain)
         return build_diffusion_model(config.model, seed=config.train.seed)
     raise ConfigError(

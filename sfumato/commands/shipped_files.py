@@ -12,6 +12,7 @@ from sfumato.errors import ConfigError
 RECIPES = {
     "rl_diffusion": ("recipes.py", "TRAJECTORY_RECIPES"),
     "rl_diffusion_forward": ("recipes.py", "FORWARD_RECIPES"),
+    "rl_diffusion_direct": ("recipes.py", "DIRECT_RECIPES"),
     "rl_text": ("text_recipes.py", "TEXT_RECIPES"),
 }
 """File in ``sfumato/config`` and name of the recipes of a task."""

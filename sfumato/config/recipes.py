@@ -227,4 +227,15 @@ FORWARD_RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
+DIRECT_RECIPES: dict[str, dict[str, Any]] = {
+    # DRaFT-1, arXiv 2309.17400: 50 steps of DDIM, guidance 7.5, LoRA, batch 4, lr 4e-4 with decay; k 1 of K in 1, 5, 10
+    # was the best
+    "draft": {"steps": {"type": "last", "k": 1}, "solver": {"type": "euler"}},
+    # AlignProp, arXiv 2310.03739: 50 steps, K uniform in 0 to 50, guidance 7.5, LoRA, batch 128, lr 1e-3
+    "align_prop": {"steps": {"type": "random_last", "max_k": 50}, "solver": {"type": "euler"}},
+    # ReFL, arXiv 2304.05977; ImageReward ImageReward/ReFL.py: 40 steps, one of the last 10, loss max(2 - reward, 0)
+    # times 1e-3, lr 1e-5, beside the loss of pretraining on images
+    "refl": {"steps": {"type": "predicted", "last": 10}, "solver": {"type": "euler"}, "reward_limit": 2.0},
+}
+
 DIFFUSION_RECIPES = TRAJECTORY_RECIPES | FORWARD_RECIPES

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+    from sfumato.config.direct_rl import DirectRLConfig
     from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
     from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
     from sfumato.config.text import TrainTextConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         | TextRLConfig
         | TrajectoryRLConfig
         | ForwardRLConfig
+        | DirectRLConfig
     )
     """The configuration of any task; those of preference and reward training derive from these."""
 
@@ -37,6 +39,7 @@ TASKS = {
     "rl_text": ("sfumato.config.text_rl", "TextRLConfig"),
     "rl_diffusion": ("sfumato.config.diffusion_rl", "TrajectoryRLConfig"),
     "rl_diffusion_forward": ("sfumato.config.diffusion_rl", "ForwardRLConfig"),
+    "rl_diffusion_direct": ("sfumato.config.direct_rl", "DirectRLConfig"),
 }
 """Modules and names of the tasks' configurations, in the order in which they are tried."""
 

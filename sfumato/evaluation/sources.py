@@ -19,7 +19,7 @@ from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, newest_i
 Kind = Literal["run", "checkpoint", "pipeline", "transformers", "diffusers_adapter", "peft_adapter"]
 """``run`` stands for the model that a run started from."""
 
-DIFFUSION_TASKS = ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward")
+DIFFUSION_TASKS = ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward", "rl_diffusion_direct")
 TEXT_TASKS = ("train_text", "train_text_dpo", "train_text_kto", "rl_text")
 
 FOLDERS: dict[str, Kind] = {

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from PIL import Image
 
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.differentiable import DifferentiableReward
+
+if TYPE_CHECKING:
+    import torch
 
 COLOURS = {
     "black": (0, 0, 0),
@@ -31,7 +35,7 @@ SIDES = ("left", "right", "top", "bottom")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Brightness(Reward):
+class Brightness(DifferentiableReward):
     """Mean of all pixel values, from 0 (black) to 1 (white)."""
 
     type: ClassVar[str] = "brightness"
@@ -41,9 +45,14 @@ class Brightness(Reward):
         """``mean(pixels) / 255`` for each image."""
         return [float(sample.pixels.mean()) / 255 for sample in samples]
 
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """As ``DifferentiableReward.score_pixels``."""
+        del prompts
+        return pixels.flatten(1).mean(dim=1)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sharpness(Reward):
+class Sharpness(DifferentiableReward):
     """Mean difference of neighbouring pixels, from 0 (one plain colour) to 1 (a chessboard of pixels)."""
 
     type: ClassVar[str] = "sharpness"
@@ -53,9 +62,16 @@ class Sharpness(Reward):
         """``mean|difference to the right or downward neighbour| / 255`` for each image."""
         return [_sharpness(sample.pixels.astype(np.float64) / 255) for sample in samples]
 
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """As ``DifferentiableReward.score_pixels``."""
+        del prompts
+        steps = [pixels.diff(dim=dim).abs().flatten(1) for dim in (-2, -1)]
+        total = steps[0].sum(dim=1) + steps[1].sum(dim=1)
+        return total / max(steps[0].shape[1] + steps[1].shape[1], 1)  # an image of one pixel has no neighbours
+
 
 @dataclass(frozen=True, kw_only=True)
-class Symmetry(Reward):
+class Symmetry(DifferentiableReward):
     """Likeness of the image and its mirror image, left to right, from 0 to 1 (equal)."""
 
     type: ClassVar[str] = "symmetry"
@@ -65,6 +81,11 @@ class Symmetry(Reward):
         """``1 - mean|pixels - mirrored pixels| / 255`` for each image."""
         images = [sample.pixels.astype(np.int64) for sample in samples]  # differences of uint8 would wrap around
         return [1 - float(np.abs(image - image[:, ::-1]).mean()) / 255 for image in images]
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """As ``DifferentiableReward.score_pixels``."""
+        del prompts
+        return 1 - (pixels - pixels.flip(-1)).abs().flatten(1).mean(dim=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +116,7 @@ class _WordReward(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Colour(_WordReward):
+class Colour(_WordReward, DifferentiableReward):
     """Nearness of the pixels to a colour, on average, from 0 to 1 (all of that colour)."""
 
     type: ClassVar[str] = "colour"
@@ -113,6 +134,13 @@ class Colour(_WordReward):
             for sample, target in zip(samples, targets, strict=True)
         ]
         return [1 - float(distance) / (255 * 3**0.5) for distance in distances]
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """As ``DifferentiableReward.score_pixels``. Raises DataError as ``check_row`` does."""
+        targets = pixels.new_tensor([COLOURS[self._pick_word(prompt)] for prompt in prompts]) / 255
+        # its gradient is 0, and not NaN, where a pixel has just that colour
+        distances = (pixels - targets[:, :, None, None]).norm(dim=1)
+        return 1 - distances.flatten(1).mean(dim=1) / 3**0.5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from sfumato.config.paths import ModelPath
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
+from sfumato.rewards.differentiable import DifferentiableReward
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from sfumato.rewards.networks.classifier import Classifier, StepClassifier
     from sfumato.rewards.networks.embedder import AestheticNetwork, Embedder
     from sfumato.rewards.networks.hpsv3 import HpsV3Network
+    from sfumato.rewards.networks.image_classifier import ImageClassifier
     from sfumato.rewards.networks.image_reward import ImageRewardNetwork
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -90,16 +93,37 @@ class PretrainedReward(Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClipReward(PretrainedReward):
-    """Base of rewards that are a function of the cosine between image and prompt."""
+class _PixelNetworkReward(PretrainedReward, DifferentiableReward):
+    """Base of rewards with a network that takes pixels. A subclass defines ``score_with`` besides ``score_batch``."""
 
     modality: ClassVar[str] = "image"
+
+    @abstractmethod
+    def score_with(self, network: Any, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """As ``score_pixels`` with the network, whose lock the caller holds; its device may be another."""
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        """As ``DifferentiableReward.score_pixels``, in one forward pass whatever ``batch_size`` says."""
+        network = self._network()
+        with network.lock:
+            return self.score_with(network, pixels, list(prompts)).float().to(pixels.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClipReward(_PixelNetworkReward):
+    """Base of rewards that are a function of the cosine between image and prompt."""
+
+    reads_prompt: ClassVar[bool] = True
 
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_clip"
 
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """Cosine of each image with its prompt, [B]."""
         return network.cosines([sample.pixels for sample in samples], [sample.prompt for sample in samples])
+
+    def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        return network.pixel_cosines(pixels, prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +136,10 @@ class ClipScore(_ClipReward):
         """``exp(logit_scale) · cos / 30`` for each sample, [B]."""
         return network.scale * super().score_batch(network, samples) / 30
 
+    def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        return network.scale * super().score_with(network, pixels, prompts) / 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class PickScore(_ClipReward):
@@ -122,6 +150,10 @@ class PickScore(_ClipReward):
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """``exp(logit_scale) · cos / 26`` for each sample, [B]."""
         return network.scale * super().score_batch(network, samples) / 26
+
+    def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        return network.scale * super().score_with(network, pixels, prompts) / 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,37 +168,49 @@ class HpsV2(_ClipReward):
         prompts = [sample.prompt for sample in samples]
         return network.cosines(images, prompts, whole=True)
 
+    def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        return network.pixel_cosines(pixels, prompts, whole=True)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Aesthetic(PretrainedReward):
+class Aesthetic(_PixelNetworkReward):
     """Predicted rating of the image by people, about 1 to 10, by LAION's aesthetic predictor.
 
     It works on embeddings of CLIP ViT-L/14: https://github.com/christophschuhmann/improved-aesthetic-predictor.
     """
 
     type: ClassVar[str] = "aesthetic"
-    modality: ClassVar[str] = "image"
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_aesthetic"
 
     def score_batch(self, network: AestheticNetwork, samples: list[Sample]) -> torch.Tensor:
         """``head(embedding / |embedding|)`` of each image, [B]."""
         return network.head(network.embedder.images([sample.pixels for sample in samples]))
 
+    def score_with(self, network: AestheticNetwork, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        del prompts
+        return network.head(network.embedder.pixels(pixels))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ImageReward(PretrainedReward):
+class ImageReward(_PixelNetworkReward):
     """Preference of people for an image given its prompt, about -2 to 2 and 0 on average, by ImageReward.
 
     A BLIP model reads the prompt while it looks at the image (Xu et al., 2023, https://arxiv.org/abs/2304.05977).
     """
 
     type: ClassVar[str] = "image_reward"
-    modality: ClassVar[str] = "image"
+    reads_prompt: ClassVar[bool] = True
     loader: ClassVar[str] = "sfumato.rewards.networks.image_reward:load_image_reward"
 
     def score_batch(self, network: ImageRewardNetwork, samples: list[Sample]) -> torch.Tensor:
         """``(head(features) - 0.1672) / 1.0333`` for each sample, [B]."""
         return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])
+
+    def score_with(self, network: ImageRewardNetwork, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """The same of pixels."""
+        return network.pixels(pixels, prompts)
 
 
 _SPECIAL = re.compile(r"<\|\w+\|>")
@@ -222,6 +266,31 @@ class ImageSimilarity(PretrainedReward):
             source_images.append(sample.source)
         sources = network.images(source_images)
         return (network.images([sample.pixels for sample in samples]) * sources).sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageClass(PretrainedReward):
+    """Probability that a classifier gives one of its classes to the image; with ``evaluation_only`` a guard."""
+
+    type: ClassVar[str] = "image_class"
+    modality: ClassVar[str] = "image"
+    loader: ClassVar[str] = "sfumato.rewards.networks.image_classifier:load_image_classifier"
+
+    image_class: str
+    """Name of the class, as ``id2label`` in the model's config.json has it, such as nsfw; its case does not matter."""
+
+    def prepare(self) -> None:
+        """As ``PretrainedReward.prepare``. Raises ConfigError that lists the model's classes when there is no such."""
+        classes = self._network().classes
+        if self.image_class.casefold() not in classes:
+            raise ConfigError(
+                f"image_class {self.image_class!r} of reward {self.label!r} is no class of {self.model_path}; there "
+                f"are {', '.join(sorted(classes))}"
+            )
+
+    def score_batch(self, network: ImageClassifier, samples: list[Sample]) -> torch.Tensor:
+        """The probability for each sample, [B]."""
+        return network([sample.pixels for sample in samples], network.classes[self.image_class.casefold()])
 
 
 @dataclass(frozen=True, kw_only=True)

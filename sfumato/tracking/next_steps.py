@@ -51,7 +51,9 @@ def fork_command(config: Path, output_dir: Path, steps: int | None) -> str:
 
 
 TRY_COMMANDS = {
-    **dict.fromkeys(("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward"), "sample"),
+    **dict.fromkeys(
+        ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward", "rl_diffusion_direct"), "sample"
+    ),
     **dict.fromkeys(("train_text", "train_text_dpo", "train_text_kto", "rl_text"), "chat"),
 }
 """The command that tries out what a task has trained."""

@@ -83,7 +83,12 @@ def test_shipped_configurations_find_their_task(path: Path) -> None:
     task, config = load_for_task(path, {})
     text = path.read_text()
     expected = next(
-        (name for name in ("rl_diffusion_forward", "rl_diffusion", "train_autoencoder") if name in text), task
+        (
+            name
+            for name in ("rl_diffusion_forward", "rl_diffusion_direct", "rl_diffusion", "train_autoencoder")
+            if name in text
+        ),
+        task,
     )
     assert task == expected or f"tasks/{task}.py" in text or "tasks/" not in text
     assert config == load_config(type(config), path)

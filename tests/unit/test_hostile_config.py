@@ -61,6 +61,12 @@ BASES: dict[str, dict[str, Any]] = {
         "reward": {"rewards": [{"type": "brightness"}]},
         "train": {"output_dir": "out", "max_steps": 3},
     },
+    "rl_diffusion_direct": {
+        **GLYPHS,
+        "rollout": {"num_prompts": 4},
+        "reward": {"rewards": [{"type": "brightness"}]},
+        "train": {"output_dir": "out", "max_steps": 3},
+    },
     "rl_text": {
         "model": TEXT,
         "data": {"synthetic": {}},

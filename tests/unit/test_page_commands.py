@@ -25,6 +25,7 @@ STANDS_FOR = {
     "train_dit": "configs/quickstart/pretrain.yaml",
     "rl_diffusion": "configs/quickstart/rl.yaml",
     "rl_diffusion_forward": "configs/quickstart/algorithms/diffusion_nft.yaml",
+    "rl_diffusion_direct": "configs/quickstart/draft.yaml",
 }
 """Shipped configurations that are read in place of a reader's own."""
 OWN = ("my.yaml", "my_run.yaml", "CONFIG.yaml", "NAME.yaml")

@@ -31,6 +31,7 @@ KINDS = {
     "token_advantages": "sfumato.algorithms.token_advantages",
     "token_kl": "sfumato.algorithms.token_kl",
     "token_objectives": "sfumato.algorithms.token_objectives",
+    "reward_gradients": "sfumato.algorithms.reward_gradients",
     "windows": "sfumato.algorithms.windows",
 }
 EXPECTED = yaml.safe_load((Path(__file__).parent / "parts.yaml").read_text(encoding="utf-8"))
@@ -68,6 +69,9 @@ def test_every_kind_of_part_is_looked_at():
 BOUNDS = [  # kind, type, field, values that are taken, values beyond
     ("advantages", "best_worst", "top", [1], [0]),
     ("advantages", "best_worst", "bottom", [1], [0]),
+    ("reward_gradients", "last", "k", [1], [0]),
+    ("reward_gradients", "random_last", "max_k", [1], [0]),
+    ("reward_gradients", "predicted", "last", [1], [0]),
     ("decay", "constant", "value", [0.0, 1.0], [-0.01, 1.01]),
     ("decay", "linear", "first", [0.0, 1.0], [-0.01, 1.01]),
     ("decay", "linear", "limit", [0.0, 1.0], [-0.01, 1.01]),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from sfumato.rewards.pretrained import (
     ClipScore,
     HpsV2,
     HpsV3,
+    ImageClass,
     ImageReward,
     ImageSimilarity,
     PickScore,
@@ -46,6 +48,7 @@ def folders(tmp_path_factory):
         "clip": tiny.write_clip(base / "clip"),
         "siglip": tiny.write_siglip(base / "siglip"),
         "dinov2": tiny.write_dinov2(base / "dinov2"),
+        "classifier": tiny.write_image_classifier(base / "classifier"),
         "aesthetic": tiny.write_aesthetic(base / "aesthetic"),
         "image_reward": tiny.write_image_reward(base / "image_reward"),
         "hpsv3": tiny.write_hpsv3(base / "hpsv3"),
@@ -83,6 +86,7 @@ REWARDS = {
     "aesthetic": (Aesthetic, "aesthetic", samples),
     "image_similarity": (ImageSimilarity, "dinov2", samples),
     "image_reward": (ImageReward, "image_reward", samples),
+    "image_class": (partial(ImageClass, image_class="nsfw"), "classifier", samples),
     "hpsv3": (HpsV3, "hpsv3", samples),
     "text_reward_model": (TextRewardModel, "text", texts),
 }
@@ -288,6 +292,42 @@ def test_pixels_of_image_reward_are_scaled_cut_and_normalised():
     assert pixels.shape == (3, 10, 10) and pixels.dtype == torch.float32
     white = (1 - torch.tensor([0.48145466, 0.4578275, 0.40821073])) / torch.tensor([0.26862954, 0.26130258, 0.27577711])
     torch.testing.assert_close(pixels[:, 5, 5], white)
+
+
+def test_a_class_has_the_probability_that_transformers_gives_it(folders):
+    from transformers import pipeline
+
+    classify = pipeline("image-classification", model=str(folders["classifier"]), device="cpu")
+    expected = [
+        next(found["score"] for found in classify(Image.fromarray(image)) if found["label"] == "NSFW")
+        for image in images(3)
+    ]
+    assert len({round(value, 4) for value in expected}) == 3
+    assert build("image_class", folders).score(samples()) == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(
+        ConfigError, match=r"'violence' of reward 'image_class' is no class of .*; there are normal, nsfw"
+    ):
+        build("image_class", folders, image_class="violence").prepare()
+
+
+DIFFERENTIABLE = ("clip_score", "pickscore", "hpsv2", "aesthetic", "image_reward")
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_pixels_with_gradient_have_the_same_score(folders, name):
+    reward = build(name, folders)
+    for sample in samples():
+        pixels = torch.from_numpy(sample.image.copy()).permute(2, 0, 1)[None].float() / 255
+        pixels.requires_grad_()
+        (value,) = reward.score_pixels(pixels, [sample.prompt])
+        (wanted,) = reward.score([sample])
+        assert float(value.detach()) == pytest.approx(wanted, rel=0.02, abs=0.01)  # the others round scaled pictures
+        (gradient,) = torch.autograd.grad(value, pixels)
+        assert torch.isfinite(gradient).all() and float(gradient.abs().sum()) > 0
+        step = 1e-3 * gradient / gradient.norm()
+        with torch.no_grad():
+            ends = [reward.score_pixels(pixels + sign * step, [sample.prompt]) for sign in (1, -1)]
+        assert float(ends[0] - ends[1]) == pytest.approx(2e-3 * float(gradient.norm()), rel=0.05, abs=2e-6)
 
 
 def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):

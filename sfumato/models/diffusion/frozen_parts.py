@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sfumato.errors import DataError, NonFiniteError
+from sfumato.errors import ConfigError, DataError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 from sfumato.parallel.finite import finite_rows
 
@@ -158,7 +158,7 @@ class FrozenParts(ABC):
         chunk_size = self.decoded_at_a_time(latents)
         pixels = []
         is_finite = []
-        with self.at_work(*self.autoencoder_names):
+        with torch.no_grad(), self.at_work(*self.autoencoder_names):
             for chunk in latents.split(chunk_size):
                 padding = chunk[-1:].expand(chunk_size - len(chunk), *chunk.shape[1:])
                 decoded = self.latents_to_pixels(torch.cat([chunk, padding]))[: len(chunk)]
@@ -168,6 +168,37 @@ class FrozenParts(ABC):
                 pixels.append(((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8))
                 is_finite.append(finite_rows(decoded))
         return torch.cat(pixels), torch.cat(is_finite)
+
+    def decode_differentiably(self, latents: Tensor) -> Tensor:
+        """Decodes latents ``[B, *latent_shape]`` so that gradients flow to them.
+
+        Pixels are clamped, and not rounded; those that are clamped have no gradient. The autoencoder must stay on
+        ``device`` until the backward pass is over.
+
+        Returns:
+            float32 ``[B, 3, H, W]`` from 0 to 1; several frames ``[B, F, 3, H, W]``.
+
+        Raises:
+            ConfigError: when the family's autoencoder has no gradient.
+        """
+        chunk_size = self.decoded_at_a_time(latents)
+        pixels = []
+        for chunk in latents.split(chunk_size):
+            padding = chunk[-1:].detach().expand(chunk_size - len(chunk), *chunk.shape[1:])
+            pixels.append(self.latents_to_pixels(torch.cat([chunk, padding]))[: len(chunk)].float())
+        decoded = torch.cat(pixels)
+        if latents.requires_grad and not decoded.requires_grad:
+            raise ConfigError(f"{self.pipeline_class}: no gradient flows through its autoencoder to the latents")
+        return (decoded / 2 + 0.5).clamp(0, 1)
+
+    def recompute_autoencoder(self, recompute: bool) -> None:
+        """Whether the autoencoder recomputes its activations in a backward pass, where diffusers' class can."""
+        for name in self.autoencoder_names:
+            autoencoder = self.components.get(name)
+            if not getattr(autoencoder, "_supports_gradient_checkpointing", False):
+                continue
+            switch = f"{'enable' if recompute else 'disable'}_gradient_checkpointing"
+            getattr(autoencoder, switch)()
 
     @staticmethod
     def decoded_at_a_time(latents: Tensor) -> int:

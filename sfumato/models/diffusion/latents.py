@@ -147,7 +147,6 @@ class KLLatents(DiffusionModel):
         shift, scale = self._latent_scale(latents)
         return (latents - shift) * scale
 
-    @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         """Decodes latents ``[B, C, h, w]`` to pixels ``[B, 3, H, W]``, about [-1, 1]."""
         vae = self.pipeline.vae
@@ -181,7 +180,6 @@ class VideoLatents(DiffusionModel):
         mean, std = self._latent_statistics(latents)
         return (latents - mean) / std
 
-    @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         """Decodes latents to pixels ``[B, 3, H, W]``, or ``[B, F, 3, H, W]`` of several frames, about [-1, 1]."""
         vae = self.pipeline.vae

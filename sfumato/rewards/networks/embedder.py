@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from sfumato.rewards.networks.folder import (
     load_tokenizer,
     loader_of,
 )
+from sfumato.rewards.networks.pixel_preparation import normalise, prepare_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,9 +68,19 @@ class Embedder:
         else:
             pillow = [Image.fromarray(image) for image in images]
             pixels = self.processor(images=pillow, return_tensors="pt").pixel_values
-        pixels = pixels.to(self.device, self.dtype)
+        return self._embed(pixels)
+
+    def pixels(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
+        """As ``images`` for float32 pixels ``[B, 3, H, W]`` from 0 to 1, to which gradients flow."""
+        if whole:
+            size = self.model.config.vision_config.image_size
+            return self._embed(torch.stack([fit_pixels_whole(picture, size) for picture in pixels]))
+        return self._embed(prepare_like(self.processor, pixels))
+
+    def _embed(self, prepared: torch.Tensor) -> torch.Tensor:
         embed = self.model if self.model_type == "dinov2" else self.model.get_image_features
-        return torch.nn.functional.normalize(embed(pixel_values=pixels).pooler_output.float(), dim=-1)
+        features = embed(pixel_values=prepared.to(self.device, self.dtype)).pooler_output
+        return torch.nn.functional.normalize(features.float(), dim=-1)
 
     def texts(self, texts: list[str]) -> torch.Tensor:
         """Embeddings of texts, cut off at the model's number of tokens (77), float32 [B, D] of length 1."""
@@ -86,6 +97,12 @@ class Embedder:
         """Cosine of each image with its text, float32 [B]; ``whole`` as for ``images``."""
         return (self.images(images, whole) * self.texts(texts)).sum(dim=-1)
 
+    def pixel_cosines(self, pixels: torch.Tensor, texts: Sequence[str], whole: bool = False) -> torch.Tensor:
+        """As ``cosines`` for pixels as in ``pixels``, to which gradients flow."""
+        with torch.no_grad():
+            embedded_texts = self.texts(list(texts))
+        return (self.pixels(pixels, whole) * embedded_texts).sum(dim=-1)
+
 
 def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
     """The whole image, padded with black to a square, with CLIP's normalisation, as HPSv2's package prepares images.
@@ -97,15 +114,20 @@ def fit_whole(image: np.ndarray, size: int) -> torch.Tensor:
     Returns:
         Float32 [3, size, size].
     """
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-    scale = size / max(image.shape[:2])
-    height, width = (round(side * scale) for side in image.shape[:2])
-    if (height, width) != tuple(image.shape[:2]):
+    return fit_pixels_whole(torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255, size)
+
+
+def fit_pixels_whole(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    """As ``fit_whole`` for float32 pixels ``[3, H, W]`` from 0 to 1, to which gradients flow."""
+    sides = pixels.shape[1:]
+    scale = size / max(sides)
+    height, width = (round(side * scale) for side in sides)
+    if (height, width) != tuple(sides):
         target = {"size": (max(height, 1), max(width, 1)), "mode": "bicubic", "antialias": True}
         pixels = torch.nn.functional.interpolate(pixels[None], **target)[0]
     rows, columns = (size - side for side in pixels.shape[1:])
     pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    return (pixels - torch.tensor(PIXEL_MEAN)[:, None, None]) / torch.tensor(PIXEL_STD)[:, None, None]
+    return normalise(pixels[None], PIXEL_MEAN, PIXEL_STD)[0]
 
 
 load_embedder = loader_of(Embedder)

@@ -23,6 +23,7 @@ from sfumato.rewards.networks.folder import (
     loader_of,
     read_json,
 )
+from sfumato.rewards.networks.pixel_preparation import normalise, scale
 
 if TYPE_CHECKING:
     from transformers import BlipVisionModel
@@ -66,7 +67,20 @@ class ImageRewardNetwork:
     def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
         """Scores of uint8 [H, W, 3] images, float32 [B]. Prompts are cut off at 35 tokens."""
         size = cast("int", self.vision.config.image_size)  # not a pair: _build_vision sets it
-        pixels = torch.stack([prepare_pixels(image, size) for image in images]).to(self.device, self.dtype)
+        return self._score(torch.stack([prepare_pixels(image, size) for image in images]), prompts)
+
+    def pixels(self, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        """As a call for float32 pixels ``[B, 3, H, W]`` from 0 to 1, to which gradients flow."""
+        size = cast("int", self.vision.config.image_size)
+        height, width = pixels.shape[-2:]
+        shorter = min(height, width)
+        scaled = scale(pixels, size * height // shorter, size * width // shorter)
+        top, left = (round((side - size) / 2) for side in scaled.shape[-2:])
+        middle = scaled[..., top : top + size, left : left + size]
+        return self._score(normalise(middle, PIXEL_MEAN, PIXEL_STD), prompts)
+
+    def _score(self, prepared: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        pixels = prepared.to(self.device, self.dtype)
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )

@@ -106,7 +106,6 @@ class CogVideoX(VariancePreserving):
         latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode()
         return latents.float() * vae.config.scaling_factor
 
-    @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         video = vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]

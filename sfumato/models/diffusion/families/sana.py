@@ -111,7 +111,6 @@ class Sana(SanaText):
         pixels = pixels.to(vae.device, vae.dtype) / 127.5 - 1
         return vae.encode(pixels).latent.float() * vae.config.scaling_factor
 
-    @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
         return vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
