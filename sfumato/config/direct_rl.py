@@ -42,7 +42,7 @@ class DirectAlgorithmConfig(RecipeAlgorithmConfig):
     """The deterministic sampler."""
     reward_limit: float | None = None
     """Total reward from which on a sample has no gradient; null: none. The loss is then max(limit - reward, 0)."""
-    control_words: tuple[str, str] | None = None
+    control_words: list[str] | None = Field(None, min_length=2, max_length=2)
     """Two texts, [positive, negative], that are put in front of the prompt, and the difference of whose rewards is
     optimised (SRPO, arXiv 2509.06942), such as ["Realistic photo.", "CG render."]."""
     kl_coef: float = Field(0.0, ge=0)

@@ -41,7 +41,7 @@ def score_differentiably(
     rewards: Sequence[DifferentiableReward],
     pixels: torch.Tensor,
     prompts: Sequence[str],
-    control_words: tuple[str, str] | None = None,
+    control_words: Sequence[str] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of rewards, through which gradients flow.
 
@@ -62,8 +62,9 @@ def score_differentiably(
         if control_words is None:
             value = _score_frames(reward, pixels, prompts)
         else:
-            positive, negative = ([f"{words} {prompt}" for prompt in prompts] for words in control_words)
-            value = _score_frames(reward, pixels, positive) - _score_frames(reward, pixels, negative)
+            wanted, unwanted = control_words
+            value = _score_frames(reward, pixels, [f"{wanted} {prompt}" for prompt in prompts])
+            value = value - _score_frames(reward, pixels, [f"{unwanted} {prompt}" for prompt in prompts])
         values[reward.label] = value.detach()
         if not isinstance(reward.normalise, str):  # a range that is mapped to 0 to 1
             low, high = reward.normalise

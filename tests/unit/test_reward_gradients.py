@@ -392,6 +392,7 @@ def test_an_iteration_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
         ({"reward": {"rewards": [{"type": "brightness", "normalise": "group"}]}}, ["normalise group", "range"]),
         ({"algorithm": {"steps": {"type": "last", "k": 9}}}, ["k 9 is more than the 4 denoising steps"]),
         ({"algorithm": {"recipe": "flow_grpo"}}, ["another task"]),
+        ({"algorithm": {"control_words": ["a"]}}, ["algorithm.control_words", "at least 2"]),
         ({"algorithm": {"control_words": ["a", "b"]}}, ["control_words", "brightness does not read the prompt"]),
         ({"train": {"ulysses_parallel_size": 2}}, ["ranks that share a sample", "fsdp2"]),
         ({"train": {"cfg_parallel_size": 2}, "rollout": {"guidance_scale": 2.0}}, ["ranks that share a sample"]),
