@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import statistics
@@ -209,3 +210,4 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that cannot be written to
