@@ -27,8 +27,8 @@ from sfumato.config.dit import FlowConfig, TrainDitConfig
 from sfumato.data.background import read_ahead
 from sfumato.data.images.buckets import sort_into_buckets
 from sfumato.data.images.identity import identify_images
-from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
+from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.models.diffusion.encoders import open_encoder
@@ -49,7 +49,7 @@ def main(config: TrainDitConfig) -> None:
     mesh = build_mesh(config.train)
     run = start_run(config, mesh, "train_dit")
 
-    dataset = open_image_text(config.data, config.train.seed, run.say)
+    dataset = open_captioned(config.data, config.train.seed, run.say)
     buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
     loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)
     identity = identify_images(config, dataset, loader.global_batch_size, buckets=buckets)

@@ -32,6 +32,7 @@ MODELS = {
     "WanImageToVideoPipeline": ("Wan 2.1, 2.2 image to video", "14 B; 2.2: twice 14 B, 5 B"),
     "SanaVideoPipeline": ("Sana-Video 480p", "2 B"),
     "CogVideoXPipeline": ("CogVideoX, 1.5", "2 B, 5 B"),
+    "StableAudio3Pipeline": ("Stable Audio 3", "1.4 B (medium)"),
     "StableDiffusionPipeline": ("Stable Diffusion 1.5, 2", "0.9 B"),
     "StableDiffusionXLPipeline": ("Stable Diffusion XL", "2.6 B"),
 }
@@ -60,7 +61,7 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     cells = (
         *MODELS[pipeline_class],
         f"`{pipeline_class}`",
-        "videos, images" if makes_videos else "images",
+        "sound" if family.makes_sound else "videos, images" if makes_videos else "images",
         takes,
         guidance_of(family, rows),
         "equal" if plan.tensor else "refused",

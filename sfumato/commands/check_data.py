@@ -16,12 +16,13 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.files.rows import RowTable
 from sfumato.data.files.sources import Sources, open_sources, open_validation
-from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs, open_image_text
+from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.images.prompts import check_prompts, load_prompts
 from sfumato.data.loader import IndexLoader
 from sfumato.data.media.kinds import check_head
 from sfumato.data.media.pictures import is_enlarged
 from sfumato.data.media.vision import ImageReader
+from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.data.text.answer_end import AnswerEnd, facts_of
 from sfumato.data.text.format import TextTransform, build_transform
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 64
 """Rows that are looked at from the beginning of each source, and as many spread over the rest."""
+
+LOOKED_AT_RATE = 16000
+"""Samples per second at which files of sound are read; any rate shows whether they can be read."""
 
 NAMED = 5
 """Bad rows that are named."""
@@ -160,7 +164,7 @@ def check_image_data(
         dataset: Dataset = open_image_pairs(config.data, seed, notes.append)
         held_out = open_held_out_pairs(config.data, seed, config.eval.num_rows)
     else:
-        dataset = open_image_text(data, seed, notes.append)
+        dataset = open_captioned(data, seed, notes.append)
     findings = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)
     if held_out is not None:
         eval_path = cast("PairDataConfig", data).eval_path
@@ -182,7 +186,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
         check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         for prompt in prompts:
             if prompt.source is not None:
-                prompt.check_source(config.rollout.height, config.rollout.width)
+                prompt.check_source(*config.rollout.size[:2])
         path = config.data.train_path if split == "train" else config.data.eval_path
         sources.append(SourceFindings(path or "glyphs", len(prompts), len(prompts)))
     return findings
@@ -280,6 +284,8 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageCon
 def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFindings:
     """Reads captions, pictures and source images of some rows; a note says how many pictures would be enlarged."""
     enlarged: list[bool] = []
+    if isinstance(dataset, SoundTextDataset):
+        return _look_at_sounds(name, dataset, notes)
 
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)
@@ -291,6 +297,24 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
     findings = _look_at(name, dataset, look)
     if any(enlarged):
         notes.append(f"{name}: {sum(enlarged)} of {len(enlarged)} pictures that were looked at would be enlarged")
+    return findings
+
+
+def _look_at_sounds(name: str, dataset: SoundTextDataset, notes: list[str]) -> SourceFindings:
+    """Reads captions and files of sound of some rows; notes say how many are cut or filled up."""
+    lengths: list[int] = []
+    dataset.take_format(LOOKED_AT_RATE, 1)  # whatever the model's: the files are the same
+
+    def look(index: int, findings: SourceFindings) -> None:
+        dataset.caption(index)
+        lengths.append(int(dataset.picture(index).framing[1]))
+
+    findings = _look_at(name, dataset, look)
+    wanted = dataset.size[1]
+    if shorter := sum(length < wanted for length in lengths):
+        notes.append(f"{name}: {shorter} of {len(lengths)} sounds that were looked at are filled up with silence")
+    if longer := sum(length > wanted for length in lengths):
+        notes.append(f"{name}: {longer} of {len(lengths)} sounds that were looked at are longer, and cut")
     return findings
 
 

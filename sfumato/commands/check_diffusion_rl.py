@@ -29,7 +29,7 @@ def add_phases(memory: RankMemory, config: DiffusionRLConfig, planned: Planned, 
     """
     model = planned.diffusion
     assert model is not None
-    size = config.rollout.height, config.rollout.width
+    size = config.rollout.size[:2]
     away = {*PASSING, "gradients", *(OFFLOADED if config.runtime.offload_idle else ())}
     resident = sum(num for name, num in memory.parts.items() if name not in away)
 

@@ -178,9 +178,9 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
     section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
     is_rl = isinstance(config, DiffusionRLConfig)
-    size = (section.height, section.width)
+    size = section.size[:2]
     sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
-    set_output(model, (*size, section.num_frames), "rollout" if is_rl else "data", sizes)
+    set_output(model, section.size, "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: dict[str, Any] = {
         "rows": train.micro_batch_size * (2 if is_dpo else 1),

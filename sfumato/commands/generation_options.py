@@ -53,10 +53,11 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("fp32", "bf16"), help="of folders of weights (fp32 on CPUs, bf16 on GPUs)")
     group.add_argument("--base", type=Path, metavar="FOLDER", help="the model that adapters belong to")
     group.add_argument("--batch-size", type=parse_positive, metavar="N", help="pictures that are drawn together")
-    pictures = parser.add_argument_group("pictures and videos")
+    pictures = parser.add_argument_group("pictures, videos and sounds")
     pictures.add_argument("--height", type=parse_positive, metavar="PIXELS")
     pictures.add_argument("--width", type=parse_positive, metavar="PIXELS")
     pictures.add_argument("--num-frames", type=parse_positive, metavar="N")
+    pictures.add_argument("--seconds", type=parse_number, metavar="S", help="length of a sound")
     pictures.add_argument("--steps", type=parse_positive, metavar="N", help="denoising steps")
     pictures.add_argument("--guidance-scale", type=parse_number, metavar="G", help="1 is none")
     pictures.add_argument("--max-sequence-length", type=parse_positive, metavar="N", help="tokens of a prompt")
@@ -106,6 +107,7 @@ def generation_options(options: argparse.Namespace) -> GenerationOptions:
         height=getattr(options, "height", None),
         width=getattr(options, "width", None),
         num_frames=getattr(options, "num_frames", None),
+        seconds=getattr(options, "seconds", None),
         num_inference_steps=getattr(options, "steps", None),
         guidance_scale=getattr(options, "guidance_scale", None),
         max_sequence_length=getattr(options, "max_sequence_length", None),

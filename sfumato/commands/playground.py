@@ -85,7 +85,7 @@ def _answer_lines(playground: Playground, out: Path | None, has_base: bool) -> i
         number += 1
         try:
             for answer in playground.ask(Question(line, with_base=has_base)):
-                if answer.sample.image is not None and folder is None:
+                if answer.sample.text is None and folder is None:
                     folder = choose_folder(out, "playground")
                 shown = answer.sample.text if folder is None else _write(answer, folder, number)
                 print(printable(f"{answer.label}: {shown or ''}{_note(answer)}"), flush=True)
@@ -149,10 +149,15 @@ def _described(answer: Answer, out: Path, number: int) -> dict[str, object]:
 
 
 def _write(answer: Answer, folder: Path, number: int) -> str:
-    """Writes the picture, or the video as an animation, and returns its path; of a text nothing is written."""
+    """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written."""
     from sfumato.evaluation.samples_folder import folder_name
     from sfumato.tracking.samples import write_picture
 
+    sound = answer.sample.sound
+    if sound is not None:
+        path = folder / f"{number:04d}_{folder_name(answer.label)}.wav"
+        path.write_bytes(sound.wav())
+        return str(path.absolute())
     image = answer.sample.image
     if image is None:
         return ""

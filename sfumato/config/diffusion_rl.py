@@ -6,11 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from sfumato.config.base import Variant, find_variants
+from sfumato.config.base import Variant, find_variants, refuse_needless
 from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
-from sfumato.config.sections import MAX_SIDE, ModelConfig, check_size
+from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, ModelConfig, check_size, sound_size
 
 TRAJECTORIES = "sfumato.algorithms.objectives"
 FORWARD_PROCESS = "sfumato.algorithms.forward_process"
@@ -28,6 +28,8 @@ class DiffusionRolloutConfig(RolloutConfig):
     """Width of the images in pixels."""
     num_frames: int = Field(1, ge=1)
     """Frames of a video; 1 makes images."""
+    seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)
+    """Length of a sound, of a family that makes sound; null makes images or videos."""
     num_inference_steps: int = Field(10, ge=2, le=1000)
     """Denoising steps during training."""
     guidance_scale: float = Field(4.5, ge=0)
@@ -37,11 +39,14 @@ class DiffusionRolloutConfig(RolloutConfig):
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Height, width and frames of a sample."""
-        return self.height, self.width, self.num_frames
+        """Height, width and frames of a sample; of a sound see ``sound_size``."""
+        return (self.height, self.width, self.num_frames) if self.seconds is None else sound_size(self.seconds)
 
     @model_validator(mode="after")
     def _size_and_guidance_fit(self) -> DiffusionRolloutConfig:
+        if self.seconds is not None:
+            names = ("height", "width", "num_frames")
+            refuse_needless(self, "rollout", names, "on sounds, whose length is rollout.seconds: remove it")
         check_size("rollout", *self.size)
         if self.guidance_scale_2 is not None and self.guidance_scale == 1.0:
             raise ValueError("rollout.guidance_scale_2 means nothing when rollout.guidance_scale is 1: remove it")
@@ -152,8 +157,6 @@ class DiffusionEvalConfig(EvalConfig):
 class DiffusionRLConfig(RecipeRLConfig):
     """What both tasks share."""
 
-    modality: ClassVar[str] = "image"
-
     model: ModelConfig
     """Model."""
     rollout: DiffusionRolloutConfig
@@ -173,6 +176,11 @@ class DiffusionRLConfig(RecipeRLConfig):
         for reward in self.reward.rewards if self.rollout.num_frames > 1 else ():
             reward.check_video()
         return self
+
+    @property
+    def modality(self) -> str:  # type: ignore[override]
+        """What is generated: "image", videos too, or "sound"."""
+        return "image" if self.rollout.seconds is None else "sound"
 
     @property
     def trained_guidance_scale(self) -> float:

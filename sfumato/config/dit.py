@@ -117,6 +117,7 @@ class TrainAutoencoderConfig(Section):
             raise ValueError("model.offload_idle would put the autoencoder aside, which is trained here: leave it out")
         if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
             raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")
+        self.data.refuse_sound("this autoencoder")
         if self.data.num_frames > 1:
             raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
         why = "here, where the autoencoder alone is trained on images, whole and in float32 in each process: remove it"

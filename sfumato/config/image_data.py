@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sfumato.config.base import Section
+from sfumato.config.base import Section, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.row_limit import RowLimit
-from sfumato.config.sections import MAX_SIDE, GlyphConfig, check_size
+from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, GlyphConfig, check_size, sound_size
 
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
 Size = Annotated[list[Side], Field(min_length=2, max_length=2)]
@@ -90,6 +90,11 @@ class ImageDataConfig(Section):
         return self
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width and frames of a sample; of a sound see ``sound_size``."""
+        return self.height, self.width, self.num_frames
+
+    @property
     def sizes(self) -> list[tuple[int, int]]:
         """Height and width that images are brought to; without buckets one."""
         if self.buckets is None:
@@ -116,10 +121,43 @@ class ImageDataConfig(Section):
 
 
 class ImageTextDataConfig(ImageDataConfig):
-    """Images or videos with captions."""
+    """Images, videos or sounds with captions."""
 
+    data_type: Literal["image_text", "sound_text", "glyphs"] = "image_text"
+    """image_text reads images or videos of train_path; sound_text reads sounds; glyphs renders words in code."""
     image_key: str = "image"
     """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
+    sound_key: str = "audio"
+    """Column of the sound: a path relative to the file, or in parquet the bytes."""
+    seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)
+    """Length of the sounds that are trained on: longer ones are cut, shorter ones filled up with silence."""
+
+    @model_validator(mode="after")
+    def _sound_fits(self) -> ImageTextDataConfig:
+        if self.data_type == "sound_text":
+            if self.seconds is None:
+                raise ValueError("data.seconds is required when data.data_type is sound_text")
+            names = ("image_key", "source_image_key", "height", "width", "buckets", "num_frames", "crop", "glyphs")
+            refuse_needless(self, "data", names, "on sounds (data.data_type sound_text): remove it")
+        else:
+            why = f"with data.data_type {self.data_type}: remove it, or set data.data_type sound_text"
+            refuse_needless(self, "data", ("seconds", "sound_key"), why)
+        return self
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """As of ``ImageDataConfig``."""
+        return super().size if self.seconds is None else sound_size(self.seconds)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """As of ``ImageDataConfig``; of sounds one."""
+        return super().sizes if self.seconds is None else [self.size[:2]]
+
+    def refuse_sound(self, what: str) -> None:
+        """Raises ValueError where images are needed."""
+        if self.seconds is not None:
+            raise ValueError(f"data.data_type sound_text: {what} is trained on images: take image_text")
 
 
 class PairDataConfig(ImageDataConfig):

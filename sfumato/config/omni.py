@@ -48,6 +48,7 @@ class TrainImageTokenizerConfig(Section):
             raise ValueError(
                 "train: an image tokenizer is trained with data parallelism only; set the other sizes to 1"
             )
+        self.data.refuse_sound("an image tokenizer")
         if self.data.num_frames > 1:
             raise ValueError("data.num_frames: an image tokenizer is trained on images; set it to 1")
         why = "here, where a VQ model alone is trained on images, whole and in float32 in each process: remove it"

@@ -222,10 +222,10 @@ class RLConfig(Section):
             why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
             refuse_needless(self.reward, "reward", ("max_pending",), why)
         for number, reward in enumerate(self.reward.rewards):
-            if self.modality and reward.modality not in ("", self.modality):
+            if self.modality and not reward.scores(self.modality):
                 raise ValueError(
-                    f"reward.rewards.{number}: {reward.type} scores samples of another kind ({reward.modality}) than "
-                    f"this task generates ({self.modality}): remove it"
+                    f"reward.rewards.{number}: {reward.type} scores samples of another kind ({reward.kinds}) than this "
+                    f"task generates ({self.modality}): remove it"
                 )
             if reward.evaluation_only and (reward.weight != 1 or reward.normalise != "none"):
                 name = "weight" if reward.weight != 1 else "normalise"

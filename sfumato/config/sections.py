@@ -246,6 +246,18 @@ class GlyphConfig(Section):
         return self
 
 
+SOUND = 1
+"""The height that stands for a sound in a size; its width is then the length in milliseconds, and its frames are 1."""
+
+MAX_SECONDS = 3600.0
+"""Most seconds of a sound that is trained on or drawn."""
+
+
+def sound_size(seconds: float) -> tuple[int, int, int]:
+    """The size that stands for a sound of so many seconds."""
+    return SOUND, max(round(1000 * seconds), 1), 1
+
+
 def check_size(path: str, height: int, width: int, num_frames: int) -> None:
     """Raises ValueError for samples that no memory holds."""
     if height * width * num_frames > MAX_PIXELS:

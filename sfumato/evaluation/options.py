@@ -12,7 +12,7 @@ import torch
 from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError
 
-OF_PICTURES = ("batch_size", "height", "width", "num_frames", "num_inference_steps", "guidance_scale")
+OF_PICTURES = ("batch_size", "height", "width", "num_frames", "seconds", "num_inference_steps", "guidance_scale")
 OF_TEXTS = ("max_new_tokens", "temperature", "top_p", "top_k", "system_prompt", "chat_template")
 OF_FOLDERS = ("dtype", "max_sequence_length")
 """Settings that pictures, texts, and folders of weights alone have."""
@@ -38,6 +38,7 @@ class GenerationOptions:
     height: int | None = None
     width: int | None = None
     num_frames: int | None = None
+    seconds: float | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     max_sequence_length: int | None = None

@@ -15,10 +15,11 @@ from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.rl import PromptDataConfig
-from sfumato.config.sections import ModelConfig
-from sfumato.data.images.image_text import open_image_pairs, open_image_text
+from sfumato.config.sections import SOUND, ModelConfig, sound_size
+from sfumato.data.images.image_text import open_image_pairs
 from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
@@ -58,6 +59,11 @@ class PictureSettings:
 
     def describe(self) -> str:
         """One line for people."""
+        if self.height == SOUND:
+            return (
+                f"{self.width / 1000:g} s of sound, {self.num_inference_steps} steps, guidance "
+                f"{self.guidance_scale:g}, seed {self.seed}"
+            )
         frames = f" x {self.num_frames} frames" if self.num_frames > 1 else ""
         return (
             f"{self.height} x {self.width} pixels{frames}, {self.num_inference_steps} steps, guidance "
@@ -104,7 +110,8 @@ class PictureModel:
         """Sets the size of what is drawn. Raises ConfigError when the model cannot make it."""
         self.model = model
         self.settings = settings
-        set_output(model, settings.size, "--height, --width, --num-frames: size")
+        options = "--seconds" if settings.height == SOUND else "--height, --width, --num-frames: size"
+        set_output(model, settings.size, options)
         if settings.guidance_scale_2 is not None:
             model.set_second_guidance(settings.guidance_scale_2)
 
@@ -198,9 +205,7 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
         )
     else:
         settings = PictureSettings(
-            config.data.height,
-            config.data.width,
-            config.data.num_frames,
+            *config.data.size,
             config.sample.num_inference_steps,
             config.sample.guidance_scale,
             config.train.seed,
@@ -218,6 +223,10 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
         return otherwise if value is None or value is inspect.Parameter.empty else value
 
     scale = getattr(model.pipeline, "vae_scale_factor", 8)
+    if model.makes_sound:
+        size = sound_size(float(default("duration", default("audio_duration", 10.0))))
+        steps = default("num_inference_steps", 50)
+        return _replaced(PictureSettings(*size, steps, float(default("guidance_scale", 1.0)), DEFAULT_SEED, 1), options)
     side = getattr(model.pipeline, "default_sample_size", None)
     side = side * scale if isinstance(side, int) else 512
     return _replaced(
@@ -245,7 +254,16 @@ def _replaced(settings: PictureSettings, options: GenerationOptions) -> PictureS
         "seed": options.seed,
         "micro_batch_size": options.batch_size,
     }
-    return replace(settings, **{name: value for name, value in asked.items() if value is not None})
+    given = {name: value for name, value in asked.items() if value is not None}
+    if settings.height == SOUND:
+        for name in ("height", "width", "num_frames"):
+            if name in given:
+                raise ConfigError(f"--{name.replace('_', '-')}: this model makes sound, whose length is --seconds")
+        if options.seconds is not None:
+            given["width"] = sound_size(options.seconds)[1]
+    elif options.seconds is not None:
+        raise ConfigError("--seconds: this model makes no sound: give --height and --width")
+    return replace(settings, **given)
 
 
 def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[Prompt]:
@@ -273,7 +291,7 @@ def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[P
     if run.task == "train_dit_dpo":
         dataset = open_image_pairs(config.data, config.train.seed, ignore)
     else:
-        dataset = open_image_text(config.data, config.train.seed, ignore)
+        dataset = open_captioned(config.data, config.train.seed, ignore)
     takes_image = _takes_image(config.model)
     texts, images = choose_grid(config.sample, dataset, takes_image)
     prompts = [

@@ -27,6 +27,7 @@ from sfumato.rewards.http_reward import HttpReward
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.folder import environment_of, read_environment
 from sfumato.tracking.samples import BROKEN, read_frames, write_picture
+from sfumato.tracking.waveforms import Waveform
 
 Verdict = Literal["identical", "different", "other weights"]
 
@@ -163,7 +164,9 @@ def _compare_content(recorded: RecordedSample, redrawn: Redrawn, folder: Path) -
     if str(row.get("damage", "")) or sample.damage:
         is_equal = row.get("damage", "") == sample.damage
         parts.append(Part("damage", is_equal, f"{row.get('damage') or 'none'} then, {sample.damage or 'none'} now"))
-    if sample.image is not None:
+    if sample.sound is not None:
+        parts.append(_compare_sounds(recorded, sample.sound))
+    elif sample.image is not None:
         parts.append(_compare_pictures(recorded, sample.image, folder))
     elif sample.text is not None:
         # what no file can hold is written as a question mark
@@ -181,6 +184,15 @@ def _picture_path(recorded: RecordedSample, folder: Path) -> Path:
     file = recorded.file
     assert file is not None
     return folder / f"replay_step{recorded.step}_{file.name}"
+
+
+def _compare_sounds(recorded: RecordedSample, sound: Waveform) -> Part:
+    saved = None if recorded.file is None else recorded.file.with_suffix(".wav")  # beside the picture of its spectrum
+    if saved is None or not saved.is_file():
+        return Part("sound", False, "the run has saved no sound of it")
+    is_equal = saved.read_bytes() == sound.wav()
+    count = sound.samples.shape[1]
+    return Part("sound", is_equal, f"{'all' if is_equal else 'not all'} {count} samples of each channel are the same")
 
 
 def _compare_pictures(recorded: RecordedSample, image: np.ndarray, folder: Path) -> Part:

@@ -19,6 +19,7 @@ from sfumato.rewards.base import Sample
 from sfumato.tracking.page import render_page
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import folded, in_html
+from sfumato.tracking.report_samples import audio_player
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
 from sfumato.tracking.trackers import strict_json
@@ -65,6 +66,10 @@ def choose_folder(out: Path | None, default: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--out {folder}: cannot make the folder: {error}") from error
     return folder
+
+
+SHOWN_AS = {".mp4": ".webp", ".wav": ".png"}
+"""Endings of the pictures that stand beside files of a kind, which a page shows."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,10 @@ class SamplesFolder:
         name = f"{folder_name(named.model)}/{named.prompt_id:04d}_seed{named.seed}"
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
+        if sample.sound is not None:
+            write_picture(sample.shown, path.with_name(f"{path.name}.png"))  # which pages embed
+            path.with_name(f"{path.name}.wav").write_bytes(sample.sound.wav())
+            return f"{name}.wav"
         if sample.image is None:
             with open_new(path.with_name(f"{path.name}.txt")) as file:
                 file.write(cast(str, sample.text).encode("utf-8", "replace"))
@@ -201,7 +210,9 @@ class SamplesFolder:
         else:
             path = self.folder / written.file
             # browsers show the animation beside a video; there may be none of the other kinds
-            content = _picture(path.with_suffix(".webp") if path.suffix == ".mp4" else path, written.prompt)
+            content = _picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
+            if path.suffix == ".wav":
+                content += audio_player(path, written.file)
         damage = f'<span class="warn">{escape(written.damage)}</span>' if written.damage else ""
         rewards = "".join(
             f"<br><small>{escape(printable(name))} {'failed' if math.isnan(value) else format_value(value)}</small>"

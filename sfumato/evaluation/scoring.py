@@ -62,12 +62,11 @@ class SampleScorer:
         self.scorer = Scorer(self.rewards, require_objective=False)
         self.scorer.prepare()
 
-    def check_modality(self, draws_pictures: bool) -> None:
-        """Raises ConfigError for a reward of another kind of samples."""
-        kind = "image" if draws_pictures else "text"
+    def check_modality(self, kind: str) -> None:
+        """Raises ConfigError for a reward of another kind of samples than "image", "text" or "sound"."""
         for reward in self.rewards:
-            if reward.modality not in ("", kind):
-                raise ConfigError(f"--reward {reward.label} scores samples of another kind ({reward.modality})")
+            if not reward.scores(kind):
+                raise ConfigError(f"--reward {reward.label} scores samples of another kind ({reward.kinds})")
 
     def score(self, samples: Sequence[NamedSample]) -> tuple[list[NamedSample], list[str]]:
         """The samples with their values, and lines about those that failed."""

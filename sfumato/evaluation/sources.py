@@ -12,6 +12,7 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.paths import find_model_folder, hub_hint
+from sfumato.config.sections import ModelConfig
 from sfumato.config.tasks import TASKS, schema_of
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, newest_intact, verify_checkpoint
@@ -90,8 +91,24 @@ class ModelSource:
         return self.kind in ("run", "checkpoint") and self.run is not None and self.run.is_diffusion
 
     @property
+    def modality(self) -> str:
+        """What it draws, as rewards name it: "image", videos too, "text" or "sound"."""
+        if not self.draws_pictures:
+            return "text"
+        if self.run is not None:
+            config = self.run.config
+            section = config.rollout if hasattr(config, "rollout") else config.data
+            return "image" if getattr(section, "seconds", None) is None else "sound"
+        if self.kind != "pipeline":
+            return "image"
+        from sfumato.models.diffusion.load import family_of
+
+        return "sound" if family_of(ModelConfig(model_path=str(self.folder))).makes_sound else "image"
+
+    @property
     def draws_pictures(self) -> bool:
-        """Whether its samples are pictures: of diffusion models, and of language models that draw codes of images."""
+        """Whether its samples are pictures, or sounds: of diffusion models, and of language models that draw codes of
+        images."""
         return self.is_diffusion or (self.run is not None and getattr(self.run.config, "modality", "") == "image")
 
 

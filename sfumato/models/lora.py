@@ -53,6 +53,8 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
     """
     from peft import LoraConfig as PeftLoraConfig
 
+    if not hasattr(module, "add_adapter"):
+        raise ConfigError(f"model.lora: the class {type(module).__name__} takes no adapters: leave model.lora out")
     targets = list(default_targets) if config.target_modules is None else config.target_modules
     _check_targets(module, targets, config)
     if config.is_merged:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 
 from sfumato.errors import ConfigError
+from sfumato.tracking.waveforms import Waveform, spectrum_picture
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -74,6 +75,8 @@ class Sample:
     """Samples of the same prompt in the same step share this number."""
     text: str | None = None
     """What a language model answered; None for an image."""
+    sound: Waveform | None = None
+    """The sound, int16 ``[channels, N]`` with its sampling rate; None for an image or a text."""
     messages: list[dict[str, Any]] | None = None
     """The whole conversation with ``role`` and ``content``, tools included, where there were several turns."""
     num_tokens: int = 0
@@ -87,7 +90,8 @@ class Sample:
     for all others."""
 
     def __post_init__(self) -> None:
-        assert (self.image is None) != (self.text is None), "a sample is either an image or a text"
+        contents = [part for part in (self.image, self.text, self.sound) if part is not None]
+        assert len(contents) == 1, "a sample is an image, a text or a sound"
         for image, dimensions in ((self.image, (3, 4)), (self.source, (3,))):
             assert image is None or (image.dtype == np.uint8 and image.ndim in dimensions and image.shape[-1] == 3), (
                 f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
@@ -102,6 +106,22 @@ class Sample:
         """The image, or the video, of a sample that is no text."""
         assert self.image is not None, "a text has no pixels"
         return self.image
+
+    @property
+    def content(self) -> np.ndarray | str | Waveform:
+        """The image, the text or the sound."""
+        return next(part for part in (self.image, self.text, self.sound) if part is not None)
+
+    @property
+    def waveform(self) -> Waveform:
+        """The sound of a sample that is one."""
+        assert self.sound is not None, "no sound"
+        return self.sound
+
+    @property
+    def shown(self) -> np.ndarray:
+        """The image or video, or the spectrum of a sound as a picture."""
+        return self.pixels if self.sound is None else spectrum_picture(self.sound)
 
     @property
     def frames(self) -> np.ndarray:
@@ -128,7 +148,7 @@ class Reward(ABC):
     - ``cached``: equal samples (or groups) are scored once. Only for a reward whose value is the same to the bit
       whatever else is in the batch, and which costs more than hashing the sample.
     - ``memory_mib``: address space of each of its processes, where it has processes; 0 sets no limit.
-    - ``modality``: what it can score, "image" (videos too) or "text"; empty: both.
+    - ``modality``: what it can score: "image" (videos too), "text" or "sound"; empty: images and texts.
 
     Raises ConfigError when ``weight`` is not finite, ``timeout_s`` or ``frame_step`` is not positive, or the range of
     ``normalise`` is none. A subclass with a ``__post_init__`` of its own calls ``super().__post_init__()``.
@@ -176,6 +196,15 @@ class Reward(ABC):
         for name in names:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of reward {self.label!r} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def kinds(self) -> str:
+        """What it can score, for messages."""
+        return self.modality or "image, text"
+
+    def scores(self, modality: str) -> bool:
+        """Whether it can score samples of a kind."""
+        return self.modality == modality or (not self.modality and modality != "sound")
 
     @property
     def label(self) -> str:

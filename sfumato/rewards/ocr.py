@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
@@ -92,8 +92,8 @@ def ocr_text_score(text: str, target: str) -> float:
     return 1.0 - min(levenshtein(text, target), len(target)) / len(target)
 
 
-def levenshtein(first: str, second: str) -> int:
-    """Smallest number of insertions, deletions and replacements of characters that turn one text into the other."""
+def levenshtein(first: Sequence[str], second: Sequence[str]) -> int:
+    """Smallest number of insertions, deletions and replacements of characters, or words, from one to the other."""
     previous = list(range(len(second) + 1))
     for i, a in enumerate(first, start=1):
         current = [i]

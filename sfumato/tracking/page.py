@@ -80,7 +80,7 @@ td summary,.group summary{font-size:13.5px;overflow-wrap:anywhere}.run{white-spa
 .group p{margin-bottom:8px;font-size:13.5px}.pair{display:flex;gap:10px}.pair>div{flex:1;max-width:50%}
 .pair>:only-child{max-width:100%}
 .source{width:var(--cell,33%)}.pair>.source~div{max-width:33%}
-.pixels{image-rendering:pixelated}.pair small:last-child{display:block}
+audio{width:100%;max-width:256px;height:32px}.pixels{image-rendering:pixelated}.pair small:last-child{display:block}
 pre{overflow-x:auto;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 table.numbers{font-size:13.5px;min-width:min(100%,520px)}.numbers th{color:var(--muted)}
 .numbers td,.numbers th{padding:4px 24px 4px 0;text-align:right;border-bottom:1px solid var(--line)}

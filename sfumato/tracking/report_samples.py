@@ -7,10 +7,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from sfumato.config.file_checks import path_inside
 from sfumato.tracking.progress import digits_after_point, format_value
 from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_tables import section
-from sfumato.tracking.samples import choose_evenly, embedded_picture
+from sfumato.tracking.samples import choose_evenly, embedded_picture, embedded_sound, step_folder
 
 TEXT_CELL = 220
 """Least width of a sample that is a text, in pixels: a line of a narrower one has too few words to be read."""
@@ -111,7 +112,7 @@ def sample_cell(output_dir: Path, step: int, row: Mapping[str, Any] | None, chip
     if "text" in row:
         image = f'<div class="text">{folded(row["text"])}</div>'
     else:
-        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", ""))
+        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", "")) + _player(output_dir, step, row)
     advantage = row.get("advantage")
     note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
     return f"{image}<small>{label}</small>{chips.render(row)}{note}"
@@ -125,6 +126,19 @@ def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
     uri, width, height = shown
     kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
+
+
+def _player(output_dir: Path, step: int, row: Mapping[str, Any]) -> str:
+    """A player of a sample's sound; empty where it has none, or where its file is missing."""
+    folder = step_folder(output_dir, step)
+    path = path_inside(folder, row["sound"]) if "sound" in row else None
+    return audio_player(path, "" if path is None else f"samples/{folder.name}/{path.name}")
+
+
+def audio_player(path: Path | None, href: str) -> str:
+    """A player of a WAV file; empty where there is none. A long sound stays in its file, ``href`` of the page."""
+    address = embedded_sound(path, href)
+    return f'<br><audio controls preload="none" src="{escape(address)}"></audio><br>' if address else ""
 
 
 def sample_source(output_dir: Path, step: int, row: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
@@ -22,6 +22,7 @@ from sfumato.config.file_checks import file_problem, path_inside
 from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
 from sfumato.tracking.trackers import is_number, read_jsonl, strict_json
+from sfumato.tracking.waveforms import Waveform, spectrum_picture
 
 FRAME_MS = 1000 // 16
 """Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
@@ -48,7 +49,7 @@ class SampleRecord:
     """One generated sample with its prompt, seed, rewards and file.
 
     Attributes:
-        content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], or a text.
+        content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], a text, or a sound.
         source: the image that was edited or animated, uint8 [H, W, 3].
         kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training;
             "watched" ones are of prompts that were asked for while the run was under way.
@@ -60,7 +61,7 @@ class SampleRecord:
         damage: why the content is not what was sampled, such as NaN that became black; empty where it is.
     """
 
-    content: np.ndarray | str
+    content: np.ndarray | str | Waveform
     kind: Literal["eval", "train", "watched"]
     prompt: str
     seed: int
@@ -78,22 +79,28 @@ class SampleRecord:
         if self.kind not in ("eval", "train", "watched"):
             raise ValueError(f'kind must be "eval", "train" or "watched", not {self.kind!r}')
         image = self.content
-        if isinstance(image, str):
+        if isinstance(image, str | Waveform):
             return
         if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:
             raise ValueError(f"image must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}")
 
     @property
     def file_ending(self) -> str:
-        """The ending of the sample's file; empty for a text, which has none."""
+        """The ending of the sample's picture; empty for a text, which has none."""
         if isinstance(self.content, str):
             return ""
-        return ".webp" if self.content.ndim == 4 else ".png"
+        return ".webp" if self.picture.ndim == 4 else ".png"
+
+    @property
+    def picture(self) -> np.ndarray:
+        """The image or video, or the spectrum of a sound."""
+        assert not isinstance(self.content, str), "a text has no picture"
+        return spectrum_picture(self.content) if isinstance(self.content, Waveform) else self.content
 
     @property
     def still(self) -> np.ndarray:
         """The image, uint8 [H, W, 3]; of a video the first, the middle and the last frame side by side."""
-        content = cast("np.ndarray", self.content)
+        content = self.picture
         return _join_still(content[None] if content.ndim == 3 else content)
 
 
@@ -105,7 +112,8 @@ def step_folder(folder: Path, step: int) -> Path:
 def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: bool = False) -> Path:
     """Writes all samples of one step, and ``samples.jsonl`` with their rows and texts. NaN becomes null.
 
-    Images are PNG files, videos are animated WebP, which browsers show; equal source images share a file.
+    Images are PNG files, videos are animated WebP, which browsers show; equal source images share a file. A sound is a
+    WAV file, with a picture of its spectrum beside it.
 
     The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces the folder, so one
     call has to pass all samples of the step, of both kinds.
@@ -138,7 +146,9 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: b
                 file.write(strict_json(row).encode() + b"\n")
             for name, sample in zip(names, samples, strict=True):
                 if sample.file_ending:
-                    write_picture(cast("np.ndarray", sample.content), tmp / f"{name}{sample.file_ending}")
+                    write_picture(sample.picture, tmp / f"{name}{sample.file_ending}")
+                if isinstance(sample.content, Waveform):
+                    (tmp / f"{name}.wav").write_bytes(sample.content.wav())
                 if sample.source is not None:
                     write_picture(sample.source, tmp / _source_name(sample.source))
                 file.write(strict_json(_row(name, sample)).encode() + b"\n")
@@ -159,7 +169,7 @@ def _copy_others(final: Path, tmp: Path, names: list[str]) -> Iterator[dict[str,
     for row in _read_checked(final / "samples.jsonl"):
         if f"{row['kind']}_{row['sample_id']:04d}" in names:
             continue
-        for field_name in ("file", "source"):
+        for field_name in ("file", "source", "sound"):
             path = path_inside(final, row[field_name]) if field_name in row else None
             if path is not None and path.is_file() and not (tmp / path.name).exists():
                 shutil.copyfile(path, tmp / path.name)
@@ -247,7 +257,10 @@ def read_step(output_dir: Path, step: int) -> list[dict[str, Any]]:
     return _read_checked(step_folder(output_dir, step) / "samples.jsonl")
 
 
-_TEXTS, _WHOLE = ("kind", "prompt", "text", "file", "source", "damage"), ("seed", "sample_id", "policy_version")
+_TEXTS, _WHOLE = (
+    ("kind", "prompt", "text", "file", "source", "sound", "damage"),
+    ("seed", "sample_id", "policy_version"),
+)
 
 
 def _read_checked(path: Path) -> list[dict[str, Any]]:
@@ -362,6 +375,15 @@ def embedded_picture(output_dir: Path, step: int, name: str, max_pixels: int) ->
         return " is broken"
 
 
+def embedded_sound(path: Path | None, href: str) -> str:
+    """The address of a sound for a page: its content where it is short, else ``href``; empty where there is none."""
+    if path is None or path.suffix != ".wav" or not path.is_file() or file_problem(path, MOST_BYTES):
+        return ""
+    if path.stat().st_size > EMBEDDED_BYTES:
+        return href
+    return f"data:audio/wav;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
 def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
     """An image file as a data URI with its width and height, scaled down to at most ``max_pixels`` in each direction.
 
@@ -425,6 +447,8 @@ def _source_name(image: np.ndarray) -> str:
 def _row(name: str, sample: SampleRecord) -> dict[str, object]:
     """The row of a sample in ``samples.jsonl``."""
     content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
+    if isinstance(sample.content, Waveform):
+        content["sound"] = f"{name}.wav"
     source = {} if sample.source is None else {"source": _source_name(sample.source)}
     return {
         **content,

@@ -34,6 +34,7 @@ from tests.tiny import (
     write_tiny_pipeline,
 )
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
+from tests.tiny_sound import write_tones
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 
@@ -261,6 +262,8 @@ def made_tiny(path, tmp_path):
         return task, merge(content | {"model": model}, {"data": data, "train": train, "eval": {"num_rows": 2}})
     if task == "train_image_tokenizer":
         return task, merge(content, {"train": train})
+    if path.parent.name == "sound":
+        return task, tiny_tones(content, train, tmp_path)
     synthetic = content["data"].get("synthetic") or {}
     if synthetic.get("problem") in MADE_BY:
         pytest.importorskip(MADE_BY[synthetic["problem"]])
@@ -310,6 +313,25 @@ def made_tiny(path, tmp_path):
         rest |= {"eval": {"num_rows": 2}}
         content["data"] |= {"eval_path": None}
     return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
+
+
+def tiny_tones(content, train, tmp_path):
+    """The file's own tiny model of sound, on some tones."""
+    table = write_tones(tmp_path / "tones", {"do": 300.0, "re": 450.0}, copies=2)
+    model = {"model_path": None, "config_path": str(ROOT / "configs/sound/tiny_stable_audio3.yaml")}
+    if "rollout" not in content:
+        data = {"train_path": str(table), "cache_dir": None}
+        return merge(content, {"model": model, "data": data, "train": train, "sample": {"num_inference_steps": 2}})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "key do", "hertz": 300.0}) + "\n" for _ in range(2)))
+    function = {"type": "function", "path": f"{ROOT}/docs/examples/tones.py:hears_tone", "process": False}
+    rest = {
+        "data": dict.fromkeys(("train_path", "eval_path"), str(prompts)),
+        "rollout": {"num_prompts": 1, "n": 2, "micro_batch_size": 2},
+        "reward": {"rewards": [function]},
+        "eval": {"num_prompts": 1, "num_inference_steps": 2},
+    }
+    return merge(content, {"model": model, "train": train | {"micro_batch_size": 2}} | rest)
 
 
 def tiny_sighted(path, content, train, tmp_path):

@@ -157,6 +157,7 @@ RULES = [
         r"bash train\.sh tasks/\S+ (?!warmth|CONFIG|configs/quickstart/algorithms/NAME)", reads_its_configuration, SLOW
     ),
     Rule(r"bash train\.sh tasks/rl_diffusion\.py warmth\.yaml", None, TUTORIAL),
+    Rule(r"python docs/examples/tones\.py", None, "run by tests/unit/test_sound_samples.py"),
     Rule(
         r"bash train\.sh tasks/rl_diffusion\.py CONFIG\.yaml", reads_its_configuration, "the same with files: " + SLOW
     ),

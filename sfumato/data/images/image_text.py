@@ -82,20 +82,29 @@ class ImageTextDataset:
             DataError: when the source is missing or empty.
         """
         self.config = config
-        self.size = (config.height, config.width, config.num_frames)
+        self.size = config.size
         path = Path(str(config.train_path))
         self._is_folder = path.is_dir()
         self.rows: FiledRows
         if rows is not None:
             self.rows = rows
         elif path.is_dir() and not (listed := find_metadata(path)):
-            self.rows = FolderRows(path, config.image_key, config.text_key, self._endings)
+            self.rows = FolderRows(path, self._key, config.text_key, self._endings)
             if len(self.rows) == 0:
-                kind = "images" if config.num_frames == 1 else "videos"
-                raise DataError(f"data.train_path: {path} holds no {kind} ({', '.join(sorted(self._endings))})")
+                raise DataError(f"data.train_path: {path} holds no {self._kind} ({', '.join(sorted(self._endings))})")
         else:
             tables = listed if path.is_dir() else [path]
             self.rows = join_rows([open_rows(table, config.text_key, "data.train_path") for table in tables])
+
+    @property
+    def _key(self) -> str:
+        """The column of the image, as the configuration has it."""
+        return self.config.image_key
+
+    @property
+    def _kind(self) -> str:
+        """What the rows hold, for messages."""
+        return "images" if self.config.num_frames == 1 else "videos"
 
     @property
     def _endings(self) -> set[str]:
@@ -267,9 +276,9 @@ class ImageTextDataset:
 
     def _image_key(self, row: dict[str, object]) -> str:
         """The column of a row's image."""
-        key = self.config.image_key
-        is_image_folder = key == "image" and key not in row and self._is_folder
-        return "file_name" if is_image_folder else key  # the column name of the Hugging Face image folder
+        key = self._key
+        is_image_folder = key in {"image", "audio"} and key not in row and self._is_folder
+        return "file_name" if is_image_folder else key  # the column name of Hugging Face's folders
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
         return fitted(image, *size, self.config.crop)

@@ -28,7 +28,7 @@ class Sound:
 
 
 @contextmanager
-def _open_sound(source: File, where: str) -> Iterator[SoundFile]:
+def open_sound(source: File, where: str) -> Iterator[SoundFile]:
     """The opened file. What soundfile raises for a broken file, here or inside the ``with``, becomes a DataError."""
     try:
         import soundfile
@@ -43,17 +43,49 @@ def _open_sound(source: File, where: str) -> Iterator[SoundFile]:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             yield file
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{where}: broken audio ({_describe_source(source)}): {error}") from error
+        raise DataError(f"{where}: broken audio ({describe_file(source)}): {error}") from error
 
 
-def _describe_source(source: File) -> str:
+def describe_file(source: File) -> str:
+    """The file's path, or words for content without one, for messages."""
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
 def check_sound(source: File, where: str) -> None:
     """Reads the head of a file of audio. Raises DataError when it is none, MissingDependencyError as ``read_sound``."""
-    with _open_sound(source, where):
+    with open_sound(source, where):
         pass
+
+
+def check_all_there(source: File, samples: np.ndarray, wanted: int, where: str) -> None:
+    """Checks what was read of a file of audio.
+
+    Args:
+        source: the file, or what it holds.
+        samples: float32 ``[N, channels]``.
+        wanted: how many N should be.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when the file is truncated, empty, or has samples that are not finite.
+    """
+    shown = describe_file(source)
+    head, size = _head_of(source)
+    # libsndfile reads what there is of a truncated .wav file without an error. A size of all ones means "not known".
+    if head[:4] == b"RIFF" and size - 8 < (stated := int.from_bytes(head[4:8], "little")) < 2**32 - 1:
+        raise DataError(f"{where}: broken audio ({shown}): {size} of {stated + 8} bytes are there; it is truncated")
+    if len(samples) == 0 or len(samples) < wanted:
+        raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {wanted} samples can be read")
+    if not np.isfinite(samples).all():
+        raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
+
+
+def _head_of(source: File) -> tuple[bytes, int]:
+    """The first bytes of a file, and its size."""
+    if isinstance(source, bytes):
+        return source[:8], len(source)
+    with source.open("rb") as file:
+        return file.read(8), source.stat().st_size
 
 
 def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:
@@ -69,9 +101,8 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
         DataError: when it is broken, empty, truncated, or too long.
         MissingDependencyError: when soundfile or soxr is missing.
     """
-    shown = _describe_source(source)
-    with _open_sound(source, where) as file:
-        content = source if isinstance(source, bytes) else source.read_bytes()
+    shown = describe_file(source)
+    with open_sound(source, where) as file:
         stated = file.frames
         file_rate = file.samplerate
         if stated > max_seconds * file_rate:
@@ -79,15 +110,7 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
                 f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
             )
         samples = file.read(dtype="float32", always_2d=True)
-    # libsndfile reads what there is of a truncated .wav file without an error. A size of all ones means "not known".
-    if content[:4] == b"RIFF" and len(content) - 8 < (size := int.from_bytes(content[4:8], "little")) < 2**32 - 1:
-        raise DataError(
-            f"{where}: broken audio ({shown}): {len(content)} of {size + 8} bytes are there; it is truncated"
-        )
-    if len(samples) == 0 or len(samples) < stated:
-        raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {stated} samples can be read")
-    if not np.isfinite(samples).all():
-        raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
+    check_all_there(source, samples, stated, where)
     mono = samples.mean(axis=1)
     import soxr
 

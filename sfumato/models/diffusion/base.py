@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.config.file_checks import read_json_object
-from sfumato.config.sections import TrainConfig
+from sfumato.config.sections import SOUND, TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
@@ -98,6 +98,8 @@ class DiffusionModel(FrozenParts):
         self.source = source
         self.frames = 1
         """Frames of a sample. Set it before prompts are embedded where a video starts from an image."""
+        self.milliseconds = 0
+        """Length of a sound, of a family that makes sound. Set it before prompts are embedded."""
         self.mesh: Mesh | None = None
         # The class before ``parallelize``: fully_shard replaces the class of a module by a subclass of its own.
         self._plain_class: type[DiffusersModule] | None = None
@@ -137,7 +139,7 @@ class DiffusionModel(FrozenParts):
         """Shape of one sample's latent, ``(C, H, W)``, or ``(C, F, H, W)`` of a family that makes videos.
 
         Args:
-            height, width: in pixels.
+            height, width: in pixels; of a sound 1, and its length in milliseconds.
             frames: of a video; 1 is an image.
 
         Raises:
@@ -208,11 +210,6 @@ class DiffusionModel(FrozenParts):
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """One forward pass of the denoiser: the velocity eps - x0 ``[B, *latent_shape]``."""
-
-    @property
-    @abstractmethod
-    def probe_size(self) -> int:
-        """Side in pixels of a small square image that the autoencoder accepts."""
 
     @property
     def denoiser(self) -> DiffusersModule:
@@ -484,8 +481,8 @@ def set_output(
     """Checks that a model can make outputs of a size, and sets its number of frames. Call it before embedding prompts.
 
     Args:
-        model: its ``frames`` are set.
-        size: height and width in pixels, and frames; 1 is an image.
+        model: its ``frames`` are set, or the length of its sounds.
+        size: height and width in pixels, and frames; 1 is an image. Of a sound 1, its length in milliseconds, and 1.
         section: name of the section of the configuration, for messages.
         buckets: heights and widths of the other sizes that the model is trained on.
 
@@ -493,7 +490,13 @@ def set_output(
         ConfigError: when the model cannot make one of the sizes.
     """
     height, width, frames = size
-    _check_output(model, size, f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}")
+    options = f"{section}.height {height}, {section}.width {width}, {section}.num_frames {frames}"
+    if height == SOUND:
+        options = f"{section}.seconds {width / 1000:g}"
+        if not model.makes_sound:
+            raise ConfigError(f"{options}: {model.pipeline_class} makes no sound: set height and width instead")
+        model.milliseconds = width
+    _check_output(model, size, options)
     for height, width in buckets:
         _check_output(model, (height, width, 1), f"{section}.buckets: {height} x {width} (height x width)")
     model.frames = frames

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from sfumato.config.sections import SOUND
 from sfumato.data.files.bad_rows import BadRows
 from sfumato.data.images.buckets import OneSize
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset
@@ -48,7 +49,8 @@ class ReadRows:
 
     index_batch: IndexBatch
     pixels: torch.Tensor | None
-    """uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``; None when none could be read."""
+    """uint8 ``[B, 3, H, W]``, of videos ``[B, 3, F, H, W]``, of pairs ``[B, 2, ...]``, of sounds int16 ``[B, A, N]``;
+    None when none could be read."""
     sample_ids: list[int]
     """B positions in the stream."""
     captions: list[str]
@@ -143,6 +145,7 @@ class OnlineEncoder:
         self.size = dataset.size[:2]
         self._num_read = 0
         self._num_enlarged = 0
+        self._num_cut = 0
 
     def batch(self, index_batch: IndexBatch) -> EncodedBatch:
         """Reads and encodes a batch, without its broken rows."""
@@ -181,6 +184,10 @@ class OnlineEncoder:
         self._num_enlarged += int(enlarged.sum())
         if self._num_enlarged.bit_length() > num_before.bit_length():
             self.bad_rows.say(describe_enlarged(self._num_enlarged, self._num_read, self.size))
+        num_before = self._num_cut
+        self._num_cut += count_cut(read.framing, self.size)
+        if self._num_cut.bit_length() > num_before.bit_length():
+            self.bad_rows.say(describe_cut(self._num_cut, self._num_read, self.size))
 
     def _drop_rows(self, batch: EncodedBatch, index_batch: IndexBatch, is_finite: list[bool]) -> EncodedBatch:
         """Drops rows that are not finite; if none is left, the first one stays as a placeholder of zeros."""
@@ -203,11 +210,26 @@ class OnlineEncoder:
 
 
 def describe_enlarged(enlarged: int, total: int, size: Sequence[int]) -> str:
-    """Message about pictures that are smaller than the size to which they are scaled."""
+    """Message about pictures that are smaller than the size to which they are scaled, or sounds that are shorter."""
+    if size[0] == SOUND:
+        return (
+            f"{enlarged:,} of {total:,} sounds so far are shorter than {size[1] / 1000:g} s (data.seconds) and are "
+            "filled up with silence"
+        )
     return (
         f"{enlarged:,} of {total:,} pictures so far are smaller than {size[0]} x {size[1]} (height x width) and are "
         "enlarged (smaller data.height and data.width, or data.buckets of several sizes, leave them sharp)"
     )
+
+
+def count_cut(framing: torch.Tensor, size: Sequence[int]) -> int:
+    """How many sounds are longer than what is trained on; 0 of pictures. ``framing`` is int ``[..., 4]``."""
+    return int((framing[..., 1] > size[1]).sum()) if size[0] == SOUND else 0
+
+
+def describe_cut(cut: int, total: int, size: Sequence[int]) -> str:
+    """Message about sounds that are longer than what is trained on."""
+    return f"{cut:,} of {total:,} sounds so far are longer than {size[1] / 1000:g} s (data.seconds) and are cut there"
 
 
 def not_finite_error(dataset: Dataset, index: int) -> DataError:

@@ -37,11 +37,10 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     The output for an example changes with kernels and precision. The weights are hashed too, since the example does not
     reach all of them, such as the embedding of a token that was added.
     """
-    size = model.probe_size
-    probe = (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
-    image = probe[0].permute(1, 2, 0).numpy()
+    probe = model.probe_content()
+    image = probe[0].permute(1, 2, 0).numpy() if model.takes_image else None
     latents = [_digest_tensor(model.encode_pixels(probe))]
-    embedded = model.encode_prompts(["a probe"], False, [image] if model.takes_image else None).tensors
+    embedded = model.encode_prompts(["a probe"], False, None if image is None else [image]).tensors
     prompts = [[name, _digest_tensor(tensor)] for name, tensor in sorted(embedded.items())]
     modules = model.components
     autoencoder = {name: _describe_module(modules[name]) for name in model.autoencoder_names if name in modules}

@@ -13,6 +13,7 @@ from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.images.buckets import Buckets, OneSize
 from sfumato.data.loader import IndexBatch
+from sfumato.data.sounds.sound_text import SoundTextDataset
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
@@ -79,6 +80,10 @@ def open_encoder(
     Raises:
         DataError: as ``open_cache``.
     """
+    if isinstance(dataset, SoundTextDataset):
+        dataset.take_format(model.sampling_rate, model.num_channels)
+        length = dataset.size[1] / 1000
+        say(f"sounds become {length:g} s of {model.sampling_rate:,} Hz, {model.num_channels} channel(s)")
     bad_rows = BadRows(bad_row_limit(config.max_bad_rows, len(dataset)), say)
     encoders: EncoderIdentity | None = None
     if config.cache_dir is not None:

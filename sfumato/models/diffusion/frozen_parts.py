@@ -52,6 +52,8 @@ class FrozenParts(ABC):
     """Name of the tokenizer of the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
     """Whether every sample starts from an image of its own besides the prompt (editing, image to video)."""
+    makes_sound: ClassVar[bool] = False
+    """Whether samples are sounds, int16 ``[A, N]`` of A channels, in place of pixels."""
     max_sequence_length: int
     """Tokens of the longest text encoder."""
 
@@ -131,13 +133,15 @@ class FrozenParts(ABC):
         """Encodes uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
 
         Args:
-            pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them.
+            pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them; of a
+                family that makes sound int16 ``[B, A, N]``.
         """
         with self.at_work(*self.autoencoder_names):
             return self.pixels_to_latents(pixels)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Decodes latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; several frames ``[B, F, 3, H, W]``.
+        """Decodes latents ``[B, *latent_shape]`` to uint8 pixels ``[B, 3, H, W]``; several frames ``[B, F, 3, H, W]``;
+        sound to int16 ``[B, A, N]``.
 
         The number of latents that are decoded at a time depends on the shape of a latent alone, so that the bits of a
         picture do not depend on how the work is split into micro-batches and ranks.
@@ -165,7 +169,7 @@ class FrozenParts(ABC):
                 if not decoded.is_floating_point():
                     raise TypeError(f"{type(self).__name__}.latents_to_pixels must return pixels before rounding")
                 decoded = decoded.float()
-                pixels.append(((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8))
+                pixels.append(self.round_decoded(decoded))
                 is_finite.append(finite_rows(decoded))
         return torch.cat(pixels), torch.cat(is_finite)
 
@@ -179,8 +183,10 @@ class FrozenParts(ABC):
             float32 ``[B, 3, H, W]`` from 0 to 1; several frames ``[B, F, 3, H, W]``.
 
         Raises:
-            ConfigError: when the family's autoencoder has no gradient.
+            ConfigError: when the family's autoencoder has no gradient, or the family makes sound.
         """
+        if self.makes_sound:
+            raise ConfigError(f"{self.pipeline_class} makes sound: rewards whose gradient is followed see pictures")
         chunk_size = self.decoded_at_a_time(latents)
         pixels = []
         for chunk in latents.split(chunk_size):
@@ -199,6 +205,30 @@ class FrozenParts(ABC):
                 continue
             switch = f"{'enable' if recompute else 'disable'}_gradient_checkpointing"
             getattr(autoencoder, switch)()
+
+    def round_decoded(self, decoded: Tensor) -> Tensor:
+        """Rounds what ``latents_to_pixels`` gave to uint8, or sound to int16."""
+        return ((decoded / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+
+    def probe_content(self) -> Tensor:
+        """A small sample that identifies the autoencoder by its latents: uint8 ``[1, 3, H, W]``."""
+        size = self.probe_size
+        return (torch.arange(3 * size * size) * 37 % 256).to(torch.uint8).reshape(1, 3, size, size)
+
+    @property
+    @abstractmethod
+    def probe_size(self) -> int:
+        """Side in pixels of a small square image that the autoencoder accepts."""
+
+    @property
+    def sampling_rate(self) -> int:
+        """Samples of sound per second; 0 for a family that makes none."""
+        return 0
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of sound; 0 for a family that makes none."""
+        return 0
 
     @staticmethod
     def decoded_at_a_time(latents: Tensor) -> int:

@@ -41,6 +41,8 @@ from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.encoded import (
     Dataset,
     EncodedBatch,
+    count_cut,
+    describe_cut,
     describe_enlarged,
     encode_rows,
     no_framing,
@@ -193,6 +195,8 @@ def open_cache(
     enlarged = int(is_enlarged(cache.framing, dataset.size).sum())
     if enlarged:
         bad_rows.say(describe_enlarged(enlarged, cache.framing[..., 0].numel(), dataset.size))
+    if cut := count_cut(cache.framing, dataset.size):
+        bad_rows.say(describe_cut(cut, cache.framing[..., 0].numel(), dataset.size))
     return cache
 
 

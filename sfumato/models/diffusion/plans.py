@@ -287,3 +287,6 @@ COGVIDEOX = ParallelPlan(
         "proj_out": Gather(1),
     },
 )
+
+# The projections hold several matrices, of which each process would need a part.
+STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))

@@ -38,7 +38,9 @@ def encoding_bytes(model: DiffusionModel, size: tuple[int, int]) -> int:
     """
     shapes = model.embedding_shapes(*size)
     longest = max((shape[0] for shape, _ in shapes.values() if len(shape) == 2), default=1)
-    parts = [model.components[name] for name in model.encoder_names if name in model.components]
+    parts: list[Any] = [model.components[name] for name in model.encoder_names if name in model.components]
+    # those of diffusers embed a number, such as the length of a sound, and take next to nothing
+    parts = [part for part in parts if hasattr(part.config, "get_text_config")]
     return max((peak_bytes(partial(_encode, part, longest, model.max_sequence_length)) for part in parts), default=0)
 
 
@@ -58,8 +60,11 @@ def _encode(part: Any, length: int, prompt_length: int) -> Any:
         width = config.get_text_config().hidden_size
         embedded = torch.empty(1, length + TEMPLATE_TOKENS, width, device="meta", dtype=part.dtype)
         decoder = part.get_decoder() if hasattr(part, "lm_head") else part
+        # T5Gemma looks into its mask for padding, which has no values here
+        masks = dict.fromkeys(("full_attention", "sliding_attention"))
+        masked = {"attention_mask": masks} if config.model_type == "t5gemma" else {}
         return getattr(decoder, "language_model", decoder)(
-            inputs_embeds=embedded, output_hidden_states=True, use_cache=False
+            inputs_embeds=embedded, output_hidden_states=True, use_cache=False, **masked
         )
     positions = getattr(config, "max_position_embeddings", None)  # of CLIP, whose last layers are taken; T5 has none
     ids = torch.zeros(EMBED_BATCH, positions or max(prompt_length, 1), dtype=torch.int64, device="meta")

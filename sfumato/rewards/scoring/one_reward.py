@@ -91,7 +91,8 @@ def digest(samples: Sequence[Sample]) -> bytes:
     content = hashlib.blake2b(digest_size=16)
     for sample in samples:
         seen = [] if sample.images is None else [list(sample.images.find())]
-        for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *seen):
+        sound = () if sample.sound is None else (sample.sound.samples, sample.sound.rate)
+        for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *sound, *seen):
             for piece in _to_buffers(part):
                 content.update(len(piece).to_bytes(8, "little"))
                 content.update(piece)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +111,7 @@ class Scores:
         """One sample with its scores, for the run folder; ``about`` are the record's other fields."""
         rewards = {name: float(values[row]) for name, values in self.components.items()}
         return SampleRecord(
-            content=cast("str", sample.text) if sample.image is None else sample.image,
+            content=sample.content,
             damage=sample.damage,
             source=sample.source if sample.images is None else sample.images.side_by_side(),
             prompt=sample.prompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from sfumato.rollout.diffusion.monitors import VelocityNorms
 from sfumato.rollout.diffusion.policy import encode_prompts
 from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
-from sfumato.rollout.diffusion.trajectory_sampler import decode_samples, sample_of
+from sfumato.rollout.diffusion.trajectory_sampler import Content, decode_samples, sample_of
 from sfumato.tracking.samples import SampleRecord
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def sample_images(
     observe: Callable[[torch.Tensor], object] | None = None,
     cache: StepCache | None = None,
     damage: list[str] | None = None,
-) -> list[np.ndarray]:
+) -> list[Content]:
     """Draws images deterministically from their first latents, for evaluation.
 
     Args:
@@ -70,13 +70,13 @@ def sample_images(
         damage: a list to which a text is appended for each image: what is wrong with it, or nothing.
 
     Returns:
-        uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``.
+        uint8 ``[H, W, 3]`` each; videos ``[F, H, W, 3]``; or sounds.
 
     Raises:
         NonFiniteError: when an image is not finite before it is rounded, and ``damage`` is not given.
     """
 
-    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[tuple[np.ndarray, str]]:
+    def draw(part: slice, observe: Callable[[torch.Tensor], object] | None = observe) -> list[tuple[Content, str]]:
         with model.evaluating():
             latents, _ = sample_trajectories(
                 model,
@@ -101,7 +101,7 @@ def sample_images(
         exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0][0])
         with cache.active():
             marked_images = [marked for part in parts for marked in draw(part)]
-        cache.compare(exact, marked_images[0][0])
+        cache.compare(exact, marked_images[0][0])  # pyright: ignore[reportArgumentType]  (images: no sound has a cache)
     problems = [problem for _, problem in marked_images]
     if damage is None and any(problems):
         raise NonFiniteError(f"{sum(map(bool, problems))} of {len(problems)} samples: {next(filter(None, problems))}")
@@ -183,7 +183,7 @@ def draw_grid(
         model,
         model.encode_prompts(prompts, images=sources),
         sample_ids=list(range(len(prompts))),
-        size=(config.data.height, config.data.width, config.data.num_frames),
+        size=config.data.size,
         num_steps=config.sample.num_inference_steps,
         guidance_scale=config.sample.guidance_scale,
         seed=config.train.seed,
@@ -231,7 +231,7 @@ def draw_watched_prompts(actor: _DrawsEvaluations, prompts: list[str], config: D
         samples, _ = sample_evaluation(model, [Prompt(prompt, {}, "watched") for prompt in prompts], ids, config)
     return [
         SampleRecord(
-            content=cast("np.ndarray", sample.image),
+            content=sample.content,
             kind="watched",
             prompt=sample.prompt,
             seed=config.eval.seed,

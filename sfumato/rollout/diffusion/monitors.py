@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ def group_diversity(batch: DiffusionRollout, mesh: Mesh) -> dict[str, float]:
     sums = {"groups": float(len(groups)), "diversity/pixels": 0.0, "diversity/latents": 0.0}
     distances = Numbers()
     for rows in groups.values():
-        sums["diversity/pixels"] += pixel_distance([cast(np.ndarray, batch.samples[row].image) for row in rows])
+        sums["diversity/pixels"] += pixel_distance([batch.samples[row].shown for row in rows])
         distances.add(latent_distance(batch.latents[to_device(torch.tensor(rows), batch.latents.device)]))
     sums["diversity/latents"] = sum(distances, 0.0)
     sums = mesh.sum_dict(sums)

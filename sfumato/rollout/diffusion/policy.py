@@ -79,8 +79,7 @@ def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: Di
     Raises:
         DataError: when a source image is missing or broken; names file and row.
     """
-    height = config.rollout.height
-    width = config.rollout.width
+    height, width, _ = config.rollout.size
     for prompt in prompts if model.takes_image else ():
         prompt.check_source(height, width)
     if config.model.keep_encoders:
@@ -118,7 +117,7 @@ def count_costs(actor: _HasModel, config: DiffusionRLConfig) -> Costs:
     rollout = config.rollout
     algorithm = config.algorithm
     model = actor.model
-    forward, training = denoiser_flops(model, rollout.height, rollout.width)  # of one sample and guidance branch
+    forward, training = denoiser_flops(model, *rollout.size[:2])  # of one sample and guidance branch
 
     def branches(scale: float) -> int:
         return 1 if scale == 1.0 or model.embeds_guidance else 2

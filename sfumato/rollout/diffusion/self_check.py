@@ -158,7 +158,7 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     count = max(sizes)
     latents = keyed_normal(model.latent_shape(*config.rollout.size), 0, "row probe", 0, range(2 * count), model.device)
     sigma = torch.linspace(0.1, 0.9, 2 * count, device=model.device)
-    example = Conditioning(model.example_embeddings(config.rollout.height, config.rollout.width)).to(model.device)
+    example = Conditioning(model.example_embeddings(*config.rollout.size[:2])).to(model.device)
 
     def velocity(rows: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # with guidance the model computes both branches in one batch, so it has twice as many rows

@@ -22,6 +22,10 @@ from sfumato.parallel.finite import finite_rows
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Rollout, SampleRequest
 from sfumato.rollout.diffusion.policy import encode_prompts
+from sfumato.tracking.waveforms import Waveform
+
+Content = np.ndarray | Waveform
+"""An image, uint8 ``[H, W, 3]``, a video, ``[F, H, W, 3]``, or a sound."""
 
 LATENTS_NOT_FINITE = "its latents are NaN or infinite"
 PICTURE_NOT_FINITE = (
@@ -172,10 +176,11 @@ class EncodedRequests:
         return rollout, samples
 
 
-def sample_of(prompt: Prompt, image: np.ndarray, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
-    """A sample as rewards see it; ``image`` is uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``."""
+def sample_of(prompt: Prompt, content: Content, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
+    """A sample as rewards see it; ``content`` is uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``, or a sound."""
     about = {"prompt": prompt.text, "metadata": prompt.metadata, "group_id": group_id, "source": source}
-    return Sample(image=image, damage=damage, **about)
+    kind = "sound" if isinstance(content, Waveform) else "image"
+    return Sample(damage=damage, **about, **{kind: content})
 
 
 def start_latents(
@@ -190,7 +195,7 @@ def start_latents(
 
 def decode_samples(
     model: DiffusionModel, latents: torch.Tensor, replay_data: ReplayData | None = None
-) -> list[tuple[np.ndarray, str]]:
+) -> list[tuple[Content, str]]:
     """Decodes samples, and finds those whose values are not finite.
 
     Args:
@@ -199,7 +204,7 @@ def decode_samples(
         replay_data: what else an update needs of the samples, which must be finite, too.
 
     Returns:
-        For each sample its image, uint8, and what is wrong with it, an empty text where nothing is.
+        For each sample its image, uint8, or sound, and what is wrong with it, an empty text where nothing is.
     """
     pixels, has_picture = model.decode_marked(latents)
     has_latents = finite_rows(latents)
@@ -209,6 +214,9 @@ def decode_samples(
         "" if sampled and decoded else PICTURE_NOT_FINITE if sampled else LATENTS_NOT_FINITE
         for sampled, decoded in torch.stack([has_latents, has_picture], dim=1).tolist()
     ]
+    if model.makes_sound:
+        sounds = [Waveform(sound, model.sampling_rate) for sound in pixels.cpu().numpy()]
+        return list(zip(sounds, problems, strict=True))
     images = pixels.movedim(-3, -1).contiguous().cpu().numpy()  # [B, H, W, 3], or [B, F, H, W, 3]
     return list(zip(images, problems, strict=True))
 
