@@ -34,7 +34,7 @@ ROUNDING = {"kl/reference": 1e-9}
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if number > 1 else ()) for number, mode in enumerate(MODES)]
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if number > 0 else ()) for number, mode in enumerate(MODES)]
 )
 def test_ranks_equal_one_process(mode: str, ranks: Any, tmp_path: Path) -> None:
     train, settings = MODES[mode]

@@ -95,7 +95,7 @@ def truth(kind: str, **lora: Any) -> Outcome:
     return train_adapters(kind, lora, {})
 
 
-LATER = ("dora, hsdp", "rslora, fsdp2 x tp", "experts, hsdp x ring")
+LATER = ("lokr, ulysses", "loha, fsdp2, recomputed", "dora, hsdp", "rslora, fsdp2 x tp", "experts, hsdp x ring")
 """Left to the slow tests."""
 
 

@@ -93,7 +93,7 @@ def test_passes_in_training_draw_no_random_numbers(folder: Path, variant: str) -
     assert bool(skipped) == (variant != "oft") and (variant != "oft" or torch.equal(torch.get_rng_state(), state))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["lokr", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS[1:])])
 def test_a_run_exports_what_diffusers_and_peft_load_and_resumes(tmp_path: Path, variant: str) -> None:
     train = {"max_steps": 4, "save_steps": 2, "lr": 1e-2}
     config = tiny_dit_config(tmp_path, model={"lora": {"rank": 4, "variant": variant}}, train=train)

@@ -217,7 +217,9 @@ def test_the_distance_to_the_model_before_training(folder: Path, lora: bool) -> 
     assert trained and sum(weight.grad is not None and bool(weight.grad.any()) for weight in trained) > len(trained) / 2
 
 
-@pytest.mark.parametrize("family", ROWS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if ROWS[name].brief else ()) for name in ROWS]
+)
 def test_every_family_has_a_gradient(tmp_path: Path, family: str) -> None:
     row = ROWS[family]
     if row.needs:
