@@ -300,8 +300,8 @@ def _check_engines() -> Iterator[Finding]:
         if wrong := [text for package in installed for text in contradictions(package)]:
             yield Finding("engines", engine, "broken", f"{version}: {'; '.join(wrong)}", remedy)
             continue
-        known = known_release(engine, version)
-        how = "not known to this version of sfumato" if known is None else f"tested: {known.tested}"
+        release = known_release(engine, version)
+        how = "not known to this version of sfumato" if release is None else f"tested: {release.tested}"
         yield Finding("engines", engine, "ok", f"{version}: {how}")
 
 

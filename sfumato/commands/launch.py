@@ -242,10 +242,10 @@ def _other_task(script: Path, arguments: list[str]) -> str:
     from sfumato.config.load import load_config
     from sfumato.config.tasks import TASKS, schema_of
 
-    own = schema_of_script(script)
-    if own is None or not arguments or not Path(arguments[0]).is_file():
+    script_schema = schema_of_script(script)
+    if script_schema is None or not arguments or not Path(arguments[0]).is_file():
         return ""
-    for schema, task in [(own, ""), *((schema_of(task), task) for task in TASKS)]:
+    for schema, task in [(script_schema, ""), *((schema_of(task), task) for task in TASKS)]:
         try:
             load_config(schema, arguments[0])
         except ConfigError:

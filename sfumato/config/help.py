@@ -164,7 +164,7 @@ def _first_lines(sections: list[SectionHelp]) -> list[str]:
         return lines
     lines += ["", f"These are {len(shown)} of {len(fields)} options. The rest by section, --help SECTION:", ""]
     for name in dict.fromkeys(section.path.partition(".")[0] for section in sections if section.fields):
-        inside = [each for each in sections if each.path.partition(".")[0] == name]
+        inside = [section for section in sections if section.path.partition(".")[0] == name]
         count = sum(len(section.fields) for section in inside)
         if name:
             lines.append(f"  --help {name:<10} {count:>3} options  {inside[0].summary}")

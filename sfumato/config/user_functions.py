@@ -57,8 +57,8 @@ def _place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text names them
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    user_frames = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f" (at {user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -80,7 +80,7 @@ def run_tasks(
         ) from error
     if with_chat_template and model.template.chat is None:
         raise ConfigError("--apply-chat-template: the model's tokenizer has no chat template: leave it out")
-    found = simple_evaluate(
+    report = simple_evaluate(
         model=HarnessModel(model),
         tasks=cast(Any, names),
         num_fewshot=num_fewshot,
@@ -89,21 +89,21 @@ def run_tasks(
         task_manager=manager,
         bootstrap_iters=0,
     )
-    assert found is not None  # this is the only process
-    return _collect(cast("dict[str, Any]", found))
+    assert report is not None  # this is the only process
+    return _collect(cast("dict[str, Any]", report))
 
 
-def _collect(found: dict[str, Any]) -> HarnessResults:
+def _collect(report: dict[str, Any]) -> HarnessResults:
     """Values of documents where their mean is what the harness reports, else what it reports."""
     results = HarnessResults()
-    for task, samples in found["samples"].items():
+    for task, samples in report["samples"].items():
         values: dict[tuple[str, str], dict[tuple[Hashable, int], Any]] = {}
         for sample in samples:
             for metric in sample["metrics"]:
                 values.setdefault((metric, sample["filter"]), {})[sample["doc_id"], 0] = sample[metric]
         for (metric, filter_name), by_document in values.items():
             name = f"{task} {metric}" if filter_name == "none" else f"{task} {metric} ({filter_name})"
-            reported = float(found["results"][task][f"{metric},{filter_name}"])
+            reported = float(report["results"][task][f"{metric},{filter_name}"])
             scalars = {key: float(value) for key, value in by_document.items() if isinstance(value, (int, float))}
             is_mean = len(scalars) == len(by_document) and math.isclose(
                 sum(scalars.values()) / len(scalars), reported, rel_tol=1e-9, abs_tol=1e-12

@@ -142,8 +142,8 @@ def one_process(train: Train) -> Train:
 
     Precision and compilation stay, so that the bits are those of the run in one process.
     """
-    kept = ("compile",)
-    defaults = {name: field.get_default() for name, field in ParallelConfig.model_fields.items() if name not in kept}
+    fields = ParallelConfig.model_fields.items()
+    defaults = {name: field.get_default() for name, field in fields if name != "compile"}
     return train.model_copy(update=defaults | {"data_parallel_mode": "ddp", "init_device": "cpu"})
 
 

@@ -110,8 +110,8 @@ def relations(one: Detection, other: Detection, threshold: float) -> set[str]:
     if (np.abs(revised) < LEAST_OFFSET).all():
         return set()
     x, y = revised / np.linalg.norm(offset)
-    found = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {name for name, holds in found.items() if holds}
+    holds_by_name = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in holds_by_name.items() if holds}
 
 
 def is_correct(

@@ -74,8 +74,8 @@ class GenEval(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """See ``Reward``."""
-        found = self._detector().detect([sample.pixels for sample in samples], self.threshold)
-        return [float(self._is_correct(*pair)) for pair in zip(samples, found, strict=True)]
+        detections = self._detector().detect([sample.pixels for sample in samples], self.threshold)
+        return [float(self._is_correct(*pair)) for pair in zip(samples, detections, strict=True)]
 
     def _is_correct(self, sample: Sample, detections: Sequence[Detection]) -> bool:
         include, exclude = read_requirements(sample.metadata)

@@ -223,15 +223,17 @@ class RunsFolder:
         if folder is None:
             return None
         stamp = tuple(_stamp(folder / file) for file in (*MARKS, "config.yaml", "timings.jsonl"))
-        known = self._described.get(name)
-        is_alive = known is not None and known[1].get("state") in ("running", "standing still")
-        if known is None or known[0] != stamp or is_alive:
-            reader = self.reader(name)
-            if reader is None:
-                return None
-            reader.refresh()
-            known = self._described[name] = (stamp, describe(reader))
-        return known[1]
+        before = self._described.get(name)
+        is_alive = before is not None and before[1].get("state") in ("running", "standing still")
+        if before is not None and before[0] == stamp and not is_alive:
+            return before[1]
+        reader = self.reader(name)
+        if reader is None:
+            return None
+        reader.refresh()
+        description = describe(reader)
+        self._described[name] = (stamp, description)
+        return description
 
     def stamp(self) -> str:
         """A text that is another one when the list of runs, or what it says of one, may have changed."""

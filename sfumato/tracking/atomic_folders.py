@@ -287,7 +287,7 @@ def restore_folder(folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def exchange(left: Path, right: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Gives each of two folders the other's name, in one call.
 
     Returns:
@@ -299,12 +299,12 @@ def exchange(left: Path, right: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(_HERE, os.fsencode(left), _HERE, os.fsencode(right), _EXCHANGE) == 0:
+    if renameat2(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in _CANNOT:
         return False
-    raise OSError(number, os.strerror(number), str(left), None, str(right))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def _working_names(folder: Path) -> tuple[Path, Path]:

@@ -21,9 +21,9 @@ def rerun_command(**overrides: object) -> str:
     """
     if len(sys.argv) < 2 or not sys.argv[0].endswith(".py") or not sys.argv[1].endswith(CONFIG_ENDINGS):
         return ""
-    task, config, *given = sys.argv
+    task, config, *arguments = sys.argv
     names = {name.replace("__", "."): value for name, value in overrides.items()}
-    words = [*launch_words(), _shorten(task), config, *_without(given, names)]
+    words = [*launch_words(), _shorten(task), config, *_without(arguments, names)]
     for name, value in names.items():
         if value is not None:
             words += [f"--{name}", str(value)]

@@ -343,7 +343,7 @@ def test_versions_within_one_process_come_in_the_same_memory():
     assert places[0] == places[1] and len(places[0]) == 4
     sending = actor.sync.transport
     sync.close()
-    assert not sending.kept
+    assert not sending.reused
 
 
 @pytest.mark.parametrize("name", ["0.weight", "0.bias"])

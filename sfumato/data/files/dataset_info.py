@@ -189,13 +189,13 @@ def _check_entry(entry: Mapping[str, object], where: str) -> None:
 
 def _read_mapping(entry: Mapping[str, object], name: str, folder: str, where: str) -> RowMapping:
     tables: dict[str, dict[str, str]] = {}
-    for key, known in (("columns", {*COLUMNS, *OTHER_COLUMNS}), ("tags", {*TAGS})):
+    for key, valid_keys in (("columns", {*COLUMNS, *OTHER_COLUMNS}), ("tags", {*TAGS})):
         value = entry.get(key) or {}
         if not isinstance(value, dict) or not all(isinstance(item, str | None) for item in value.values()):
             raise DataError(f"{where}: {key} must be a mapping of texts, not {value!r}")
-        unknown = sorted(value.keys() - known)
+        unknown = sorted(value.keys() - valid_keys)
         if unknown:
-            raise DataError(f"{where}: unknown key {unknown[0]!r} of {key}; known are {', '.join(sorted(known))}")
+            raise DataError(f"{where}: unknown key {unknown[0]!r} of {key}; known are {', '.join(sorted(valid_keys))}")
         tables[key] = {item_key: item for item_key, item in value.items() if item}
     # As LLaMA-Factory: an entry with columns or tags states all of them, the defaults count where it has none.
     columns = tables["columns"] or dict(COLUMNS)

@@ -26,11 +26,11 @@ class PeakBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
             key = storage._cdata
-            if key in self._seen or key in given:
+            if key in self._seen or key in inputs:
                 continue
             self._seen.add(key)
             self.live += storage.nbytes()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TokenScores:
-    """The model's output for a batch of ``[B, T]`` tokens, for all of them or for those that ``kept`` names.
+    """The model's output for a batch of ``[B, T]`` tokens, for all of them or for those that ``columns`` names.
 
     It holds logits, or the last hidden states from which logits are computed for some tokens at a time.
     """
@@ -34,7 +34,7 @@ class TokenScores:
         self,
         output: Tensor,
         shape: tuple[int, int],
-        kept: Tensor | None = None,
+        columns: Tensor | None = None,
         head: nn.Linear | None = None,
         tail: Tail | None = None,
         router_logits: RouterLogits | None = None,
@@ -44,7 +44,7 @@ class TokenScores:
         Args:
             output: logits ``[1 or B, K, V]``, or with a head hidden states ``[1 or B, K, H]``.
             shape: B and T.
-            kept: int64 ``[K]``, the columns of a single row that the output is for; None for all.
+            columns: int64 ``[K]``, the columns of a single row that the output is for; None for all.
             head: the output layer, which makes logits from hidden states.
             tail: what the model does to the logits of that layer, such as a cap; None where it does nothing.
             router_logits: the routers' logits, of a model that is trained with their auxiliary loss.
@@ -52,7 +52,7 @@ class TokenScores:
         self.router_logits = router_logits
         self._output = output
         self._shape = shape
-        self._columns = kept
+        self._columns = columns
         self._head = head
         self._tail = tail
 
@@ -96,7 +96,8 @@ class TokenScores:
         if self._head is None:
             losses = -self.log_probs(labels)
             return losses.sum(), losses.detach()
-        weight, picked = self._head.weight, self._pick(labels)
+        weight = self._head.weight
+        picked = self._pick(labels)
         settings = {"group": vocabulary_group(weight), "tail": self._tail}
         total, losses = linear_cross_entropy(self._output, weight, picked, self._head.bias, **settings)
         return total, self._spread(losses)

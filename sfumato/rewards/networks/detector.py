@@ -48,12 +48,12 @@ class Detector:
                 inputs = self.processor(images=[Image.fromarray(image) for image in batch], return_tensors="pt")
                 output = self.model(**{name: value.to(self.device) for name, value in inputs.items()})
                 sizes = torch.tensor([image.shape[:2] for image in batch])
-                found = self.processor.post_process_object_detection(output, threshold, target_sizes=sizes)
-                detections += [self._read(of_image) for of_image in found]
+                outputs = self.processor.post_process_object_detection(output, threshold, target_sizes=sizes)
+                detections += [self._read(of_image) for of_image in outputs]
         return detections
 
-    def _read(self, found: dict[str, torch.Tensor]) -> list[Detection]:
-        values = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
+    def _read(self, output: dict[str, torch.Tensor]) -> list[Detection]:
+        values = zip(output["labels"].tolist(), output["scores"].tolist(), output["boxes"].tolist(), strict=True)
         return [Detection(self._labels[label], score, tuple(box)) for label, score, box in values]
 
 

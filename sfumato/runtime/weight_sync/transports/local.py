@@ -28,7 +28,7 @@ class Sending(transports.Sending):
         """Has the receiver load a version; set when one opens that takes whole tensors."""
         self.receiver: Shards | None = None
         """How the receiver's tensors are divided, set when it opens; None: it takes whole tensors."""
-        self.kept: dict[str, torch.Tensor] = {}
+        self.reused: dict[str, torch.Tensor] = {}
         """Memory of the previous version by name, which the next is copied into. On a CPU only: allocating there costs
         several times what filling the memory does. On a GPU the allocator caches memory, which others can use
         meanwhile."""
@@ -91,15 +91,15 @@ class Sending(transports.Sending):
 
     def close(self) -> None:
         """Frees the memory."""
-        self.kept = {}
+        self.reused = {}
 
     def _copy(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of a tensor, cast to ``dtype``, in the memory of the previous version where that was kept."""
-        if name in self.kept:
-            return self.kept[name].copy_(tensor)
+        if name in self.reused:
+            return self.reused[name].copy_(tensor)
         copied = tensor.to(dtype, copy=True)
         if self.mesh.device.type == "cpu":
-            self.kept[name] = copied
+            self.reused[name] = copied
         return copied
 
 
