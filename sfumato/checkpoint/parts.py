@@ -327,7 +327,8 @@ class SavePlanner(DefaultSavePlanner):
             parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
             if problem := chunks_problem(tuple(cast("TensorStorageMetadata", described).size), parts):
                 raise ValueError(f"the plan of a checkpoint is wrong: {key}: {problem}")
-        self.global_plan, self.metadata = plans, metadata
+        self.global_plan = plans
+        self.metadata = metadata
         return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:

@@ -216,7 +216,8 @@ def parse_overrides(arguments: list[str]) -> Overrides:
         written = overrides.written
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents, start=1):
-            target, written = target.setdefault(parent, {}), written.setdefault(parent, {})
+            target = target.setdefault(parent, {})
+            written = written.setdefault(parent, {})
             if not isinstance(target, dict):
                 above = ".".join(parents[:depth])
                 raise ConfigError(f"--{short_name} goes into --{above}, which another override sets to a plain value")

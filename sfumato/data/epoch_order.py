@@ -43,5 +43,6 @@ class EpochOrder:
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, self.count)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, keyed_permutation(self.count, self.seed, self.key, epoch)
+            self._order = keyed_permutation(self.count, self.seed, self.key, epoch)
+            self._epoch = epoch
         return int(self._order[offset])

@@ -54,7 +54,8 @@ class BucketOrder:
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.buckets))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._arrange_epoch(epoch)
+            self._order = self._arrange_epoch(epoch)
+            self._epoch = epoch
         return int(self._order[offset])
 
     def _arrange_epoch(self, epoch: int) -> np.ndarray:

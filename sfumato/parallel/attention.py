@@ -492,7 +492,8 @@ class _Hop:
     """A tensor sent to the next ring rank while another comes from the one before."""
 
     def __init__(self, sent: Tensor, num_received: int, groups: SequenceGroups) -> None:
-        size, rank = groups.ring_size, groups.ring_rank
+        size = groups.ring_size
+        rank = groups.ring_rank
         self._sent = sent  # must live until the transfer is over
         self._received = sent  # with one rank nothing travels
         self._works: list[dist.Work] = []

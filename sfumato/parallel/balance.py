@@ -134,7 +134,8 @@ def _find_router(module: nn.Module, experts: str, num_experts: int) -> tuple[str
     """The name and module of the router of a layer's experts, and the name of its bias if it has one."""
     block = experts.rpartition(".")[0]
     while experts.split(".")[-1] == "base_layer":  # an adapter around the experts
-        experts, block = block, block.rpartition(".")[0]
+        experts = block
+        block = block.rpartition(".")[0]
     parent = dict(module.named_modules())[block]  # get_submodule does not know the stages of a pipeline
     for name, submodule in parent.named_modules(prefix=block):
         for bias in BIASES:

@@ -256,7 +256,8 @@ def watch_peers(rank: int, size: int, say: Callable[[str], None]) -> None:
     global _watching
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size or _watching is not None:
         return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
 
     def connect() -> dist.Store:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_S))

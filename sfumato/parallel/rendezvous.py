@@ -65,7 +65,8 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         store: dist.Store = dist.FileStore(path, size)
         store.set_timeout(timeout)
         return store
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     if rank == 0 and not agent_serves:
         return serve_store(address, port, timeout, size)

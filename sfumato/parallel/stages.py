@@ -90,7 +90,8 @@ def check_micro_batches(config: ParallelConfig, num: int) -> None:
     Raises:
         ConfigError: when it cannot, with the arithmetic.
     """
-    size, schedule = config.pipeline_parallel_size, config.pipeline_schedule
+    size = config.pipeline_parallel_size
+    schedule = config.pipeline_schedule
     if num < (size if schedule == "1f1b" else 1):
         raise ConfigError(
             f"train.pipeline_schedule {schedule} has {num} micro-batches in a step (1f1b needs one for each of the "

@@ -302,7 +302,8 @@ def converted(
     ):
         new, pattern = rename_source_key(name, renamings, converters, cast("str", model.base_model_prefix), shapes)
         if new not in shapes and name in shapes:  # the file has the model's own name already
-            new, pattern = name, None
+            new = name
+            pattern = None
         if pattern is not None:
             groups.setdefault(new, {}).setdefault(pattern, []).append(stored[name])
         elif new in sources:

@@ -136,7 +136,8 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         ConfigError: on every rank and before anything changes, when a name or shape is not the module's, weights are
             on meta, or the ranks have different numbers of tensors.
     """
-    parameters, buffers = all_parameters(module), persistent_buffers(module)
+    parameters = all_parameters(module)
+    buffers = persistent_buffers(module)
     shards = Shards(module, mesh, parameters)
     shapes = {name: tuple(shards.shapes[name]) for name in parameters}
     shapes = mesh.merge(shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}, over="pp")
@@ -395,7 +396,9 @@ def _draw_shards(
     device: torch.device,
 ) -> None:
     """Draws this rank's shards of a module's weights; ``plain`` is on meta, and its buffers have their values."""
-    parameters, buffers, plain_buffers = all_parameters(module), persistent_buffers(module), persistent_buffers(plain)
+    parameters = all_parameters(module)
+    buffers = persistent_buffers(module)
+    plain_buffers = persistent_buffers(plain)
     problems = _missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
     if reasons := problems_of(recipes):
         problems.append(refusal(reasons, LARGEST_IN_SEQUENCE))
@@ -403,7 +406,8 @@ def _draw_shards(
     # values that the model computes when it is built may come from memory that it never wrote
     share_values(recipes, partial(_from_first_rank, mesh=mesh))
     make_real(module, device)
-    parameters, buffers = all_parameters(module), persistent_buffers(module)
+    parameters = all_parameters(module)
+    buffers = persistent_buffers(module)
     shards = Shards(module, mesh, parameters)
     for name, parameter in parameters.items():
         for chunk in chunks_of(shards, name):

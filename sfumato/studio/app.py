@@ -183,7 +183,8 @@ class Studio:
 
     def sample(self, request: Request) -> Response:
         """One sample with everything that is known of it."""
-        reader, step = self._run(request), number_parameter(request, "step")
+        reader = self._run(request)
+        step = number_parameter(request, "step")
         row = find_sample(reader, step, text_parameter(request, "kind"), number_parameter(request, "id"))
         return json_response(describe_sample(reader, step, row))
 
@@ -270,7 +271,8 @@ class Studio:
 
     def _path(self, request: Request) -> Path:
         """The file of a sample: one that the rows of its step name."""
-        step, name = number_parameter(request, "step"), text_parameter(request, "file")
+        step = number_parameter(request, "step")
+        name = text_parameter(request, "file")
         path = self._run(request).samples.path_of_file(step, name)
         if path is None or path.is_symlink() or not path.is_file():
             raise RefusedRequestError(404, f"step {step} has no file {name[:100]!r}")

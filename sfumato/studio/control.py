@@ -127,7 +127,10 @@ class Control:
     async def replay(self, request: Request) -> Response:
         """Makes a sample again from its checkpoint, in a process of its own, and says what differs."""
         value = await _read_json(request, "run", "step", "kind", "id")
-        reader, step, sample_id, kind = self._run(value), value.get("step"), value.get("id"), value.get("kind")
+        reader = self._run(value)
+        step = value.get("step")
+        sample_id = value.get("id")
+        kind = value.get("kind")
         if not _is_whole(step) or not _is_whole(sample_id) or kind not in KINDS:
             raise RefusedRequestError(400, "step and id must be whole numbers, and kind one of " + ", ".join(KINDS))
         assert isinstance(step, int) and isinstance(sample_id, int) and isinstance(kind, str)

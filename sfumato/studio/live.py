@@ -75,7 +75,8 @@ class Live:
             while time.monotonic() - began < MOST_STREAM_S:
                 new = await self.cursor(run)
                 if new != cursor:
-                    cursor, sent = new, time.monotonic()
+                    cursor = new
+                    sent = time.monotonic()
                     yield f"id: {new}\nevent: change\ndata: {new}\n\n"
                 elif time.monotonic() - sent > BEAT_EVERY_S:
                     sent = time.monotonic()

@@ -242,7 +242,8 @@ def summarise_metric(name: str, run: RunRecord) -> Result | None:
     if not points:
         return None
     direction = direction_of(name, run.config)
-    best_step, best = points[-1][0], math.nan
+    best_step = points[-1][0]
+    best = math.nan
     if direction:
         best_step, best = (max if direction > 0 else min)(points, key=lambda point: point[1])
     return Result(*points[0], *points[-1], best_step, best)

@@ -160,7 +160,8 @@ def list_remote(url: str, option: str) -> tuple[bool, dict[str, RemoteFile]]:
         elif _is_file(file_system, path):
             paths = [path]
         else:
-            is_folder, folder = True, path.rstrip("/")
+            is_folder = True
+            folder = path.rstrip("/")
             paths = list(file_system.find(path))
         if not paths:
             raise DataError(f"{shown}: nothing is there")

@@ -87,7 +87,8 @@ class JsonlRows(FileRows):
         super().__init__(path)
         self._starts = array("Q")
         self._lines = array("I")
-        (position, number), continues = start, False
+        position, number = start
+        continues = False
         with path.open("rb") as file:
             file.seek(position)
             for line in iter(functools.partial(file.readline, MAX_LINE), b""):  # a longer one comes in parts

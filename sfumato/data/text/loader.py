@@ -312,7 +312,8 @@ def open_text_data(
     ends = adopt_answer_end(transform, tokenizer).describe()
     for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
         say(line)
-    sources, held_out = open_sources_once(data, mesh), open_validation(data)
+    sources = open_sources_once(data, mesh)
+    held_out = open_validation(data)
     if mesh.is_first:  # it alone writes the log, and all rows may be read for these lines
         for line in describe_text_data(data, sources, held_out, transform, config.eval.num_rows):
             say(line)
@@ -467,7 +468,8 @@ def _split_prompt(sample: TextSample) -> AnsweredPrompt:
     document = sample.documents[0]
     token_ids = document.input_ids.tolist()
     loss_mask = document.loss_mask.tolist()
-    start, stop = len(token_ids) // 2, len(token_ids)
+    start = len(token_ids) // 2
+    stop = len(token_ids)
     if not all(loss_mask[1:]):
         start = stop = max(index for index, is_in_loss in enumerate(loss_mask, start=1) if is_in_loss)
         while loss_mask[start - 1]:

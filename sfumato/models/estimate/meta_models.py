@@ -404,7 +404,8 @@ def plan_diffusion_model(
         tensors = {name: torch.empty(rows, *row_shape, dtype=dtype) for name, (row_shape, dtype) in embeddings.items()}
         negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
         scale = guidance_scale if layout.cfg == 1 else 1.0
-        latents, sigma = torch.empty(rows, *latent_shape), torch.empty(rows)
+        latents = torch.empty(rows, *latent_shape)
+        sigma = torch.empty(rows)
         return shadow.predict_velocity(latents, sigma, Conditioning(tensors, negative, model.takes_image), scale)
 
     def run(module: nn.Module) -> Tensor:

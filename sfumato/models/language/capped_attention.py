@@ -71,7 +71,8 @@ class _InBlocks(torch.autograd.Function):
         cap: _Cap,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
-        ctx.sees, ctx.cap = sees, cap
+        ctx.sees = sees
+        ctx.cap = cap
         outputs = [
             _attend_block(query[:, :, rows], key[:, :, :end], value[:, :, :end], sees(queries), sinks, cap)
             for queries, rows, end in _blocks(query, key)

@@ -464,7 +464,8 @@ def _attend_windows(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring
     """Attention with a window where each row is one document, ``[B, H, S, D]``, by a CUDA kernel; returns
     ``[B, S, H, Dv]``."""
     assert scoring.window is not None
-    length, value_width = query.shape[2], value.shape[-1]
+    length = query.shape[2]
+    value_width = value.shape[-1]
     width = max(query.shape[-1], value_width)
     width += -width % WIDTHS["cuda"]
     inputs = [_pad_width(tensor.transpose(1, 2), width) for tensor in (query, key, value)]

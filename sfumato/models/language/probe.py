@@ -190,9 +190,10 @@ class Checks:
 
     def _make_batch(self, documents: list[TextSample]) -> TokenBatch:
         """The documents as a micro-batch in host memory."""
-        count, packed = len(documents), self.train.rmpad_with_pos_ids
-        min_tokens, vision = placeholder_tokens(self.model.mesh), self.model.vision
-        return make_batch(documents, list(range(count)), [0] * count, packed, 0, min_tokens, vision)
+        count = len(documents)
+        packed = self.train.rmpad_with_pos_ids
+        min_tokens = placeholder_tokens(self.model.mesh)
+        return make_batch(documents, list(range(count)), [0] * count, packed, 0, min_tokens, self.model.vision)
 
     def reference(self) -> Measured | None:
         """The expected results, on every rank.
@@ -204,7 +205,8 @@ class Checks:
         Raises:
             ConfigError: when transformers' module fails.
         """
-        model, mesh = self.model, self.model.mesh
+        model = self.model
+        mesh = model.mesh
         if model.whole_bytes() <= LARGEST_COPY:
             weights = whole_weights(model.trained, mesh, share=True)
             # rank 0 alone computes the reference, and sends its results, or its error, to the others
@@ -269,7 +271,8 @@ class Checks:
         """
         if not self.trains:
             return 0.0, 0.0
-        model, mesh = self.model, self.model.mesh
+        model = self.model
+        mesh = model.mesh
         num_labels = self.batches[0].num_labels * self.copies * mesh.data_size
 
         def loss_fn(output: object, batch: TokenBatch) -> Tensor:

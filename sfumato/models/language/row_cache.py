@@ -258,7 +258,8 @@ def _attention(
     key, value = key.to(query.dtype), value.to(query.dtype)
     mask = None if attention_mask is None else attention_mask.to(query.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shape, groups = query.shape, query.shape[1] // key.shape[1]
+    shape = query.shape
+    groups = shape[1] // key.shape[1]
     if softcap is not None or s_aux is not None:
         key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
         return _attend_plainly(query, key, value, mask, scale, softcap, s_aux).transpose(1, 2).contiguous(), None

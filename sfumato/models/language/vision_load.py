@@ -171,7 +171,8 @@ def _check_tokens(vision: Vision, described: PreTrainedConfig) -> None:
     Raises:
         ConfigError: when it is another.
     """
-    ids, (kind, *_) = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0], vision.reader.media
+    ids = vision.idle_ids[vision.reader.kinds(vision.idle_ids) != 0]
+    kind, *_ = vision.reader.media
     token_id = getattr(described, f"{kind}_token_id", None)
     if token_id not in ids.tolist():
         raise ConfigError(

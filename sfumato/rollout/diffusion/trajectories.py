@@ -189,7 +189,8 @@ def with_proximal_means(
     if not rounds_apart and (is_on_policy or not config.algorithm.off_policy.uses_proximal):
         return batch
     later = [rows for optimizer_step in passes[1:] for rows in optimizer_step.parts]
-    dynamics, guidance_scale = config.algorithm.dynamics, config.rollout.guidance_scale
+    dynamics = config.algorithm.dynamics
+    guidance_scale = config.rollout.guidance_scale
     means = proximal_means(model, batch, later, dynamics, guidance_scale, with_gradients=rounds_apart)
     return replace(batch, kept=replace(batch.kept, proximal_means=means))
 

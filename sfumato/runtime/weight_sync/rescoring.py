@@ -141,7 +141,8 @@ class RescoredTexts:
         """Whether the engine has moved as the actor has since the first version, once that is more than rounding."""
         if self.sent.rounded is None:
             return ""
-        expected, first_expected = _log_probs(self.sent).double(), _log_probs(first).double()
+        expected = _log_probs(self.sent).double()
+        first_expected = _log_probs(first).double()
         change = expected - first_expected
         if change.abs().mean() <= max(self._rounding_mean(), FLOOR):
             return ""
