@@ -77,6 +77,7 @@ class SamplerWeights:
         # With turns, both roles' weights would be on the GPUs while the actor evaluates or saves.
         if self.takes_turns or self.applied is not None:
             return False
+        # The first iteration that can be drawn by these weights: none are sent that nothing is drawn by.
         used_from = self.actor_version + self.max_staleness if self.max_staleness <= 1 else self.actor_version + 1
         if max(used_from, next_step) >= self.total_steps:
             return False
@@ -101,8 +102,8 @@ class SamplerWeights:
 
     def begin_turn(self, step: int) -> None:
         """Has the actor free the GPUs for the sampler, once the sampler has its weights. Raises RoleLostError."""
-        while not self.prepare(step):
-            pass
+        is_prepared = self.prepare(step)
+        assert is_prepared, f"iteration {step} is asked for, and the actor's newest weights are {self.actor_version}"
         self.check_applied(wait=True)
         self.roles.actor.call(rest).result()
         self.is_samplers_turn = True

@@ -128,3 +128,13 @@ def test_the_sampler_draws_in_its_turn_only(staleness: int) -> None:
         sent = list(weights.events)
         stream.publish(version=step + 1)
         assert weights.events == sent and not turns, "nothing begins in the actor's turn"
+
+
+def test_turns_without_published_weights_are_an_error_and_no_endless_wait() -> None:
+    stream, _, log = apart(offload=True, total_steps=2)
+    for role, name in ((stream.roles.actor, "actor"), (stream.roles.sampler, "sampler")):
+        role.state.rest = partial(log.events.append, f"{name} rests")
+    steps = stream.steps()
+    next(steps)
+    with pytest.raises(AssertionError, match="iteration 1 is asked for, and the actor's newest weights are 0"):
+        next(steps)
