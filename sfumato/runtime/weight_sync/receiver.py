@@ -196,7 +196,7 @@ class ReceivingEnd:
         shards = None if self.transport.gives_shards else self.receiver.shards
         for name, tensor in tensors:
             if name not in self.sent_names:
-                raise WeightSyncError(f"version {version}: {name} came, which nobody has announced")
+                raise WeightSyncError(f"version {version}: {name} was sent but not announced")
             # A shard outlives the bucket that ``tensor`` is a view of.
             yield name, tensor if shards is None else shards.shard(name, tensor).clone()
 
