@@ -206,6 +206,7 @@ def is_alive(process):
         return False
 
 
+@pytest.mark.slow
 def test_a_page_asks_and_the_model_stays_for_the_next_question(pictures_run, tmp_path):
     studio = Studio(pictures_run.parent, Thumbnails(tmp_path / "thumbnails"))
     control = Control(studio.runs, True)

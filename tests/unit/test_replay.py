@@ -199,6 +199,7 @@ def page(rl_run, tmp_path):
     assert control.outputs is not None and not control.outputs.exists()
 
 
+@pytest.mark.slow
 def test_a_page_has_a_sample_made_again(rl_run, page):
     assert page.get("/api/settings").json()["replay"] is True
     answer = page.post("/api/replay", json={"run": rl_run.name, "step": 2, "kind": "eval", "id": 1})

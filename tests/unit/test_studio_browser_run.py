@@ -35,6 +35,8 @@ def quickstart_config(folder):
     overrides = {
         "model": {"config_path": str(ROOT / "configs/quickstart/tiny_sd3.yaml")},
         "rollout": {"num_prompts": 3, "n": 4, "micro_batch_size": 12},
+        # random weights draw no word that could be read
+        "reward": {"rewards": [*config["reward"]["rewards"], {"type": "brightness"}]},
         "train": {
             "output_dir": str(folder),
             **{"micro_batch_size": 4, "global_batch_size": 12, "save_steps": 1, "max_checkpoints": 1000},
@@ -64,7 +66,7 @@ def wait_for_step(run, step):
         time.sleep(0.2)
 
 
-def test_the_quickstart_under_way_stopped_resumed_killed_and_moved_aside(browser, tmp_path):
+def test_the_quickstart_under_way_stopped_resumed_and_killed(browser, tmp_path):
     root = tmp_path / "runs"
     run = root / "rl"
     root.mkdir()
@@ -86,7 +88,7 @@ def test_the_quickstart_under_way_stopped_resumed_killed_and_moved_aside(browser
         page.on("dialog", lambda dialog: dialog.accept())
         page.click("button[data-command=stop]")
         assert process.wait(120) == 143, log.read_text()
-        page.wait_for_selector("main .badge.stopped")
+        page.wait_for_selector("main .badge:text-is('stopped')")
         stopped_at = max(read_samples(run))
         process = start(config, log, "--train.load_checkpoint_path", "auto")
         page.wait_for_selector("main .badge.running", timeout=300_000)
@@ -99,42 +101,7 @@ def test_the_quickstart_under_way_stopped_resumed_killed_and_moved_aside(browser
         page.wait_for_selector(".toast:has-text('died')")
         shoot(page, "3_died")
 
-        # samples of both parts of the run are drawn again, those that were learned from, too
-        for kind, step in (("eval", 2), ("train", stopped_at + 2)):
-            row = next(row for row in read_samples(run)[step] if row["kind"] == kind)
-            page.goto(f"{studio.base}/#/sample?run=rl&step={step}&kind={kind}&id={row['sample_id']}")
-            page.wait_for_selector(f"b:has-text('step {step}')")
-            page.click("button:has-text('make it again')")
-            page.wait_for_selector("[data-verdict]", timeout=300_000)
-            assert page.locator("[data-verdict]").get_attribute("data-verdict") == "identical"
-            assert "equal to the bit: picture" in page.locator("[data-verdict]").inner_text()
-            page.wait_for_selector("img[alt='made again']")
-            shoot(page, f"4_replay_{kind}")
-
-        # and its checkpoints are asked
-        page.goto(f"{studio.base}/#/checkpoints?run=rl")
-        page.fill("textarea[aria-label=prompt]", 'write "AB"')
-        page.fill("input[data-field=steps]", "2")
-        assert not page.is_visible("input[data-field=temperature]")
-        page.click("#playground button:has-text('ask')")
-        page.wait_for_selector("#playground .frame[data-label=base] img", timeout=300_000)
-        assert page.locator("#playground .frame img").count() == 2
-        page.wait_for_selector("text=The model's process takes")
-        page.fill("input[data-field=steps]", "5000")
-        page.click("#playground button:has-text('ask')")
-        page.wait_for_selector("text=steps must be from 1 to 1000")
-        shoot(page, "5_playground")
-        page.click("button:has-text('free memory')")
-        page.wait_for_selector("text=The model's memory is free")
-
-        # moved aside while it is looked at
-        run.rename(root / "rl.1")
-        page.goto(f"{studio.base}/#/overview?run=rl")
-        page.wait_for_selector("text=no run 'rl'")
-        page.goto(f"{studio.base}/#/runs")
-        page.wait_for_selector("td:has-text('rl.1')")
         page.context.close()
-        studio.complaints = [text for text in studio.complaints if "404" not in text and "no run" not in text]
     finally:
         if process.poll() is None:
             process.kill()
