@@ -85,7 +85,8 @@ def _answer_lines(playground: Playground, out: Path | None, has_base: bool) -> i
         number += 1
         try:
             for answer in playground.ask(Question(line, with_base=has_base)):
-                if answer.sample.text is None and folder is None:
+                has_file = answer.sample.image is not None or answer.sample.sound is not None
+                if has_file and folder is None:
                     folder = choose_folder(out, "playground")
                 shown = answer.sample.text if folder is None else _write(answer, folder, number)
                 print(printable(f"{answer.label}: {shown or ''}{_note(answer)}"), flush=True)
