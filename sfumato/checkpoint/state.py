@@ -232,10 +232,10 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh, sectio
     shards = Shards(module, mesh)
     averaged = section is None and any(key.startswith("ema/") for key in stored.tensors)
     name = section or ("ema" if averaged else "model")
-    section = _parameters(name, shards)
+    weights = _parameters(name, shards)
     stored_specs = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
-    compare_tensors(stored, stored_specs, section.specs(), model_name(module))
-    stored.read(section.parts())
+    compare_tensors(stored, stored_specs, weights.specs(), model_name(module))
+    stored.read(weights.parts())
     if any(key.startswith("balancer/") for key in stored.tensors):
         balancer = ExpertBalancer(module, mesh, 0.0)
         biases = SavedTensors("balancer", balancer.state_dict())

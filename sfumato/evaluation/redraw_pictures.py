@@ -86,7 +86,7 @@ def _draw_training(
             encoded.sample_ids,
             dynamics=algorithm.dynamics,
             trained_steps=algorithm.window.steps(rollout.num_inference_steps, config.train.seed, iteration),
-            latent_ids=encoded.group_ids if rollout.same_latent else None,
+            latent_ids=encoded.group_ids if config.rollout.same_latent else None,
             size=rollout.size,
             num_steps=rollout.num_inference_steps,
             guidance_scale=rollout.guidance_scale,
