@@ -33,8 +33,8 @@ from pipeline_simulation import DECOUPLED, FULLY_ASYNC, ONE_STEP_OFF, SYNC, SYNC
 from sfumato.config.load import read_yaml
 from sfumato.errors import UserError
 from sfumato.tracking.charts import Stretch, choose_stretch
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.timeline import RUN, Event, read_events, step_windows
-from sfumato.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 FIRST, LAST = 2, 1

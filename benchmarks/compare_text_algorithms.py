@@ -25,7 +25,8 @@ from sfumato.config.load import load_config, parse_overrides
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import UserError
-from sfumato.tracking.trackers import read_jsonl, write_atomically
+from sfumato.tracking.json_lines import read_jsonl
+from sfumato.tracking.trackers import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/quickstart/text_rl.yaml"

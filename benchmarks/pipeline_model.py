@@ -49,8 +49,8 @@ from sfumato.tracking.charts import (
     stand_in,
     theme_css,
 )
+from sfumato.tracking.json_lines import finite, read_jsonl, series_of
 from sfumato.tracking.timeline import RUN, Event, read_events
-from sfumato.tracking.trackers import finite, read_jsonl, series_of
 
 
 def plain_axes(axes: Any) -> None:

@@ -35,7 +35,7 @@ from sfumato.rewards.remote import RemoteReward
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.roles import ThreadRole
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 BATCH = 24

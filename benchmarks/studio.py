@@ -28,8 +28,8 @@ import numpy as np
 import psutil
 
 from sfumato.tracking.bootstrap import paired_bootstrap
+from sfumato.tracking.json_lines import JsonLines
 from sfumato.tracking.samples import write_picture
-from sfumato.tracking.trackers import JsonLines
 
 TOKEN = "a-token-for-the-benchmark"
 STEPS, PICTURES, METRICS = 10_000, 10, 60
@@ -153,7 +153,7 @@ TRAIN = """
 import sys, time
 import numpy as np
 from pathlib import Path
-from sfumato.tracking.trackers import JsonLines
+from sfumato.tracking.json_lines import JsonLines
 folder = Path(sys.argv[1])
 metrics, timings = JsonLines(folder / "metrics.jsonl"), JsonLines(folder / "timings.jsonl")
 weights = np.random.default_rng(0).normal(size=(300, 300))

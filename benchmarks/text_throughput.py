@@ -170,7 +170,7 @@ def run_sfumato(kind: str, steps: int, folder: Path, data: dict[str, Any] | None
 
     from sfumato.config.load import load_config
     from sfumato.config.text import TrainTextConfig
-    from sfumato.tracking.trackers import read_jsonl
+    from sfumato.tracking.json_lines import read_jsonl
     from tasks.train_text import main
 
     path = folder / "data.jsonl"

@@ -136,7 +136,7 @@ def run_sfumato(steps: int, folder: Path) -> int:
     """The task itself. Returns the tokens of its loss masks."""
     from sfumato.config.load import load_config
     from sfumato.config.text import TrainTextConfig
-    from sfumato.tracking.trackers import read_jsonl
+    from sfumato.tracking.json_lines import read_jsonl
     from tasks.train_text import main
 
     main(load_config(TrainTextConfig, overrides=config_of(folder, steps)))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 
 Script = Mapping[int, Sequence[str]]
 """Commands by the number of finished steps after which they are written."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from sfumato.config.load import merge
 from sfumato.tracking.atomic_folders import list_checkpoints
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in
 from tests.tiny import ROOT, run_task_here, tiny_rl_config, weights_in
 

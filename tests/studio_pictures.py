@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from sfumato.tracking.json_lines import JsonLines
 from sfumato.tracking.samples import SampleRecord, save_samples
-from sfumato.tracking.trackers import JsonLines
 from tests.studio_runs import add_decisions
 from tests.tiny import ROOT
 from tests.unit.test_studio_browser import BROWSER, Studio

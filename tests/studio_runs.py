@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sfumato.tracking.json_lines import JsonLines
 from sfumato.tracking.samples import SampleRecord, save_samples
-from sfumato.tracking.trackers import JsonLines
 
 HOST = "http://localhost:8765"
 TOKEN = "a token of twenty two"

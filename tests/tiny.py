@@ -37,8 +37,8 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.flops import DenoiserFlops, denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.rollout.diffusion import policy
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import release_locks
-from sfumato.tracking.trackers import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""

@@ -20,7 +20,7 @@ from benchmarks.gpu.cells import Bound, Cell, NotHereError, Setting
 from benchmarks.gpu.results import ROOT
 from benchmarks.gpu.served import MARK, wait_for_end
 from benchmarks.gpu.text_rl import text_rl_config
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 
 STEPS = 3
 

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.syncs import TASKS
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here
 
 COMPARED = {

@@ -32,9 +32,9 @@ from sfumato.models.diffusion import load as diffusion_load
 from sfumato.models.language import parts as language_parts
 from sfumato.parallel import memory
 from sfumato.parallel.weights import build_on_meta
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 
 NEVER = 10**6
 """Steps of a run that is broken off, and steps between its evaluations."""

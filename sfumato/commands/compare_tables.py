@@ -15,7 +15,7 @@ from rich.text import Text
 from sfumato.config.characters import in_one_line, printable
 from sfumato.tracking.compare import Comparison, Difference, Result
 from sfumato.tracking.compare_page import format_change, format_setting
-from sfumato.tracking.trackers import finite, strict_json
+from sfumato.tracking.json_lines import finite, strict_json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24

@@ -15,7 +15,7 @@ from sfumato.config.trust import code_of_configurations
 
 if TYPE_CHECKING:
     from sfumato.commands.options import Commands
-    from sfumato.evaluation.playground import Answer, Playground
+    from sfumato.evaluation.playground import Playground, PlaygroundAnswer
 
 MOST_LINE = 2**20
 """Characters of a question in JSON."""
@@ -134,7 +134,7 @@ def _parse_object(line: str) -> dict[str, object]:
     return value
 
 
-def _described(answer: Answer, out: Path, number: int) -> dict[str, object]:
+def _described(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, object]:
     sample = answer.sample
     content: dict[str, object] = {"file": _write(answer, out, number)}
     if sample.text is not None:
@@ -149,7 +149,7 @@ def _described(answer: Answer, out: Path, number: int) -> dict[str, object]:
     }
 
 
-def _write(answer: Answer, folder: Path, number: int) -> str:
+def _write(answer: PlaygroundAnswer, folder: Path, number: int) -> str:
     """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written."""
     from sfumato.evaluation.samples_folder import folder_name
     from sfumato.tracking.samples import write_picture
@@ -167,7 +167,7 @@ def _write(answer: Answer, folder: Path, number: int) -> str:
     return str(path.absolute())
 
 
-def _note(answer: Answer) -> str:
+def _note(answer: PlaygroundAnswer) -> str:
     notes = [answer.sample.damage] if answer.sample.damage else []
     notes += ["cut at the limit of tokens"] if answer.sample.is_truncated else []
     return f" [{'; '.join(notes)}]" if notes else ""

@@ -344,7 +344,9 @@ def load_config(
 def _with_revisions_of_run(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields with models of the hub at the revisions with which the run began that is gone on with."""
     train = fields.get("train")
-    wanted = train.get("load_checkpoint_path") if isinstance(train, dict) else None
+    if not isinstance(train, dict):
+        return fields
+    wanted = train.get("load_checkpoint_path")
     if not isinstance(wanted, str) or wanted in ("new", "") or not has_hub_names(fields):
         return fields
     folder = Path(str(train.get("output_dir")) if wanted == "auto" else wanted).expanduser()

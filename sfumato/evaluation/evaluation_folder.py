@@ -13,8 +13,8 @@ from sfumato.config.characters import in_one_line, printable
 from sfumato.config.writing import write_atomically
 from sfumato.evaluation.results import Evaluation, as_json, as_markdown, rows_of
 from sfumato.evaluation.samples_folder import SamplesFolder, write_sections
+from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.report_tables import section
-from sfumato.tracking.trackers import strict_json
 
 INTERVALS = "Brackets hold 95 % bootstrap intervals over prompts; differences are over pairs of equal prompt and seed."
 

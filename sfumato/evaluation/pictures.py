@@ -194,8 +194,11 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
         rollout = config.rollout
         evaluation = config.eval
         guidance_scale = rollout.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+        height, width, num_frames = rollout.size
         settings = PictureSettings(
-            *rollout.size,
+            height,
+            width,
+            num_frames,
             evaluation.num_inference_steps,
             guidance_scale,
             evaluation.seed,
@@ -204,8 +207,11 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
             evaluation.step_cache,
         )
     else:
+        height, width, num_frames = config.data.size
         settings = PictureSettings(
-            *config.data.size,
+            height,
+            width,
+            num_frames,
             config.sample.num_inference_steps,
             config.sample.guidance_scale,
             config.train.seed,

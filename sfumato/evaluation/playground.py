@@ -20,7 +20,7 @@ from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlaygroundAnswer:
     """What one model has drawn."""
 
     label: str
@@ -95,7 +95,7 @@ class Playground:
         folders = list_checkpoints(run.folder / "checkpoints")
         return {step: ModelSource("checkpoint", path, f"step {step}", run) for step, path in sorted(folders.items())}
 
-    def ask(self, question: Question) -> Iterator[Answer]:
+    def ask(self, question: Question) -> Iterator[PlaygroundAnswer]:
         """Answers of the models that are asked for, one after the other.
 
         Raises:
@@ -107,7 +107,7 @@ class Playground:
             started = time.perf_counter()
             self._take(source)
             sample, settings = self._answerer.answer(question)
-            yield Answer(source.label, step, sample, settings, time.perf_counter() - started)
+            yield PlaygroundAnswer(source.label, step, sample, settings, time.perf_counter() - started)
 
     def _asked(self, question: Question) -> list[tuple[int | None, ModelSource]]:
         choice = question.choice

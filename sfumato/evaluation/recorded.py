@@ -9,6 +9,7 @@ from pathlib import Path
 from sfumato.config.file_checks import path_inside
 from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.evaluation.sources import ModelSource, SourceRun
+from sfumato.rewards.base import Sample
 from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.samples import read_step, sample_steps, step_folder
 
@@ -148,3 +149,16 @@ def _section(recorded: RecordedSample) -> str | None:
         return None
     sample_with = getattr(config.algorithm, "sample_with", "policy")
     return "model" if sample_with == "policy" else f"{sample_with}_policy"
+
+
+@dataclass(frozen=True)
+class Redrawn:
+    """A sample that was drawn again."""
+
+    sample: Sample
+    token_ids: tuple[int, ...] = ()
+    """Of a language model: the tokens that it drew."""
+    log_probs: tuple[float, ...] = ()
+    """Of these tokens, float32."""
+    how: str = ""
+    """With which others it was drawn, for people."""

@@ -12,9 +12,8 @@ from sfumato.data.prompt_loader import PromptLoader
 from sfumato.errors import DataError
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.pictures import PictureModel, picture_models, picture_prompts
-from sfumato.evaluation.recorded import RecordedSample
+from sfumato.evaluation.recorded import RecordedSample, Redrawn
 from sfumato.evaluation.redraw_units import check_prompt, evaluated_rows, place_of, training_unit
-from sfumato.evaluation.replay import Redrawn
 from sfumato.evaluation.sources import ModelSource
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.rollout.diffusion.final_samples import sample_final

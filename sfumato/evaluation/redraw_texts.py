@@ -11,9 +11,8 @@ import numpy as np
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.prompts import TextPrompt, TextPromptLoader, load_text_prompts
 from sfumato.evaluation.options import GenerationOptions
-from sfumato.evaluation.recorded import RecordedSample
+from sfumato.evaluation.recorded import RecordedSample, Redrawn
 from sfumato.evaluation.redraw_units import check_prompt, evaluated_rows, place_of, training_unit
-from sfumato.evaluation.replay import Redrawn
 from sfumato.evaluation.sources import ModelSource
 from sfumato.evaluation.texts import TextModel, TextSettings, text_models, text_prompts
 from sfumato.rollout.agents.turns import SampleKeys

@@ -18,7 +18,7 @@ import torch
 from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError, DataError, UserError
 from sfumato.evaluation.options import GenerationOptions
-from sfumato.evaluation.recorded import ChosenWeights, RecordedSample
+from sfumato.evaluation.recorded import ChosenWeights, RecordedSample, Redrawn
 from sfumato.evaluation.sources import check_task
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -36,19 +36,6 @@ COMPARED_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 
 
 @dataclass(frozen=True)
-class Redrawn:
-    """A sample that was drawn again."""
-
-    sample: Sample
-    token_ids: tuple[int, ...] = ()
-    """Of a language model: the tokens that it drew."""
-    log_probs: tuple[float, ...] = ()
-    """Of these tokens, float32."""
-    how: str = ""
-    """With which others it was drawn, for people."""
-
-
-@dataclass(frozen=True)
 class Part:
     """Something of a sample that was compared."""
 
@@ -59,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayResult:
     """What came of drawing a sample again."""
 
     verdict: Verdict
@@ -79,7 +66,7 @@ class Replay:
 
 def replay(
     recorded: RecordedSample, weights: ChosenWeights, options: GenerationOptions, with_rewards: bool, out: Path | None
-) -> Replay:
+) -> ReplayResult:
     """Draws a sample again and compares it.
 
     Args:
@@ -121,7 +108,7 @@ def replay(
     if verdict == "different":
         notes += _reasons(recorded, device)
     picture = None if out is None or redrawn.sample.image is None else _picture_path(recorded, out)
-    return Replay(
+    return ReplayResult(
         verdict, text, (*parts,), (*notes,), redrawn.sample.text, None if picture is None else str(picture.absolute())
     )
 

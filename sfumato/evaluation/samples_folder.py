@@ -16,13 +16,13 @@ from sfumato.config.characters import printable
 from sfumato.config.writing import open_new, open_to_append, write_atomically
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
+from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.page import render_page
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_samples import audio_player
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
-from sfumato.tracking.trackers import strict_json
 
 PAGE = "index.html"
 ROWS = "samples.jsonl"

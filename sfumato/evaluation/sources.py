@@ -103,7 +103,9 @@ class ModelSource:
             return "image"
         from sfumato.models.diffusion.load import family_of
 
-        return "sound" if family_of(ModelConfig(model_path=str(self.folder))).makes_sound else "image"
+        return (
+            "sound" if family_of(ModelConfig.model_validate({"model_path": str(self.folder)})).makes_sound else "image"
+        )
 
     @property
     def draws_pictures(self) -> bool:

@@ -584,8 +584,7 @@ def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:
     Raises:
         ConfigError: on every rank, when rank 0 cannot read it.
     """
-    # Shape and dtype, or the message of a failure.
-    header: tuple[torch.Size, torch.dtype] | str | None = None
+    header: tuple[torch.Size, torch.dtype] | str | None = None  # a str is the message of a failure
     if source is not None:
         try:
             tensor = source.read(tuple(slice(0, size) for size in source.shape)).to(mesh.device).contiguous()

@@ -28,7 +28,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.evaluation.questions import NAMES, parse_question
 from sfumato.serving.requests import RefusedRequestError, check_media_type, read_body
-from sfumato.studio.model_process import MOST_LINE, Playground, end_process, end_with_parent
+from sfumato.studio.model_process import MOST_LINE, PlaygroundProcess, end_process, end_with_parent
 from sfumato.studio.requests import find_run, find_sample, json_response, parse_body, text_parameter
 from sfumato.studio.runs import RunReader, RunsFolder, read_text
 from sfumato.studio.secrets import hide_in_text
@@ -61,7 +61,7 @@ class Control:
         self._trust = (SWITCH,) if trusts_code else ()
         self.outputs = Path(tempfile.mkdtemp(prefix="sfumato-studio-")) if may_control else None
         """Where replay and the playground write."""
-        self._playground: Playground | None = None
+        self._playground: PlaygroundProcess | None = None
         self._loading = asyncio.Lock()
         """One checkpoint is in memory at a time."""
         self._files: dict[str, Path] = {}
@@ -181,7 +181,7 @@ class Control:
                 await self._end_playground()
                 assert self.outputs is not None
                 out = Path(tempfile.mkdtemp(dir=self.outputs))
-                self._playground = await Playground.start(reader, out, self._trust)
+                self._playground = await PlaygroundProcess.start(reader, out, self._trust)
             try:
                 answers, state = await self._playground.ask(question)
             except BaseException:

@@ -9,8 +9,8 @@ from sfumato.config.characters import printable
 from sfumato.studio.runs import RunReader
 from sfumato.studio.samples import IN_MATRIX, SNIPPET, text_of, whole_number
 from sfumato.studio.tail import Record
+from sfumato.tracking.json_lines import is_number
 from sfumato.tracking.report_answers import shortened
-from sfumato.tracking.trackers import is_number
 
 JSON = dict[str, object]
 

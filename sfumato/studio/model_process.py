@@ -31,7 +31,7 @@ def end_with_parent() -> None:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Playground:
+class PlaygroundProcess:
     """A process that holds the model of a run, and answers prompts with its checkpoints."""
 
     def __init__(self, folder: Path, process: asyncio.subprocess.Process, ready: dict[str, object]) -> None:
@@ -41,7 +41,7 @@ class Playground:
         self._number = 0
 
     @classmethod
-    async def start(cls, reader: RunReader, outputs: Path, options: tuple[str, ...]) -> Playground:
+    async def start(cls, reader: RunReader, outputs: Path, options: tuple[str, ...]) -> PlaygroundProcess:
         """Starts the process. Raises RefusedRequestError when the run has nothing that can be loaded."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "sfumato.cli", "playground", str(reader.folder), "--json", "--out", str(outputs)),

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from sfumato.serving.requests import RefusedRequestError
 from sfumato.studio.runs import RunReader, RunsFolder
 from sfumato.studio.tail import Record
-from sfumato.tracking.trackers import MOST_STEPS, strict_json
+from sfumato.tracking.json_lines import MOST_STEPS, strict_json
 
 if TYPE_CHECKING:
     from starlette.requests import Request

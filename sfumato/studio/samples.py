@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sfumato.config.file_checks import path_inside
 from sfumato.studio.tail import LineTail, Record
+from sfumato.tracking.json_lines import is_number
 from sfumato.tracking.samples import step_folder
-from sfumato.tracking.trackers import is_number
 
 STEP_FOLDER = re.compile(r"step_([0-9]{1,15})")
 STEPS_IN_MEMORY = 64

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sfumato.tracking.curves import SMOOTH_FROM, smooth
-from sfumato.tracking.trackers import Series, is_number, is_step
+from sfumato.tracking.json_lines import Series, is_number, is_step
 
 MOST_METRICS = 5000
 """Names of metrics that are held: a run has some hundreds, and a file from elsewhere must not fill the memory."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sfumato.tracking.json_lines import Series
 from sfumato.tracking.reward_hacking import Sign, signs_of_hacking
-from sfumato.tracking.trackers import Series
 
 FAILED = "reward/failed"
 """Share of a step's samples that have no reward."""

@@ -17,9 +17,9 @@ from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.bootstrap import NUM_RESAMPLES, paired_bootstrap
 from sfumato.tracking.folder import ENVIRONMENT, OWN_FOLDER, read_environment
+from sfumato.tracking.json_lines import Series, finite, is_number, is_step, read_jsonl, series_of
 from sfumato.tracking.lock import read_owner
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import Series, finite, is_number, is_step, read_jsonl, series_of
 
 ABSENT = "(absent)"
 """The value of a field that a run's configuration does not have."""

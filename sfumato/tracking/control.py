@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError, RewardError, UserError
 from sfumato.tracking.control_files import ANSWERS, ControlFolder, ControlRequest, Watched
+from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.samples import step_folder
 from sfumato.tracking.timeline import Phase
-from sfumato.tracking.trackers import strict_json
 
 if TYPE_CHECKING:
     from sfumato.parallel.mesh import Mesh

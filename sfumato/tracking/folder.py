@@ -31,9 +31,9 @@ from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
-from sfumato.tracking.trackers import read_jsonl
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sfumato.tracking.trackers import Series, finite, is_number
+from sfumato.tracking.json_lines import Series, finite, is_number
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
 NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")

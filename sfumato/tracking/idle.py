@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sfumato.tracking.trackers import Series
+from sfumato.tracking.json_lines import Series
 
 NO_SPREAD = "advantage/groups_without_spread"
 REMEDIES = {

@@ -13,7 +13,7 @@ from sfumato.config.load import read_yaml
 from sfumato.config.paths import HUB_NAME
 from sfumato.config.writing import replace_file, write_atomically
 from sfumato.tracking.atomic_folders import read_mapping
-from sfumato.tracking.trackers import Series, finite, read_jsonl, series_of
+from sfumato.tracking.json_lines import Series, finite, read_jsonl, series_of
 
 CARD = "README.md"
 CURVES = "curves.png"

@@ -16,6 +16,7 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
 from sfumato.tracking.headlines import headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
+from sfumato.tracking.json_lines import Series, finite, is_step, read_jsonl, series_of
 from sfumato.tracking.page import render_page
 from sfumato.tracking.report_answers import answers
 from sfumato.tracking.report_curves import SEARCH, curve_sections, figure
@@ -24,7 +25,6 @@ from sfumato.tracking.report_tables import failed_rewards, last_values, section,
 from sfumato.tracking.reward_hacking import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.timeline import read_events
-from sfumato.tracking.trackers import Series, finite, is_step, read_jsonl, series_of
 
 MOST_BYTES = 2**28
 """Size of the largest text file of a run that is read."""

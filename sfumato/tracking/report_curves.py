@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from sfumato.tracking.curves import curve_svg, line_style, overlaid_curves_svg
+from sfumato.tracking.json_lines import Series, finite
 from sfumato.tracking.report_tables import section
-from sfumato.tracking.trackers import Series, finite
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
 _GROUPS = (

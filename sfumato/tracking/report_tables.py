@@ -10,8 +10,8 @@ from html import escape
 
 import numpy as np
 
+from sfumato.tracking.json_lines import Series, finite
 from sfumato.tracking.timeline import Phase
-from sfumato.tracking.trackers import Series, finite
 
 MAX_REASONS = 20
 OVERLAP = 1.02

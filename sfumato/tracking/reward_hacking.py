@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.tracking.trackers import Series, finite
+from sfumato.tracking.json_lines import Series, finite
 
 OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/velocity/rms"
 STANDARD_ERRORS = 5.0

@@ -26,6 +26,7 @@ from sfumato.tracking.alerts import Alert, hacking_alert
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
+from sfumato.tracking.json_lines import JsonLines, Sparing, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.model_card import CARD, write_card
 from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries
@@ -33,15 +34,7 @@ from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.timeline import Event, Phase, Timeline
-from sfumato.tracking.trackers import (
-    JsonLines,
-    Sparing,
-    Trackers,
-    build_trackers,
-    check_trackers,
-    read_jsonl,
-    series_of,
-)
+from sfumato.tracking.trackers import Trackers, build_trackers, check_trackers
 
 if TYPE_CHECKING:
     from sfumato.tracking.control import RunControl

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageSequence
 from sfumato.config.file_checks import file_problem, path_inside
 from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
-from sfumato.tracking.trackers import is_number, read_jsonl, strict_json
+from sfumato.tracking.json_lines import is_number, read_jsonl, strict_json
 from sfumato.tracking.waveforms import Waveform, spectrum_picture
 
 FRAME_MS = 1000 // 16

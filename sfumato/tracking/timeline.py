@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sfumato.config.file_checks import outside_problem
 from sfumato.errors import DataError
-from sfumato.tracking.trackers import JsonLines, Report
+from sfumato.tracking.json_lines import JsonLines, Report
 
 
 class Phase(StrEnum):

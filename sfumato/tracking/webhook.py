@@ -22,7 +22,7 @@ from sfumato.errors import ConfigError
 from sfumato.serving.outgoing import AttemptError, BadAnswerError, BaseUrl, Limits, RefusedError, exchange
 from sfumato.tracking.alerts import FAILED, Alert, failure_alerts
 from sfumato.tracking.atomic_folders import read_mapping
-from sfumato.tracking.trackers import strict_json
+from sfumato.tracking.json_lines import strict_json
 
 VARIABLE = "SFUMATO_WEBHOOK"
 """Environment variable with the address."""

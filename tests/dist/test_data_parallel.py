@@ -21,8 +21,8 @@ from sfumato.parallel.mesh import Mesh, build_mesh
 from sfumato.parallel.parallelize import broadcast_parameters
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.atomic_folders import list_checkpoints
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import read_jsonl
 from tests.rows import ROUNDING
 from tests.tiny import run_task_here, run_task_process, tiny_dit_config, tiny_rl_config, write_config
 

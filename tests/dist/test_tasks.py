@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sfumato.config.load import merge
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import rl_task, run_task_here, tiny_dit_config, tiny_dit_dpo_config, tiny_rl_config, write_tiny_pipeline
 from tests.tiny_families import tiny_flux_kontext
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.dist.test_tasks import PLAIN, STEPS, assert_equal_runs, run_rank
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, write_config
 

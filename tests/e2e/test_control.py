@@ -12,8 +12,8 @@ import pytest
 from sfumato.config.load import merge
 from sfumato.errors import PreemptedError
 from sfumato.tracking.atomic_folders import list_checkpoints
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import read_jsonl
 from tests.control_requests import answers, scripted, write_all
 from tests.faults.test_kill_at_random import tiny_autoencoder_config
 from tests.tiny import (

@@ -20,8 +20,8 @@ from sfumato.models.diffusion.base import read_pipeline_class
 from sfumato.rewards.base import Sample
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
-from sfumato.tracking.trackers import read_jsonl
 from tests import tiny_families
 from tests.tiny import (
     load_task,

@@ -17,7 +17,7 @@ from datasets import Dataset
 from PIL import Image
 
 from sfumato.config.load import merge, parse_overrides, read_yaml
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.page_commands import ROOT, Command
 from tests.tiny import (
     tiny_dit_config,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import ROOT
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import rl_task, run_task_here, tiny_rl_config
 
 

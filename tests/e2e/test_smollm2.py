@@ -27,8 +27,8 @@ from sfumato.errors import DataError, UserError
 from sfumato.models.smollm2 import main as make_smollm2
 from sfumato.models.smollm2 import write_folder
 from sfumato.rewards.reasoning import ReasoningGym
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import TaskResult, run_task_here, run_task_process, weights_in, write_config
 
 pytestmark = [

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sfumato.errors import CheckpointError
 from sfumato.models.diffusion.encoded import EncodedBatch
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import load_task, run_task_here, tiny_dit_config
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}

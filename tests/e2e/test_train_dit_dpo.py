@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from sfumato.config.load import merge
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_dpo_config, weights_in, write_tiny_pipeline
 

@@ -12,8 +12,8 @@ from sfumato.config.load import merge
 from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.errors import ConfigError
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, run_task_here, run_task_process, tiny_language_description, tiny_text_config, write_config
 
 SHORT = {"problem": "reverse", "min_length": 2, "max_length": 2, "num_rows": 600}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextDpoConfig, TrainTextKtoConfig
 from sfumato.errors import ConfigError
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_text_config
 
 KTO = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.8}

@@ -14,7 +14,7 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Sample
 from sfumato.rewards.pretrained import ProcessRewardModel
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_text_config, write_config
 
 STEPS = 40

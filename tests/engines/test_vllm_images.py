@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from sfumato.config.load import merge
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, vllm_program
 from tests.tiny import run_task_here, write_config
 from tests.tiny_vision import tiny_vision_config, tiny_vision_description

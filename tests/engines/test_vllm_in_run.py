@@ -19,7 +19,7 @@ from sfumato.rollout.engines.base import Completion, EngineError
 from sfumato.rollout.engines.served.weight_files import WeightFiles
 from sfumato.rollout.engines.vllm import VllmEngine
 from sfumato.tracking.exit import ending_of
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, tokens_drawn, vllm_program, write_byte_model
 from tests.tiny import (
     run_task_here,

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, vllm_program, write_byte_model
 from tests.engines.test_vllm_in_run import drawn_in
 from tests.role_runs import RoleRun

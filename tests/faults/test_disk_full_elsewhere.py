@@ -15,8 +15,9 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.folder import read_environment
+from sfumato.tracking.json_lines import JsonLines, read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import JsonLines, Trackers, read_jsonl
+from sfumato.tracking.trackers import Trackers
 from tests.tiny import load_task, run_task_here, tiny_dit_config, weights_in
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sfumato.tracking.atomic_folders import list_checkpoints
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import ROOT, tiny_dit_config, write_config
 
 RESUME = "to go on, add --train.load_checkpoint_path auto"

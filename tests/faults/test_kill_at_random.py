@@ -24,7 +24,7 @@ from sfumato.launcher import GRACE_S
 from sfumato.parallel.mesh import close_mesh
 from sfumato.rollout.text import policy as text_policy
 from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in
 from tests.tiny import (
     ROOT,

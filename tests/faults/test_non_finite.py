@@ -36,9 +36,9 @@ from sfumato.parallel.weights import load_weights
 from sfumato.rewards.networks.folder import assign_tensors
 from sfumato.rollout.diffusion.trajectory_sampler import LATENTS_NOT_FINITE, PICTURE_NOT_FINITE
 from sfumato.tracking.atomic_folders import list_checkpoints
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import read_samples
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, write_tiny_pipeline
 
 ALONE = Mesh(Layout(), torch.device("cpu"))

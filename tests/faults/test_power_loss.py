@@ -15,7 +15,8 @@ from sfumato.tracking.atomic_folders import (
     newest_intact,
     prune_checkpoints,
 )
-from sfumato.tracking.trackers import JsonLines, read_jsonl, write_atomically
+from sfumato.tracking.json_lines import JsonLines, read_jsonl
+from sfumato.tracking.trackers import write_atomically
 from tests.faults.forgetful_disk import OUTCOMES, ForgetfulDisk, write_out
 from tests.tiny import run_task_here, tiny_text_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from sfumato.errors import RewardError
 from sfumato.tracking.atomic_folders import list_checkpoints
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config
 
 REWARD = """

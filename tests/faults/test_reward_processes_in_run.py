@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sfumato.rewards.scoring.workers import close_workers
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, run_task_process, tiny_rl_config, weights_in, write_config
 
 FUNCTION = """

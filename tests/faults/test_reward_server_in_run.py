@@ -14,7 +14,7 @@ import pytest
 from sfumato.config.load import merge, read_yaml
 from sfumato.errors import RewardError
 from sfumato.tracking.atomic_folders import list_checkpoints
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.reward_servers import ServerProcess, remote_reward, start_server
 from tests.tiny import ROOT, run_task_here, run_task_process, tiny_rl_config, weights_in
 

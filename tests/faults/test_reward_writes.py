@@ -14,7 +14,7 @@ from sfumato.rewards.scoring.combinations import FunctionCombination
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.workers import close_workers
 from sfumato.rewards.server.batching import score_requests
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.odd_rewards import Spoiler
 from tests.tiny import run_task_here, tiny_rl_config
 

@@ -14,7 +14,7 @@ import pytest
 
 from sfumato.config.load import merge
 from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import tiny_pipeline_description, write_config, write_tiny_pipeline
 

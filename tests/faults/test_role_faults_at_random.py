@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.many_ends import partial_config
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import run_task_here, tiny_text_rl_config, write_config

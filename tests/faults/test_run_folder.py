@@ -14,7 +14,7 @@ from sfumato.config.load import merge, read_yaml
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError, PreemptedError, UserError
 from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, list_files, read_values
 from sfumato.tracking.folder import read_environment
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.faults.test_resume import contents
 from tests.tiny import (
     load_task,

@@ -22,7 +22,7 @@ from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.text.policy import TextEngine
 from sfumato.tracking.exit import ending_of
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.engines.sglang_program import engine_settings
 from tests.many_ends import partial_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_rl_config, weights_in

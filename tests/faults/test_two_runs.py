@@ -20,7 +20,7 @@ from sfumato.config.load import merge
 from sfumato.errors import FolderError
 from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.faults.test_resume import tensors_in, values_in
 from tests.tiny import ROOT, run_task_here, tiny_dit_config, weights_in, write_config
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from sfumato.config.load import merge
 from sfumato.rollout.debug.dumps import dump_path, read_dump
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.dist.test_rl_text_ranks import ROUNDING, config_with_maker
 from tests.dist.test_tasks import LAST_BITS, STEPS, assert_equal_runs
 from tests.many_ends import N, partial_config

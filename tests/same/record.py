@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from sfumato.config.load import merge
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.model_card import CARD
-from sfumato.tracking.trackers import read_jsonl
 from tests.same.runs import RecordedRun
 from tests.tiny import run_task_here, run_task_process, weights_in, write_config
 

@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.lora import is_adapter_name, merge_adapters
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_dit_config, weights_in, write_tiny_pipeline
 
 VARIANTS = ("lokr", "loha", "oft")

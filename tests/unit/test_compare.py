@@ -15,8 +15,8 @@ from sfumato.errors import DataError
 from sfumato.tracking.compare import ABSENT, compare_runs, differing_fields, direction_of, flatten_config, read_run
 from sfumato.tracking.curves import line_style
 from sfumato.tracking.folder import write_json
+from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.samples import SampleRecord, save_samples
-from sfumato.tracking.trackers import strict_json
 from tests.unit.test_report import Page
 
 CONFIG = """train: {{lr: {lr}, max_steps: 20, output_dir: {name}, load_checkpoint_path: null}}

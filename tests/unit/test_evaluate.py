@@ -14,7 +14,7 @@ from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.evaluation.results import Evaluation, as_markdown
 from sfumato.tracking.bootstrap import paired_bootstrap
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config, tiny_text_rl_config
 from tests.tiny_reward_models import write_dinov2
 

@@ -18,10 +18,10 @@ from sfumato.config.load import load_config
 from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.meters import PEAK_TFLOPS, Meter, known_peaks, memory_in_use, peak_flops
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.timeline import Phase
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config
 
 ALONE = Mesh(Layout(), torch.device("cpu"))

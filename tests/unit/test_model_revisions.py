@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sfumato.config.hub import pin_revisions
 from sfumato.errors import ConfigError
 from sfumato.models.language.parts import build_byte_tokenizer
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config
 from tests.unit.test_hub_names import LANGUAGE, NAME, Hub
 

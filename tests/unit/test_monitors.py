@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sfumato.rollout.diffusion.monitors import VelocityNorms, latent_distance, pixel_distance, velocity_norms
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_rl_config
 
 RNG = np.random.default_rng(3)

@@ -9,8 +9,8 @@ from sfumato.config.paths import find_checkpoint
 from sfumato.errors import FolderError, PreemptedError, StoppedError
 from sfumato.tracking import next_steps
 from sfumato.tracking.exit import ending_of
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.next_steps import fork_command, rerun_command, resume_command
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import run_task_here, tiny_dit_config
 
 

@@ -24,8 +24,8 @@ from sfumato.models.estimate.memory_plan import plan_memory
 from sfumato.models.estimate.meta_models import diffusion_model_on_meta, plan_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import ROOT, run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, write_config
 
 EXAMPLES = ROOT / "docs" / "examples"

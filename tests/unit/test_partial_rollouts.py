@@ -31,7 +31,7 @@ from sfumato.rollout.oversampling.partial import OverSampling
 from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, UnfinishedRollouts
 from sfumato.rollout.text import policy as text_policy
 from sfumato.rollout.text.tokens import TextRollout
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.plain_engine import tiny_model
 from tests.tiny import load_task, run_task_here, tiny_text_rl_config, weights_in
 

@@ -13,8 +13,8 @@ from types import ModuleType
 import pytest
 
 from sfumato.errors import ConfigError, DataError
+from sfumato.tracking.json_lines import JsonLines
 from sfumato.tracking.timeline import Event
-from sfumato.tracking.trackers import JsonLines
 from tests.tiny import ROOT
 
 

@@ -13,7 +13,7 @@ import pytest
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.text.chat import build_chat_template
 from sfumato.models.language.load import build_tokenizer
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, tiny_text_rl_config, write_config
 from tests.unit.test_chat import CONTENTS, assistant, user
 

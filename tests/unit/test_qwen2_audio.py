@@ -28,7 +28,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, write_config
 from tests.tiny_vision import data_url, picture, sound, sound_row, tiny_sound_config
 from tests.unit.test_memory_plan import Saved

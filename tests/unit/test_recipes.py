@@ -28,8 +28,8 @@ from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.shards import trainable_parameters
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import read_jsonl
 from tests.family_rows import ROWS, Row, wake
 from tests.rows import ROUNDING
 from tests.tiny import ROOT, load_task, rl_task, run_task_here, tiny_rl_config

@@ -20,7 +20,7 @@ from sfumato.data.files.rows import open_rows
 from sfumato.data.files.sources import open_sources
 from sfumato.data.text.identity import content_of_sources
 from sfumato.errors import DataError, MissingDependencyError
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here, tiny_text_config
 
 ROWS = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": str(n)}]} for n in range(5)]

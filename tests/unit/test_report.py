@@ -16,11 +16,11 @@ import pytest
 from sfumato.errors import DataError
 from sfumato.tracking.charts import LIGHT, stand_in
 from sfumato.tracking.curves import curve_svg, find_ticks, format_ticks, smooth, unit_of
+from sfumato.tracking.json_lines import JsonLines, series_of
 from sfumato.tracking.report import write_report
 from sfumato.tracking.report_curves import group_by_prefix
 from sfumato.tracking.report_tables import failed_rewards, time_per_phase
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, save_samples
-from sfumato.tracking.trackers import JsonLines, series_of
 
 PROMPT = "write \"<script>alert(1)</script>\" & 'more'"
 VOID = {"meta", "img", "br", "use", "path", "input"}

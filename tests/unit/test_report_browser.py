@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from sfumato.tracking.json_lines import JsonLines
 from sfumato.tracking.report import write_report
 from sfumato.tracking.samples import SampleRecord, save_samples
-from sfumato.tracking.trackers import JsonLines
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [

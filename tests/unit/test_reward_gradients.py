@@ -27,7 +27,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.differentiable import score_differentiably
 from sfumato.rewards.pixels import Brightness, Colour, Sharpness, Symmetry
 from sfumato.rollout.diffusion.differentiable import sample_differentiably
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.family_rows import ROWS
 from tests.tiny import run_task_here, tiny_rl_config, weights_in, write_tiny_pipeline
 

@@ -19,7 +19,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import LARGEST, check_values
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.idle import REMEDIES, IdleIterations, idle_summary, why_idle
-from sfumato.tracking.trackers import read_jsonl, series_of
+from sfumato.tracking.json_lines import read_jsonl, series_of
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_rl_config
 
 

@@ -16,7 +16,7 @@ from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.rollout.text.packing import gather_token_values
 from sfumato.runtime.update import Update
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import (
     ROOT,
     load_task,

@@ -34,7 +34,7 @@ from sfumato.rollout.engines.served.vllm_images import RenderedImages, token_run
 from sfumato.rollout.text.packing import pack_samples
 from sfumato.rollout.text.policy import build_text_policy, open_prompts
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence, single_turn
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here
 from tests.tiny_vision import picture
 from tests.tiny_vision_rl import tiny_vision_rl_config

@@ -31,7 +31,7 @@ from sfumato.rollout.debug.dumps import RolloutDump, RolloutDumps, dump_path, re
 from sfumato.rollout.debug.replay import DumpedRollouts
 from sfumato.rollout.debug.token_colours import write_token_page
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.text_rewards import Ascii
 from tests.tiny import ROOT, load_task, run_task_here, tiny_text_rl_config, weights_in
 from tests.unit.test_report import Page

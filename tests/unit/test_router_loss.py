@@ -30,8 +30,8 @@ from sfumato.models.language.packed_model import RowLayout
 from sfumato.models.language.router_loss import RouterLogits, RouterLoss, StepRouterLoss, adds_router_loss
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.step_sums import SourceLosses
-from sfumato.tracking.trackers import read_jsonl
 from tasks.train_text import next_token_loss
 from tests.survey.test_tiny_configs import NAMES
 from tests.survey.tiny_configs import tiny_config

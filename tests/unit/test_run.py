@@ -19,10 +19,10 @@ from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.exit import Ending
+from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import report_ending, run_again_when_lost
-from sfumato.tracking.trackers import read_jsonl
 from tests.tiny import tiny_dit_config, tiny_rl_config
 
 ALONE = Mesh(Layout(), torch.device("cpu"))

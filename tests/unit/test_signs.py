@@ -10,10 +10,10 @@ import pytest
 
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.json_lines import Series, series_of
 from sfumato.tracking.report import write_report
 from sfumato.tracking.reward_hacking import change, signs_of_hacking
 from sfumato.tracking.run import Run
-from sfumato.tracking.trackers import Series, series_of
 
 WATCHED, HELD_OUT, VELOCITY = "eval/reward/tesseract", "eval/reward/total", "eval/velocity/rms"
 

@@ -19,7 +19,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion.evaluation import sample_images
 from sfumato.rollout.diffusion.step_cache import StepCache
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_rl_config
 

@@ -15,7 +15,7 @@ from sfumato.data.text.format import build_transform
 from sfumato.data.text.formats import Conversation, PlainText, Preference
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.language.load import build_byte_tokenizer
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.question_answer import QuestionAnswer
 from tests.tiny import run_task_here, tiny_text_config, write_config
 

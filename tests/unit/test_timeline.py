@@ -18,10 +18,10 @@ from sfumato.errors import DataError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.charts import LIGHT, MAX_BARS, MAX_RANKS, choose_stretch, draw_rows, stand_in, timeline_svg
+from sfumato.tracking.json_lines import JsonLines, read_jsonl
 from sfumato.tracking.report import write_report
 from sfumato.tracking.run import Run
 from sfumato.tracking.timeline import Event, Timeline, read_events, step_windows, union_seconds
-from sfumato.tracking.trackers import JsonLines, read_jsonl
 
 
 @pytest.fixture

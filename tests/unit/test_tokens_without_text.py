@@ -21,7 +21,7 @@ from sfumato.rollout.debug.dumps import read_dump
 from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.rollout.text.policy import build_text_template, open_prompts, stop_tokens
 from sfumato.rollout.text.tokens import single_turn
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import (
     load_task,
     run_task_here,

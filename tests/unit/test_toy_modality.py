@@ -18,7 +18,7 @@ import torch
 from sfumato.config.load import load_config, merge
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import ROOT, run_task_here, run_task_process, weights_in, write_config
 from tests.toy_modality import task
 from tests.toy_modality.integers import IntegerRLConfig

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
-from sfumato.tracking.trackers import JsonLines, build_trackers, read_jsonl, strict_json, write_atomically
+from sfumato.tracking.json_lines import JsonLines, read_jsonl, strict_json
+from sfumato.tracking.trackers import build_trackers
 
 
 def write_steps(path, steps):

@@ -34,7 +34,7 @@ from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion.trajectories import replay_trajectories, sample_trajectories
-from sfumato.tracking.trackers import read_jsonl
+from sfumato.tracking.json_lines import read_jsonl
 from tests import tiny_families
 from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_dit_dpo_config, write_config
 

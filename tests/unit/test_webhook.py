@@ -14,7 +14,7 @@ from sfumato.studio.overview import list_alerts
 from sfumato.studio.runs import RunReader, RunsFolder
 from sfumato.tracking import webhook as module
 from sfumato.tracking.alerts import Alert, find_alerts
-from sfumato.tracking.trackers import read_jsonl, series_of
+from sfumato.tracking.json_lines import read_jsonl, series_of
 from sfumato.tracking.webhook import PRIVATE_VARIABLE, VARIABLE, Webhook, parse_address
 from tests.studio_runs import write_run
 from tests.tiny import run_task_here, run_task_process, tiny_rl_config, write_config

@@ -84,6 +84,7 @@ def open_captioned(
     if config.data_type != "sound_text":
         return open_image_text(config, seed, say)
     dataset = SoundTextDataset(config)
-    for line in dataset.unused_files() if say is not None else ():
-        say(line)
+    if say is not None:
+        for line in dataset.unused_files():
+            say(line)
     return dataset

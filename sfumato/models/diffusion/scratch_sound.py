@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -61,7 +61,7 @@ def build_same_autoencoder(
         dim_heads=8,
         sampling_rate=sampling_rate,
     )
-    vae.bottleneck.running_std.fill_(latent_std)
+    cast(torch.Tensor, vae.bottleneck.running_std).fill_(latent_std)
     if cosines:
         if strides or latent_channels != audio_channels * patch_size:
             raise ValueError(

@@ -42,7 +42,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
-from sfumato.tracking.trackers import Sparing
+from sfumato.tracking.json_lines import Sparing
 
 FOLDER = "rollouts"
 """In the run folder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ def sample_images(
         marked_images = [marked for part in parts for marked in draw(part)]
     else:
         # not observed: it is drawn once more below, and would be counted twice
-        exact = cache.measured(lambda: draw(slice(0, 1), observe=None)[0][0])
+        exact = cache.measured(lambda: cast(np.ndarray, draw(slice(0, 1), observe=None)[0][0]))
         with cache.active():
             marked_images = [marked for part in parts for marked in draw(part)]
         cache.compare(exact, marked_images[0][0])  # pyright: ignore[reportArgumentType]  (images: no sound has a cache)

@@ -178,9 +178,16 @@ class EncodedRequests:
 
 def sample_of(prompt: Prompt, content: Content, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
     """A sample as rewards see it; ``content`` is uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``, or a sound."""
-    about = {"prompt": prompt.text, "metadata": prompt.metadata, "group_id": group_id, "source": source}
-    kind = "sound" if isinstance(content, Waveform) else "image"
-    return Sample(damage=damage, **about, **{kind: content})
+    is_sound = isinstance(content, Waveform)
+    return Sample(
+        prompt=prompt.text,
+        image=None if is_sound else content,
+        sound=content if is_sound else None,
+        metadata=prompt.metadata,
+        group_id=group_id,
+        source=source,
+        damage=damage,
+    )
 
 
 def start_latents(
