@@ -29,10 +29,10 @@ from typing import Any
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config, read_yaml
+from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, UserError
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
-from sfumato.tracking.trackers import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "quickstart" / "algorithms"

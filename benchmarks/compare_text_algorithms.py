@@ -24,9 +24,9 @@ from typing import Any
 from sfumato.config.load import load_config, parse_overrides
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.writing import write_atomically
 from sfumato.errors import UserError
 from sfumato.tracking.json_lines import read_jsonl
-from sfumato.tracking.trackers import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/quickstart/text_rl.yaml"

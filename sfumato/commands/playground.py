@@ -151,13 +151,14 @@ def _described(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, ob
 
 def _write(answer: PlaygroundAnswer, folder: Path, number: int) -> str:
     """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written."""
+    from sfumato.config.writing import write_atomically
     from sfumato.evaluation.samples_folder import folder_name
     from sfumato.tracking.samples import write_picture
 
     sound = answer.sample.sound
     if sound is not None:
         path = folder / f"{number:04d}_{folder_name(answer.label)}.wav"
-        path.write_bytes(sound.wav())
+        write_atomically(path, sound.wav())
         return str(path.absolute())
     image = answer.sample.image
     if image is None:

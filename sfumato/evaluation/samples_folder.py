@@ -161,7 +161,8 @@ class SamplesFolder:
         path.parent.mkdir(exist_ok=True)
         if sample.sound is not None:
             write_picture(sample.shown, path.with_name(f"{path.name}.png"))  # which pages embed
-            path.with_name(f"{path.name}.wav").write_bytes(sample.sound.wav())
+            with open_new(path.with_name(f"{path.name}.wav")) as file:
+                file.write(sample.sound.wav())
             return f"{name}.wav"
         if sample.image is None:
             with open_new(path.with_name(f"{path.name}.txt")) as file:

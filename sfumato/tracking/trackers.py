@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -173,3 +174,14 @@ class Trackers:
                     f"tracker {name} failed and is told nothing more ({type(error).__name__}: {error}); the run goes "
                     "on, and metrics.jsonl has all numbers"
                 )
+
+
+def __getattr__(name: str) -> object:
+    """``read_jsonl``, which scripts of one's own may import from here by the name that it had in version 0.1."""
+    if name != "read_jsonl":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sfumato.tracking.json_lines import read_jsonl
+
+    text = "sfumato.tracking.trackers.read_jsonl is in sfumato.tracking.json_lines now; the old name goes with 0.3"
+    warnings.warn(text, FutureWarning, stacklevel=2)
+    return read_jsonl

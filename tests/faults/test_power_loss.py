@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sfumato.config.writing import write_atomically
 from sfumato.tracking.atomic_folders import (
     begin_checkpoint,
     finish_checkpoint,
@@ -16,7 +17,6 @@ from sfumato.tracking.atomic_folders import (
     prune_checkpoints,
 )
 from sfumato.tracking.json_lines import JsonLines, read_jsonl
-from sfumato.tracking.trackers import write_atomically
 from tests.faults.forgetful_disk import OUTCOMES, ForgetfulDisk, write_out
 from tests.tiny import run_task_here, tiny_text_config
 

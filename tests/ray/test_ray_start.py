@@ -33,12 +33,13 @@ def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pyt
     get_node = services.get_node
     first: list[psutil.Process] = []
     names: list[str] = []
+    earlier = set(psutil.Process().children(recursive=True))  # of other tests
 
     def fail_once(*arguments: Any) -> Any:
         """What Ray does when its processes have started and do not find each other in time."""
         if first:
             return get_node(*arguments)
-        first.extend(psutil.Process().children(recursive=True))
+        first.extend(set(psutil.Process().children(recursive=True)) - earlier)
         names.extend(each.name() for each in first)
         raise ValueError("the node timed out during startup")
 

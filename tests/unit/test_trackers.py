@@ -207,3 +207,9 @@ def test_importing_the_tracking_modules_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_reader_of_lines_has_its_old_name_for_a_release():
+    with pytest.warns(FutureWarning, match="in sfumato.tracking.json_lines now"):
+        from sfumato.tracking.trackers import read_jsonl as by_old_name
+    assert by_old_name is read_jsonl

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.networks.folder import check_folder, check_model_type, load_model, load_tokenizer, loader_of
 from sfumato.tracking.waveforms import Waveform
@@ -46,7 +47,7 @@ def load_extractor(folder: Path) -> Any:
 
     check_folder(folder, "preprocessor_config.json|processor_config.json")
     try:
-        return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+        return load_pretrained(AutoFeatureExtractor, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load its feature extractor: {error}") from error
 
