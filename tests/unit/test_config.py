@@ -660,7 +660,7 @@ def test_the_whole_surface_stays_small():
         limit = 280 if schema is TextRLConfig else 250
         assert len(sections) + len(parts) < limit, f"{schema.__name__}: {len(sections)} fields, {len(parts)} of parts"
         everywhere |= sections
-    assert 150 < len(everywhere) < 270, f"{len(everywhere)} fields in the sections of all tasks"
+    assert 150 < len(everywhere) < 285, f"{len(everywhere)} fields in the sections of all tasks"
 
 
 def declaring_class(cls, name):

@@ -24,6 +24,12 @@ from tests.studio_runs import HOST, TOKEN
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config
 
 
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path, monkeypatch):
+    """Pictures go into the calling folder where no other is named."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def pictures_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl")

@@ -26,7 +26,8 @@ def test_a_file_is_one_workers_and_so_are_all_tests_of_ranks(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TEST.format(log=str(log), root=str(tmp_path)))
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path / "tests")
+    for name in ("conftest.py", "slow_cases.txt"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nnorecursedirs = .git\n")
     command = [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
