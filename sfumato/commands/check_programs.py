@@ -26,21 +26,23 @@ def check_programs(config: RLConfig) -> ProgramFindings:
     findings = ProgramFindings()
     for reward in config.reward.rewards:
         try:
-            left = reward.check_installed()
+            only_the_run_finds = reward.check_installed()
         except UserError as error:
             text = str(error)
             findings.missing.append(text if reward.label in text else f"reward {reward.label!r}: {text}")
             continue
-        if left:
-            findings.not_looked_at.append(f"reward {reward.label!r}: {left}")
+        if only_the_run_finds:
+            findings.not_looked_at.append(f"reward {reward.label!r}: {only_the_run_finds}")
     if isinstance(config, TextRLConfig):
-        engine, kind = config.rollout.engine, config.rollout.kind
+        engine = config.rollout.engine
+        kind = config.rollout.kind
         try:
-            left = engine.check_installed()
+            only_the_run_finds = engine.check_installed()
         except UserError as error:
             findings.missing.append(str(error))
         else:
-            findings.not_looked_at += [f"rollout.engine {engine.type}: {left}"] if left else []
+            if only_the_run_finds:
+                findings.not_looked_at.append(f"rollout.engine {engine.type}: {only_the_run_finds}")
         if type(kind).prepare is not RolloutKind.prepare:
             findings.not_looked_at.append(f"rollout.kind {kind.type}: what it needs to draw")
     if config.runtime.backend == "ray":

@@ -260,16 +260,16 @@ def _replaced(settings: PictureSettings, options: GenerationOptions) -> PictureS
         "seed": options.seed,
         "micro_batch_size": options.batch_size,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
+    replacements = {name: value for name, value in asked.items() if value is not None}
     if settings.height == SOUND:
         for name in ("height", "width", "num_frames"):
-            if name in given:
+            if name in replacements:
                 raise ConfigError(f"--{name.replace('_', '-')}: this model makes sound, whose length is --seconds")
         if options.seconds is not None:
-            given["width"] = sound_size(options.seconds)[1]
+            replacements["width"] = sound_size(options.seconds)[1]
     elif options.seconds is not None:
         raise ConfigError("--seconds: this model makes no sound: give --height and --width")
-    return replace(settings, **given)
+    return replace(settings, **replacements)
 
 
 def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[Prompt]:

@@ -75,7 +75,9 @@ def parse_question(value: Mapping[str, object]) -> Question:
     """A question of a program or a page. Raises ConfigError for anything else."""
     if not set(value) <= set(NAMES):
         raise ConfigError(f"a question is an object with no other names than {', '.join(NAMES)}")
-    prompt, messages, choice = value.get("prompt"), value.get("messages"), value.get("checkpoint")
+    prompt = value.get("prompt")
+    messages = value.get("messages")
+    choice = value.get("checkpoint")
     if (prompt is None) == (messages is None) or not isinstance(prompt, str | None):
         raise ConfigError("a question has either prompt, a text, or messages")
     if messages is not None and not isinstance(messages, list):

@@ -18,8 +18,10 @@ WINDOW_SECONDS = 0.032
 LOWEST_DB = -80.0
 """Level, against the loudest point of the picture, that is shown in black."""
 
-MOST_COLUMNS, NUM_ROWS = 512, 128
-"""Width at most, and height, of a picture of a spectrum in pixels."""
+MOST_COLUMNS = 512
+"""Largest width of a picture of a spectrum, in pixels."""
+NUM_ROWS = 128
+"""Its height."""
 
 COLOURS = np.array(
     [[0, 0, 0], [60, 10, 100], [150, 30, 110], [220, 70, 60], [250, 160, 30], [250, 250, 200]], np.float64

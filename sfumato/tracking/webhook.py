@@ -195,8 +195,8 @@ class WebhookTracker:
 def run_facts(folder: Path) -> dict[str, object]:
     """What alerts say of a run: names and numbers, no path and no setting."""
     environment = read_mapping(folder / "environment.json")
-    known = {name: environment[name] for name in ("run_id", "task") if isinstance(environment.get(name), str)}
-    return {"run": folder.absolute().name, **known, "host": socket.gethostname()}
+    texts = {name: environment[name] for name in ("run_id", "task") if isinstance(environment.get(name), str)}
+    return {"run": folder.absolute().name, **texts, "host": socket.gethostname()}
 
 
 MISSING = (

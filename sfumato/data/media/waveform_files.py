@@ -44,7 +44,9 @@ def read_waveform(source: File, rate: int, channels: int, milliseconds: int, whe
     """
     shown = describe_file(source)
     with open_sound(source, where) as file:
-        file_rate, stated, file_channels = file.samplerate, file.frames, file.channels
+        file_rate = file.samplerate
+        stated = file.frames
+        file_channels = file.channels
         if file_channels > 2 or (channels > 2 and file_channels != channels):
             raise DataError(f"{where}: sound ({shown}) of {file_channels} channels: mix it down to 1 or 2")
         if stated > LONGEST_HEAD * file_rate:

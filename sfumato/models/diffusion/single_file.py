@@ -310,12 +310,12 @@ def to_single_file(weights: Mapping[str, Tensor], class_name: str) -> dict[str, 
             weight = torch.cat([shift, scale])
         parts.setdefault(target, {})[index] = weight
         counts[target] = count
-    lacking = [target for target, found in parts.items() if len(found) != counts[target]]
+    lacking = [target for target, rows in parts.items() if len(rows) != counts[target]]
     if lacking:
         raise ConfigError(f"{class_name} as one file: {lacking[0]} would lack a part of its rows")
     written = {
-        target: next(iter(found.values())) if len(found) == 1 else torch.cat([found[index] for index in sorted(found)])
-        for target, found in parts.items()
+        target: next(iter(rows.values())) if len(rows) == 1 else torch.cat([rows[index] for index in sorted(rows)])
+        for target, rows in parts.items()
     }
     _check(written, weights, class_name)
     return written

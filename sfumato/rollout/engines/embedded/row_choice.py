@@ -38,8 +38,10 @@ at least ``TIMES`` the change that one more token at the end of a row makes."""
 
 TIMES = 10
 
-PLACES, SHORTER = 512, 512
-"""The check that no token depends on later ones looks at so many positions, in sequences of at most SHORTER tokens."""
+PLACES = 512
+"""Positions at which the check looks that no token depends on later ones."""
+SHORTER = 512
+"""Most tokens of the sequences of that check."""
 
 TEXTS_OF_EXPERTS = 8
 """Sequences among which the positions are spread where experts choose by the tokens: more sequences estimate better how
