@@ -147,6 +147,11 @@ def talk(state: State, text: str) -> None:
     state.run.add_time("talk", 2.0)
 
 
+def say_and_wait(state: State, text: str, seconds: float) -> None:
+    state.run.say(f"said {text}")
+    time.sleep(seconds)
+
+
 def has_part(state: State, value: Any) -> Any:
     return value
 

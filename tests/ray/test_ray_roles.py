@@ -186,6 +186,26 @@ def test_what_a_process_says_and_does_is_heard(
     assert cluster.take_timings()["driver_bytes/sampler"] == 0
 
 
+def test_a_line_whose_heartbeat_nobody_reads_is_heard_with_the_next_reply(
+    cluster: Cluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to a heartbeat may come after the reply, or be dropped when the process has no more open calls."""
+    import ray
+
+    heard: list[str] = []
+    monkeypatch.setattr(cluster.run, "say", heard.append)
+    first = group.processes[0]
+    group.call(functions.say_and_wait, "hello", 0.0).result()
+    future = group.call(functions.say_and_wait, "early", 0.5)
+    time.sleep(0.2)
+    _, said, _ = ray.get(first.ask_for_heartbeat())
+    assert said.lines == ["said early"], "what was heard with a reply is not repeated"
+    future.result()
+    _, said, _ = ray.get(first.ask_for_heartbeat())
+    assert said.lines == []
+    assert heard == ["said hello", "said early"]
+
+
 def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) -> None:
     cluster.record.take()
     none, (first, second) = group.map_remote(functions.make, [None, 3], 5, num_values=2)

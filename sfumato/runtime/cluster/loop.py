@@ -16,7 +16,7 @@ from sfumato.parallel.peers import is_lost_connection
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
 from sfumato.runtime.cluster.placement import machines
 from sfumato.runtime.cluster.process import CallPart, RayFuture, RoleProcess
-from sfumato.runtime.cluster.worker import Reply
+from sfumato.runtime.cluster.worker import Reply, Said
 from sfumato.runtime.roles import Record
 from sfumato.tracking.timeline import Event
 
@@ -264,7 +264,7 @@ class DriverLoop:
         reference = heartbeat.reference
         heartbeat.reference = None
         try:
-            stop, lines, running = ray.get(cast("ObjectRef", reference))
+            stop, said, running = ray.get(cast("ObjectRef", reference))
         except ray.exceptions.RayActorError as error:  # pyright: ignore[reportAttributeAccessIssue]
             if not process.unanswered:  # else the replies of its calls report the death
                 self.lose(self._role_of(process), [process], f"{process.where()} {_how_it_died(error)}")
@@ -273,15 +273,15 @@ class DriverLoop:
             self.run.say(f"role {process.role}, rank {process.rank} answers again, after {heartbeat.silent_s:.0f} s")
         heartbeat.silent_s = 0.0
         heartbeat.is_said = False
-        self._notice(process, stop, lines)
+        self._notice(process, stop, said)
         for _, part in process.unanswered.values():
             part.running_s = running.get(part.call)
 
-    def _notice(self, process: RoleProcess, stop: bool, lines: list[str]) -> None:
+    def _notice(self, process: RoleProcess, stop: bool, said: Said) -> None:
         """Handles what every answer contains: whether the process was asked to stop, and lines for the user."""
         if stop:
             self.run.stop_requested = True
-        for line in self._role_of(process).new_lines(lines):
+        for line in self._role_of(process).new_lines(process.hear(said)):
             self.run.say(line)
 
     def _role_of(self, process: RoleProcess) -> RayRole:
@@ -314,7 +314,7 @@ class DriverLoop:
         label = future.label
         version = reply.version if label.version is None else label.version
         self.record.add(Event(process.role, process.rank, future.kind, reply.start, reply.end, label.step, version))
-        self._notice(process, reply.stop_requested, reply.lines)
+        self._notice(process, reply.stop_requested, reply.said)
         if process.rank == 0:
             for name, seconds in reply.timings.items():
                 self.run.add_time(name, seconds)
@@ -391,7 +391,7 @@ class DriverLoop:
             heartbeat = self._heartbeats.setdefault(process, Heartbeat())
             if heartbeat.reference is None and now - heartbeat.asked >= interval:
                 heartbeat.asked = now
-                heartbeat.reference = process.ask("ping")
+                heartbeat.reference = process.ask_for_heartbeat()
             # A process that starts may be silent: importing and loading can block all of its threads.
             starts = any(future.is_start for future, _ in calls)
             if heartbeat.silent_s >= SILENT_S and not heartbeat.is_said and not starts:
@@ -450,7 +450,7 @@ class DriverLoop:
         """The Python stacks of all processes of a role, as text."""
         import ray
 
-        asked = [(process, process.ask("stacks")) for process in role.processes if not process.is_lost]
+        asked = [(process, process.ask_for_stacks()) for process in role.processes if not process.is_lost]
         ready, _ = ray.wait([reference for _, reference in asked], num_returns=len(asked), timeout=STACKS_S)
         parts = []
         for process, reference in asked:

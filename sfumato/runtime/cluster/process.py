@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from sfumato.config.runtime import PoolConfig
 from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.placement import Places
-from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker
+from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker, Said
 from sfumato.runtime.roles import OTHER, Build
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class RoleProcess:
         self.slot = slot
         self.identity: Identity | None = None
         self.is_lost = False
+        self._num_heard = 0  # lines for the user, of those that it has said since its start
         self.unanswered: dict[ObjectRef, tuple[RayFuture, CallPart]] = {}
         """Futures and parts of calls by Ray's reference to their reply; maintained by the driver's loop."""
         # Functions that each group of threads was sent: groups run independently, so each must get the pickle.
@@ -147,13 +148,23 @@ class RoleProcess:
         pickled = function.pickled if is_new else None
         values = [handle.reference for handle in part.arguments.handles]
         references = self._actor.run.options(concurrency_group=group, num_returns=1 + num_values).remote(
-            part.call, function.digest, pickled, args, num_values, part.ships, stop, *values
+            part.call, function.digest, pickled, args, num_values, part.ships, stop, self._num_heard, *values
         )
         return references if num_values else [references], len(function.pickled) if is_new else 0
 
-    def ask(self, method: Literal["ping", "stacks"]) -> ObjectRef:
-        """Calls a method in the health thread; returns Ray's reference to its answer."""
-        return getattr(self._actor, method).options(concurrency_group="health").remote()
+    def ask_for_heartbeat(self) -> ObjectRef:
+        """Ray's reference to the answer of ``RoleWorker.ping``, which the health thread gives."""
+        return self._actor.ping.options(concurrency_group="health").remote(self._num_heard)
+
+    def ask_for_stacks(self) -> ObjectRef:
+        """Ray's reference to the answer of ``RoleWorker.stacks``, which the health thread gives."""
+        return self._actor.stacks.options(concurrency_group="health").remote()
+
+    def hear(self, said: Said) -> list[str]:
+        """The lines of an answer that are new; the same line may come with several answers."""
+        new = said.lines[max(self._num_heard - said.first, 0) :]
+        self._num_heard += len(new)
+        return new
 
     def end(self) -> None:
         """Has Ray end the process. That works whatever it does, unless it is stopped (SIGSTOP)."""

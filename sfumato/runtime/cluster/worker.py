@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
@@ -53,6 +53,15 @@ class Identity:
     """Its answer to the token in the run folder (``tracking.shared_folder``), if there was a token."""
 
 
+class Said(NamedTuple):
+    """Lines for the user. Replies and heartbeats repeat them until the driver says that it has heard them: an answer
+    to a heartbeat may come after the reply to the call that said a line, or never be read."""
+
+    first: int
+    """Number of the first line, counted from the start of the process."""
+    lines: list[str]
+
+
 @dataclass
 class Reply:
     """What a call returns besides its value."""
@@ -64,8 +73,8 @@ class Reply:
     """``state.version`` after the call, of states that have one."""
     stop_requested: bool
     """Whether the process was asked to stop by a signal."""
-    lines: list[str]
-    """Lines that the function has said to the user."""
+    said: Said
+    """Lines for the user that the driver had not heard of when it made the call."""
     timings: dict[str, float]
     """Seconds by name, as the function timed them with its ``run``."""
     sizes: list[float] = field(default_factory=list)
@@ -87,7 +96,7 @@ class RoleRun:
         self.stop_requested = False
         """Whether the run was asked to stop: SIGTERM to the driver or to a process of any role."""
         self._speaks = speaks
-        self._lines: list[str] = []
+        self._unheard = Said(0, [])
         self._timings: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -95,7 +104,7 @@ class RoleRun:
         """Shows a line to the user; only the first process of a group is heard."""
         if self._speaks:
             with self._lock:
-                self._lines.append(text)
+                self._unheard.lines.append(text)
 
     def sync(self) -> str:
         """Does nothing: the driver has written its metrics to disk before it asks for a checkpoint."""
@@ -117,12 +126,17 @@ class RoleRun:
         with self._lock:
             self._timings[name] = self._timings.get(name, 0.0) + seconds
 
-    def take_said(self) -> list[str]:
-        """The lines since the last call."""
+    def said(self) -> Said:
+        """The lines that the driver may not have heard."""
         with self._lock:
-            lines = self._lines
-            self._lines = []
-        return lines
+            return Said(self._unheard.first, list(self._unheard.lines))
+
+    def forget_said(self, num_heard: int) -> None:
+        """Forgets lines that the driver has heard: the first ``num_heard`` since the start of the process."""
+        with self._lock:
+            first, lines = self._unheard
+            if num_heard > first:  # calls are sent in order, but those of other threads may begin earlier
+                self._unheard = Said(num_heard, lines[num_heard - first :])
 
     def take_timings(self) -> dict[str, float]:
         """The timings since the last call."""
@@ -178,6 +192,7 @@ class RoleWorker:
         num_values: int,
         ships: bool,
         stop: bool,
+        num_heard: int,
         *values: Any,
     ) -> Any:
         """Runs a function on the state.
@@ -191,6 +206,7 @@ class RoleWorker:
                 return values of this call; 0: none.
             ships: whether the result is returned with the reply.
             stop: whether the run was asked to stop, wherever the signal came.
+            num_heard: number of lines that the driver has heard of this process.
             values: the packed values of the handles among the arguments.
 
         Returns:
@@ -199,7 +215,8 @@ class RoleWorker:
         start = time.time()
         kept_values: Sequence[Packed | None] = []
         result = None
-        reply = Reply(start, start, None, False, [], {})
+        self.run_of_role.forget_said(num_heard)
+        reply = Reply(start, start, None, False, Said(num_heard, []), {})
         self._running[call] = time.monotonic()
         self.run_of_role.stop_requested |= stop
         try:
@@ -227,7 +244,7 @@ class RoleWorker:
 
             reply.memory = memory_in_use()
             reply.peak_flops = self.peak_flops
-        reply.lines = self.run_of_role.take_said()
+        reply.said = self.run_of_role.said()
         reply.timings = self.run_of_role.take_timings()
         result = (pack(reply), packed)
         return (result, *kept_values) if num_values else result
@@ -247,12 +264,13 @@ class RoleWorker:
             self.is_built.wait()
         return function
 
-    def ping(self) -> tuple[bool, list[str], dict[int, float]]:
-        """Answers a heartbeat: whether the process was asked to stop, the lines that it said, and for each running call
-        since how many seconds it runs."""
+    def ping(self, num_heard: int) -> tuple[bool, Said, dict[int, float]]:
+        """Answers a heartbeat of a driver that has heard ``num_heard`` lines: whether the process was asked to stop,
+        the lines that it said since, and for each running call since how many seconds it runs."""
+        self.run_of_role.forget_said(num_heard)
         now = time.monotonic()
         running = {call: now - since for call, since in list(self._running.items())}
-        return self.run_of_role.stop_requested, self.run_of_role.take_said(), running
+        return self.run_of_role.stop_requested, self.run_of_role.said(), running
 
     def stacks(self) -> str:
         """The stacks of all Python threads but this one, as text."""
