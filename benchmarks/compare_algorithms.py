@@ -1,12 +1,16 @@
 """The RL algorithms side by side: the same pretrained model, prompts, seeds and number of images, one page as result.
 
     python benchmarks/compare_algorithms.py [--only awm flow_dpo ...] [--only-page] [--without-second-reader]
+    python benchmarks/compare_algorithms.py --seeds 1 2 3 [--iterations 8] [--only awm ...] [--only-page]
 
 Runs every file of ``configs/quickstart/algorithms`` by the command that it prints, one after another, then reads the
 evaluation images a second time with Tesseract, which no run was trained on, measures what rollout and update cost, and
 writes ``docs/algorithms_compared.md`` with a picture of the curves. Finished runs are kept, and interrupted ones go on
 where they stopped: start it again. A file whose settings have changed is run anew. ``--only-page`` writes the page from
 what is there. The model that all start from comes from the first two steps of ``make quickstart``.
+
+``--seeds`` runs each file with several seeds and fewer iterations, and writes ``docs/algorithms_over_seeds.md``, of the
+algorithms that have finished with all of them, in place of the page above.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.load import load_config, read_yaml
+from sfumato.config.load import load_config, parse_overrides, read_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, UserError
 from sfumato.tracking.json_lines import read_jsonl
@@ -38,6 +42,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "quickstart" / "algorithms"
 PAGE = ROOT / "docs" / "algorithms_compared.md"
 PICTURE = ROOT / "docs" / "images" / "algorithms_compared.svg"
+SEEDS_PAGE = ROOT / "docs" / "algorithms_over_seeds.md"
+SEEDS_PICTURE = ROOT / "docs" / "images" / "algorithms_over_seeds.svg"
+SEEDS_RUNS = "runs/quickstart/algorithms_over_seeds"
+SEEDS_EVALUATIONS = 4
+"""Evaluations of a run of ``--seeds`` after the one before training."""
+SEEDS_PROMPTS = 128
+"""Held-out words of such an evaluation."""
 YARDSTICK = "flow_grpo_fast"
 """The costs of the others are given as multiples of this one's."""
 REWARD = "eval/reward/total"
@@ -48,9 +59,10 @@ HEADING = re.compile(r"# (?P<title>.+?) \((?P<source>.+?)\): (?P<note>.+)")
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One file of ``configs/quickstart/algorithms`` and the run folder that it names."""
+    """One file of ``configs/quickstart/algorithms``, what is laid over it, and the run folder that they name."""
 
     path: Path
+    overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -75,7 +87,15 @@ class Algorithm:
     @cached_property
     def config(self) -> DiffusionRLConfig:
         """The validated settings."""
-        return load_config(schema_of(self.task), self.path)
+        return load_config(schema_of(self.task), self.path, parse_overrides(list(self.overrides)))
+
+    def with_seed(self, seed: int, iterations: int) -> Algorithm:
+        """The same with another seed and number of iterations, in a run folder of its own."""
+        overrides = ["--train.seed", str(seed), "--train.max_steps", str(iterations)]
+        overrides += ["--train.save_steps", "2", "--eval.every_steps", str(max(1, iterations // SEEDS_EVALUATIONS))]
+        overrides += ["--eval.num_prompts", str(SEEDS_PROMPTS), "--eval.num_saved", "0"]
+        overrides += ["--train.output_dir", f"{SEEDS_RUNS}/{self.name}_{seed}"]
+        return Algorithm(self.path, tuple(overrides))
 
     @property
     def folder(self) -> Path:
@@ -140,9 +160,9 @@ def run(algorithms: Sequence[Algorithm]) -> None:
     for number, each in enumerate(algorithms, start=1):
         config = str(each.path.relative_to(ROOT))
         if each.is_finished:
-            print(f"[{number}/{len(algorithms)}] {each.name}: finished", flush=True)
+            print(f"[{number}/{len(algorithms)}] {each.folder.name}: finished", flush=True)
             continue
-        command = ["bash", "train.sh", f"tasks/{each.task}.py", config]
+        command = ["bash", "train.sh", f"tasks/{each.task}.py", config, *each.overrides]
         command += ["--train.load_checkpoint_path", "auto" if each.is_same_run else "new"]
         print(f"[{number}/{len(algorithms)}] {' '.join(command)}", flush=True)
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
@@ -329,6 +349,98 @@ of an iteration. Run one that learns from trajectories by
 """
 
 
+def draw_seeds(by_name: dict[str, list[Algorithm]], path: Path) -> None:
+    """Held-out reward over images: mean and range over the seeds, a panel for each algorithm."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
+    columns = min(4, len(by_name))
+    rows = -(-len(by_name) // columns)
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(
+            rows,
+            columns,
+            figsize=(2.6 * columns, 2.2 * rows),
+            sharex=True,
+            sharey=True,
+            layout="constrained",
+            squeeze=False,
+        )
+        for panel, runs in zip(panels.flat, by_name.values(), strict=False):
+            images = [images_seen for images_seen, _ in runs[0].curve()]
+            rewards = list(zip(*([reward for _, reward in run.curve()] for run in runs), strict=True))
+            panel.fill_between(images, list(map(min, rewards)), list(map(max, rewards)), alpha=0.25, linewidth=0)
+            panel.plot(images, list(map(statistics.mean, rewards)), marker="o", markersize=3)
+            panel.set_title(runs[0].heading["title"])
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        for panel in list(panels.flat)[len(by_name) :]:
+            panel.set_visible(False)
+        figure.supxlabel("images sampled and scored")
+        figure.supylabel("mean OCR reward, held out")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+
+
+def page_of_seeds(by_name: dict[str, list[Algorithm]], missing: Sequence[Algorithm], picture: str) -> str:
+    """The page of ``--seeds`` as Markdown.
+
+    Args:
+        by_name: the runs of each algorithm that has finished with all seeds.
+        missing: algorithms that have not.
+        picture: address of the picture, relative to the page.
+    """
+    runs = [run for of_name in by_name.values() for run in of_name]
+    config = runs[0].config
+    seeds = sorted({run.config.train.seed for run in runs})
+    environments = [json.loads((run.folder / "environment.json").read_text(encoding="utf-8")) for run in runs]
+    commits = sorted({environment["git_commit"][:8] for environment in environments})
+    dates = sorted({environment["date"] for environment in environments})
+    machine = environments[0]
+    introduction = f"""Each algorithm improves the model of the quickstart with {len(seeds)} seeds
+({", ".join(map(str, seeds))}) and {config.train.max_steps * runs[0].images_per_step:,} images: {config.train.max_steps}
+iterations of {config.rollout.num_prompts} prompts x {config.rollout.n} images, a part of what they are
+[compared](algorithms_compared.md) with. A seed chooses the prompts, the noise and the {config.eval.num_prompts}
+held-out words; the weights that all start from are the same."""
+    made = f"""Commit {", ".join(commits)}, {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}, on a machine with
+{machine["cpu_count"]} CPU cores, torch {machine["packages"]["torch"]}, one thread a run."""
+    rows = []
+    for of_name in sorted(by_name.values(), key=lambda of_name: -_mean_reward(of_name, -1)):
+        before = [run.curve()[0][1] for run in of_name]
+        after = [run.curve()[-1][1] for run in of_name]
+        rose = sum(last > first for first, last in zip(before, after, strict=True))
+        title = f"[{of_name[0].heading['title']}](diffusion_rl/{of_name[0].name}.md)"
+        rows.append([title, _ranged(before), f"**{_ranged(after)}**", f"{rose} of {len(of_name)}"])
+    titles = ", ".join(algorithm.heading["title"] for algorithm in missing)
+    not_run = _filled(f"Not run with several seeds: {titles}.") + "\n" if missing else ""
+    return f"""# The algorithms over several seeds
+
+Made by `python benchmarks/compare_algorithms.py --seeds {" ".join(map(str, seeds))}`: do not edit it by hand.
+
+{_filled(introduction)}
+
+![Held-out reward over images, mean and range over the seeds]({picture})
+
+*Mean and range over the seeds.*
+
+{_filled(made)} Mean reward of the evaluation, in brackets the lowest and the highest seed:
+
+{_table(["algorithm", "before", "after", "rose"], rows)}
+{chr(10) if not_run else ""}{not_run}"""
+
+
+def _mean_reward(runs: Sequence[Algorithm], evaluation: int) -> float:
+    return statistics.mean(run.curve()[evaluation][1] for run in runs)
+
+
+def _ranged(values: Sequence[float]) -> str:
+    return f"{statistics.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
 def _results(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]]) -> str:
     rows = []
     for each in algorithms:
@@ -389,15 +501,38 @@ def _title(name: str, algorithms: Sequence[Algorithm]) -> str:
     return next((each.heading["title"] for each in algorithms if each.name == name), name)
 
 
+def compare_seeds(arguments: argparse.Namespace) -> None:
+    """Runs what is not finished with each seed, and writes the page of all algorithms that are."""
+    every = [Algorithm(path) for path in sorted(CONFIGS.glob("*.yaml"))]
+    by_name = {
+        algorithm.name: [algorithm.with_seed(seed, arguments.iterations) for seed in dict.fromkeys(arguments.seeds)]
+        for algorithm in every
+    }
+    if not arguments.only_page:
+        run([run_of_seed for name in arguments.only or by_name for run_of_seed in by_name[name]])
+    finished = {name: runs for name, runs in by_name.items() if all(run_of_seed.is_finished for run_of_seed in runs)}
+    if not finished:
+        raise UserError("no algorithm has finished with all seeds yet: start without --only-page")
+    draw_seeds(finished, SEEDS_PICTURE)
+    missing = [algorithm for algorithm in every if algorithm.name not in finished]
+    write_atomically(SEEDS_PAGE, page_of_seeds(finished, missing, f"images/{SEEDS_PICTURE.name}").encode())
+    print(f"{len(finished)} of {len(every)} algorithms: {SEEDS_PAGE.relative_to(ROOT)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {path.stem: Algorithm(path) for path in sorted(CONFIGS.glob("*.yaml"))}
     parser.add_argument("--only", nargs="+", choices=list(every), metavar="NAME", help="run these only, write no page")
     parser.add_argument("--only-page", action="store_true", help="run nothing; write the page from finished runs")
     parser.add_argument("--without-second-reader", action="store_true", help="do not read images with Tesseract")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="run with these, and write their page")
+    parser.add_argument("--iterations", type=int, default=8, help="of each run of --seeds (8)")
     arguments = parser.parse_args()
     algorithms = list(every.values())
     check_comparable(algorithms)
+    if arguments.seeds:
+        compare_seeds(arguments)
+        return
     if not arguments.only_page:
         run([every[name] for name in arguments.only or every])
         if arguments.only:
