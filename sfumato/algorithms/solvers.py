@@ -6,7 +6,7 @@ Shapes: B samples, ... latent dimensions, T steps. Notation: sigma in [0, 1], 1 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ class Solver(Protocol):
 
     def step(
         self, velocity: Tensor, latents: Tensor, sigmas: Tensor, index: int, memory: object = None
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, object]:
         """The next latents, and the ``memory`` that the next step must be called with.
 
         Args:

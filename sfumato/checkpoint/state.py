@@ -48,7 +48,7 @@ Specs = Mapping[str, tuple[torch.Size, torch.dtype]]
 class Resumable(Protocol):
     """A data loader whose position can be saved and restored."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The position, the same on every rank, as values that JSON can hold."""
         ...
 
@@ -420,7 +420,7 @@ def new_optimizer_state(
     return fields, parts
 
 
-def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, object]]:
     """The state of the generators of torch (CPU, and the GPU of this process), numpy and Python.
 
     Returns:

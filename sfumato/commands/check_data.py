@@ -25,7 +25,7 @@ from sfumato.data.media.vision import ImageReader
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.data.text.answer_end import AnswerEnd, facts_of
-from sfumato.data.text.format import TextTransform, build_transform
+from sfumato.data.text.format import TextTransform, build_transform, has_media
 from sfumato.data.text.loader import adopt_answer_end, build_text_loader
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.prompt_template import build_prompt_template
@@ -254,14 +254,14 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
             findings.num_learned += sum(int(document.loss_mask.sum()) for document in sample.documents)
 
     findings = _look_at(name, rows, look)
-    if getattr(transform, "has_images", False):
+    if has_media(transform):
         _look_at_heads(findings, rows, cast("ImageConversationTransform", transform))
     return findings
 
 
 def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, object]:
     """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
-    return filed_row(rows, index) if getattr(transform, "has_images", False) else rows[index]
+    return filed_row(rows, index) if has_media(transform) else rows[index]
 
 
 def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageConversationTransform) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.config.load import load_config, suggest
 from sfumato.config.tasks import TASKS, schema_of
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_for_task(
-    path: str | Path, overrides: dict[str, Any], task: str | None = None, num_ranks: int | None = None
+    path: str | Path, overrides: dict[str, object], task: str | None = None, num_ranks: int | None = None
 ) -> tuple[str, TaskConfig]:
     """Reads a configuration with the schema of its task.
 

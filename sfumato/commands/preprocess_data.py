@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
@@ -15,7 +15,7 @@ from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.sources import open_sources
 from sfumato.data.media.cache import build_media_cache
 from sfumato.data.text.answer_end import facts_of
-from sfumato.data.text.format import build_transform
+from sfumato.data.text.format import build_transform, has_media
 from sfumato.data.text.token_store import Watch, build_token_store
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_reader
@@ -28,7 +28,7 @@ ItemT = TypeVar("ItemT")
 
 def preprocess(
     path: str | Path,
-    overrides: dict[str, Any] | None = None,
+    overrides: Mapping[str, object] | None = None,
     task: str | None = None,
     say: Callable[[str], None] = lambda text: print(printable(text)),
 ) -> Path:
@@ -69,6 +69,7 @@ def preprocess(
     store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
     say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
     if data.cache_media:
+        assert has_media(transform)  # the configuration refuses other formats
         build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, _watch("open media"))
     return folder
 

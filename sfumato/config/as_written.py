@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from sfumato.config.base import Variant
 
 
-def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
+def with_written_texts(value: object, written: object, annotation: object) -> object:
     """A configuration in which text fields hold the text of the file, such as ``no``, and not YAML's reading of it.
 
     A field that may also be of the type that YAML has read keeps that value.
@@ -38,7 +39,7 @@ def with_written_texts(value: Any, written: Any, annotation: Any) -> Any:
     return written if is_said and any(map(_is_text, kinds)) else value
 
 
-def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
+def _kinds_of(annotation: object) -> Iterator[object]:
     """The members of a union, each without its ``Annotated``; one with a ``Variant`` gives the Variant itself."""
     origin = typing.get_origin(annotation)
     parts = typing.get_args(annotation)
@@ -52,7 +53,7 @@ def _kinds_of(annotation: Any) -> typing.Iterator[Any]:
         yield annotation
 
 
-def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any], Any]:
+def _fields_of(value: Mapping[str, object], kinds: Sequence[object]) -> tuple[Mapping[str, object], object]:
     """Types of a mapping's values by key, and the type of the values under all other keys."""
     for kind in kinds:
         if isinstance(kind, Variant):
@@ -67,7 +68,7 @@ def _fields_of(value: dict[str, Any], kinds: list[Any]) -> tuple[dict[str, Any],
     return {}, Any
 
 
-def _items_of(kinds: list[Any], count: int) -> list[Any]:
+def _items_of(kinds: Sequence[object], count: int) -> list[object]:
     """Types of the items of a list of ``count`` items."""
     for kind in kinds:
         parts = typing.get_args(kind)
@@ -79,20 +80,20 @@ def _items_of(kinds: list[Any], count: int) -> list[Any]:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, object]:
     try:
         return typing.get_type_hints(cls, include_extras=True)
     except NameError:  # a class of one's own whose types are only there for a checker
         return {}
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: object) -> bool:
     return kind is str or (
         typing.get_origin(kind) is typing.Literal and any(isinstance(choice, str) for choice in typing.get_args(kind))
     )
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _is_of(value: object, kind: object) -> bool:
     """Whether a value that YAML has read is of that type."""
     if kind is Any:
         return True

@@ -38,7 +38,7 @@ class Section(BaseModel):
     """The command that a configuration of this kind is for."""
 
     @property
-    def non_defaults(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, object]:
         """Fields that differ from their defaults."""
         fields = type(self).model_fields.items()
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.get_default()}
@@ -62,7 +62,7 @@ class Section(BaseModel):
 NOT_FINITE = "Input should be a finite number"
 
 
-def leaves(value: Any, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
+def leaves(value: object, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], object]]:
     """The values of nested mappings and lists that are neither, each with its place: the keys and indices to it."""
     if not isinstance(value, (dict, list)):
         yield place, value
@@ -149,7 +149,7 @@ class Variant:
             )
         return variants[name]
 
-    def validate(self, value: Any) -> Any:
+    def validate(self, value: object) -> object:
         """Builds the object from a mapping with ``type``, or from the type; an object that was built already passes."""
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return value
@@ -195,7 +195,7 @@ class Variant:
             )
         return built
 
-    def dump(self, value: Any) -> dict[str, Any] | str | None:
+    def dump(self, value: Any) -> dict[str, object] | str | None:
         """The value of a configuration that builds an equal object: a mapping, or with ``short`` a type alone."""
         if value is None:
             return None

@@ -67,13 +67,13 @@ class DiffusionAlgorithmConfig(RecipeAlgorithmConfig):
     """How fast the reference follows, once an iteration; a constant 1 leaves it the model before training."""
 
     @classmethod
-    def recipes(cls) -> dict[str, dict[str, Any]]:
+    def recipes(cls) -> dict[str, dict[str, object]]:
         """Presets by name."""
         return RECIPES[cls.objectives]
 
     @model_validator(mode="before")
     @classmethod
-    def _is_of_this_task(cls, data: Any) -> Any:
+    def _is_of_this_task(cls, data: object) -> object:
         recipe = cls.recipe_in(data)
         objective = data.get("objective") if isinstance(data, dict) else None
         kind = objective.get("type") if isinstance(objective, dict) else objective

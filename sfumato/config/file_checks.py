@@ -8,6 +8,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
+JsonObject = dict[str, Any]
+"""A mapping as JSON gives it: what its values are is checked where they are used."""
+
 KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -83,7 +86,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it has values within values, too deep to be read") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> JsonObject:
     """Reads a file of JSON that holds an object. Raises as ``read_json``, and ValueError for any other value."""
     value = read_json(path)
     if not isinstance(value, dict):

@@ -69,7 +69,7 @@ class ImageDataConfig(Section):
 
     @field_validator("buckets", mode="wrap")
     @classmethod
-    def _are_sizes(cls, value: Any, check: Callable[[Any], Any]) -> Any:
+    def _are_sizes(cls, value: object, check: Callable[[Any], object]) -> object:
         try:
             return check(value)
         except ValidationError as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import BaseModel
 
 from sfumato.config.base import Variant, find_variants
 from sfumato.config.help import inner_section
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 TABLE = Path(__file__).parent / "other_tools.yaml"
 MOST_SHOWN = 6
@@ -88,7 +91,7 @@ def has_field(schema: type[BaseModel], name: str) -> bool:
             return any(
                 word in getattr(cls, "__dataclass_fields__", {}) for cls in find_variants(variant.source).values()
             )
-        field: Any = None if section is None else section.model_fields.get(word)
+        field: FieldInfo | None = None if section is None else section.model_fields.get(word)
         if field is None:
             return False
         variant = next((note for note in field.metadata if isinstance(note, Variant)), None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator
 
-from sfumato.config.file_checks import file_problem, read_json_object
+from sfumato.config.file_checks import JsonObject, file_problem, read_json_object
 from sfumato.errors import ConfigError
 
 LONGEST_NAME = 255
@@ -153,7 +153,7 @@ OTHER_WEIGHTS = ("*.bin.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"
 """Names of weights that are pickles, which may run a program, or that nothing here reads."""
 
 
-def check_pipeline(folder: Path, index: dict[str, Any]) -> None:
+def check_pipeline(folder: Path, index: JsonObject) -> None:
     """Looks at every part of a diffusers pipeline before any is loaded.
 
     Args:

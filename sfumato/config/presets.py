@@ -16,7 +16,7 @@ class RecipeAlgorithmConfig(AlgorithmConfig):
     """Preset of the parts below; any of their fields can be overridden."""
 
     @classmethod
-    def recipes(cls) -> dict[str, dict[str, Any]]:
+    def recipes(cls) -> dict[str, dict[str, object]]:
         """Presets by name."""
         raise NotImplementedError
 
@@ -27,7 +27,7 @@ class RecipeAlgorithmConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _recipe_is_known(cls, data: Any) -> Any:
+    def _recipe_is_known(cls, data: object) -> object:
         recipe = cls.recipe_in(data)
         if isinstance(data, dict) and (not isinstance(recipe, str) or recipe not in cls.recipes()):
             raise ValueError(f"algorithm.recipe {recipe!r} is not known; known: {', '.join(cls.recipes())}")

@@ -7,8 +7,6 @@ where it matters, what else was published with it; settings of model, batch and 
 
 from __future__ import annotations
 
-from typing import Any
-
 _NO_KL = {"type": "none"}
 _GLOBAL = {"type": "group", "std": "global", "clip": 5.0}
 _GROUP = {"type": "group", "std": "group", "clip": 5.0}
@@ -16,7 +14,7 @@ _DANCE = {"type": "group", "std": "group", "clip": 5.0, "ddof": 1, "eps": 1e-8}
 _FINAL = {"solver": {"type": "euler"}, "sample_with": "policy", "kl": _NO_KL}
 _CLIPPED = {"advantage": _GLOBAL, "objective": {"type": "clipped_ratio", "clip_range": 1e-4}, "kl": _NO_KL}
 
-TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
+TRAJECTORY_RECIPES: dict[str, dict[str, object]] = {
     # Flow-GRPO, arXiv 2505.05470; flow_grpo config/grpo.py, general_ocr_sd3: 10 steps, guidance 4.5, groups of 24.
     # coef 0.01 for PickScore, 0.02 for CLIPScore
     "flow_grpo": {
@@ -143,7 +141,7 @@ TRAJECTORY_RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-FORWARD_RECIPES: dict[str, dict[str, Any]] = {
+FORWARD_RECIPES: dict[str, dict[str, object]] = {
     # DiffusionNFT, arXiv 2509.16117; config/nft.py, sd3_geneval and sd3_pickscore: 10 steps, guidance 1, 48 groups of
     # 24, LoRA 32 / 64, lr 3e-4. OCR: beta 0.1 and old {slope 0.0075, limit 0.999, start 75}; several rewards: beta 0.1
     "diffusion_nft": {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -79,7 +79,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _download(cls, fields: Any) -> Any:
+    def _download(cls, fields: object) -> object:
         return download_model(fields)
 
     @model_validator(mode="after")
@@ -217,6 +217,15 @@ class EpochTrainConfig(TrainConfig):
 
     num_train_epochs: int = Field(1, ge=1)
     """Passes over the data when nothing else says how long the run is (train.max_steps; text: data.train_size)."""
+
+
+class TaskConfig(Protocol):
+    """What the configurations of all tasks have."""
+
+    @property
+    def data(self) -> Section: ...
+    @property
+    def train(self) -> TrainConfig: ...
 
 
 class GlyphConfig(Section):

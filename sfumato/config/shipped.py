@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 NAMES_A_FILE = ("config_path", "made_by", "image_tokenizer_made_by")
 """Fields that name another YAML file."""
@@ -19,7 +19,7 @@ def shipped_folder() -> Path:
     return package if (package / "tasks").is_dir() else package.parent
 
 
-def find_beside(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
+def find_beside(data: Mapping[str, object], path: str | Path) -> dict[str, object]:
     """A configuration's values, with the paths of files that do not lie where the command was called.
 
     Such a file is looked for beside the configuration, and of a shipped configuration from the folder that holds
@@ -35,7 +35,7 @@ def find_beside(data: dict[str, Any], path: str | Path) -> dict[str, Any]:
     return {key: _find(key, value, places) for key, value in data.items()}
 
 
-def _find(key: str, value: Any, places: list[Path]) -> Any:
+def _find(key: str, value: object, places: list[Path]) -> object:
     if isinstance(value, dict):
         return {name: _find(name, part, places) for name, part in value.items()}
     if isinstance(value, list):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -48,7 +48,7 @@ class LanguageModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _download(cls, fields: Any) -> Any:
+    def _download(cls, fields: object) -> object:
         return download_model(fields)
 
     @model_validator(mode="after")

@@ -5,14 +5,12 @@ Settings of model, batch and optimiser stand in the YAML files of ``configs/text
 
 from __future__ import annotations
 
-from typing import Any
-
 _NO_KL = {"type": "token"}
 _ON_POLICY = {"off_policy": {"type": "decoupled", "level": "token", "cap": 2.0}}
 _GROUP = {"type": "group", "std": "group", "ddof": 1, "eps": 1e-6, "clip": None}
 _MEAN = {"type": "group", "std": "none", "clip": None}
 
-TEXT_RECIPES: dict[str, dict[str, Any]] = {
+TEXT_RECIPES: dict[str, dict[str, object]] = {
     # GRPO, arXiv 2402.03300: the mean over samples of their tokens' mean, KL k3 in the loss; coef 0.04 in the paper
     "grpo": {
         "advantage": _GROUP,

@@ -162,7 +162,7 @@ class TextAlgorithmConfig(RecipeAlgorithmConfig):
     """A critic's value may move so far from the one before the update; null bounds nothing."""
 
     @classmethod
-    def recipes(cls) -> dict[str, dict[str, Any]]:
+    def recipes(cls) -> dict[str, dict[str, object]]:
         """Presets by name."""
         return TEXT_RECIPES
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.files.file_digests import FileDigests
 from sfumato.data.files.file_rows import FileRows
@@ -17,6 +17,7 @@ from sfumato.data.files.rows import JoinedRows
 from sfumato.data.media.pictures import File
 
 if TYPE_CHECKING:
+    from sfumato.config.sections import TaskConfig
     from sfumato.data.files.rows import RowTable
 
 BLOCK, BLOCKS = 1 << 20, 64
@@ -30,7 +31,7 @@ SAMPLE, READERS = 2**14, 16
 """Bytes of each of the four parts of a media file that are read, and how many files are read at a time."""
 
 
-def content_of_media(config: Any, files: Iterable[File], field: str) -> dict[str, str]:
+def content_of_media(config: TaskConfig, files: Iterable[File], field: str) -> dict[str, str]:
     """The digest of media files in their order, under the name ``field``; empty where no medium is in a file.
 
     The digest of each file is kept in the run folder with its path, size and times, so that a resume reads only files
@@ -86,7 +87,7 @@ def content_of_model_file(path: Path) -> str:
     return content_of_file(path, MODEL_BLOCKS)
 
 
-def digest_rows(rows: RowTable) -> str | list[Any]:
+def digest_rows(rows: RowTable) -> str | list[object]:
     """What identifies the rows of a table, as values that JSON can hold: digests of files, or a listing of a folder."""
     if isinstance(rows, JoinedRows):
         return [digest_rows(part) for part in rows.parts]

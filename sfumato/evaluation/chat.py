@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.writing import open_new
 from sfumato.data.text.prompts import TextPrompt
@@ -37,7 +36,7 @@ class ChatSession:
     def __init__(self, model: TextModel) -> None:
         """Begins anew; the system prompt is in the model's template."""
         self.model = model
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[dict[str, object]] = []
         self._num_turns = 0
 
     def reset(self) -> None:
@@ -67,7 +66,7 @@ class ChatSession:
         Raises:
             UserError: when an image is broken or not taken, or the conversation is longer than the model takes.
         """
-        content: Any = text
+        content: str | list[dict[str, str]] = text
         if images:
             if not self.model.data_type.has_images:
                 raise DataError("this model sees no images: its folder has no processor for them")

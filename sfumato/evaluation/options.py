@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sfumato.config.sections import TaskConfig
 
 OF_PICTURES = ("batch_size", "height", "width", "num_frames", "seconds", "num_inference_steps", "guidance_scale")
 OF_TEXTS = ("max_new_tokens", "temperature", "top_p", "top_k", "system_prompt", "chat_template")
@@ -72,7 +75,7 @@ class GenerationOptions:
         return self.dtype or ("bf16" if device.type == "cuda" else "fp32")
 
 
-def follow_run(config: Any, device: torch.device) -> None:
+def follow_run(config: TaskConfig, device: torch.device) -> None:
     """Sets this process as a run with that configuration sets its own, so that kernels are the same."""
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -184,7 +184,7 @@ class TextModel:
 
         return [text.checked(self.template.without_text) for text in asyncio.run(draw_all())]
 
-    def prompts_of(self, rows: Sequence[dict[str, Any]]) -> list[TextPrompt]:
+    def prompts_of(self, rows: Sequence[Mapping[str, object]]) -> list[TextPrompt]:
         """Prompts of rows that are in memory, as a file would hold them; paths are relative to the working folder.
 
         Raises:
@@ -199,7 +199,7 @@ class TextModel:
 class _RowsInMemory:
     """Rows of the command line as a table."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[Mapping[str, object]]) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
@@ -280,7 +280,7 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
     ]
 
 
-def typed_rows(texts: Sequence[str], images: Sequence[Path]) -> list[dict[str, Any]]:
+def typed_rows(texts: Sequence[str], images: Sequence[Path]) -> list[dict[str, object]]:
     """Rows of prompts of the command line.
 
     Args:
@@ -296,7 +296,7 @@ def typed_rows(texts: Sequence[str], images: Sequence[Path]) -> list[dict[str, A
     return [user_row(text, path) for text, path in zip(texts, paths, strict=True)]
 
 
-def user_row(text: str, image: Path | None) -> dict[str, Any]:
+def user_row(text: str, image: Path | None) -> dict[str, object]:
     """A row whose prompt is one message of the user, perhaps with an image before the text."""
     if image is None:
         return {"prompt": text}

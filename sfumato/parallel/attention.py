@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import attend, attend_backward
@@ -379,11 +379,21 @@ def _with_bias(query: Tensor, key: Tensor, key_mask: Tensor) -> tuple[Tensor, Te
     return torch.cat([query, torch.ones_like(query[..., :1])], dim=-1), torch.cat([key, bias], dim=-1)
 
 
+class _TradeContext(FunctionCtx):
+    """What ``_Trade`` keeps for its backward pass."""
+
+    runs: tuple[TokenRun, ...]
+    group: dist.ProcessGroup
+    back: bool
+
+
 class _Trade(torch.autograd.Function):
     """Exchange in a Ulysses group: from a rank's tokens with all heads to the block with a rank's heads, or back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup, back: bool) -> Tensor:
+    def forward(
+        ctx: _TradeContext, tensor: Tensor, runs: tuple[TokenRun, ...], group: dist.ProcessGroup, back: bool
+    ) -> Tensor:
         ctx.runs = runs
         ctx.group = group
         ctx.back = back
@@ -391,7 +401,7 @@ class _Trade(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _TradeContext, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return (_to_block if ctx.back else _to_part)(grad, ctx.runs, ctx.group), None, None, None
 
 
@@ -429,11 +439,22 @@ def _unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
+class _RingContext(FunctionCtx):
+    """What ``_RingAttention`` keeps for its backward pass."""
+
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    """Query, key, value, output and log-sum-exp."""
+    schedule: Schedule
+    scale: float
+
+
 class _RingAttention(torch.autograd.Function):
     """Attention of this ring rank's block of queries; keys and values, later their gradients, travel round the ring."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
+    def forward(
+        ctx: _RingContext, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float
+    ) -> Tensor:
         dtype = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=dtype)
         # Nothing is seen yet: -inf is a weight of 0 where results are joined.
@@ -460,7 +481,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _RingContext, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, lse = ctx.saved_tensors
         schedule = ctx.schedule
         grad = grad.contiguous()

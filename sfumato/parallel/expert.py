@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
@@ -315,6 +316,14 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
+class _RowsContext(FunctionCtx):
+    """What ``_Rows`` keeps for its backward pass."""
+
+    saved_tensors: tuple[Tensor]
+    shape: torch.Size
+    repeats: int
+
+
 class _Rows(torch.autograd.Function):
     """Takes rows ``index // repeats``, where ``index`` is a permutation and ``inverse`` its inverse.
 
@@ -322,14 +331,14 @@ class _Rows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, repeats: int) -> Tensor:
+    def forward(ctx: _RowsContext, rows: Tensor, index: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.shape = rows.shape
         ctx.repeats = repeats
         return rows[index // repeats if repeats > 1 else index]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _RowsContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse,) = ctx.saved_tensors
         gradient = gradient[inverse]
         if ctx.repeats > 1:
@@ -337,11 +346,21 @@ class _Rows(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _ExchangeContext(FunctionCtx):
+    """What ``_Exchange`` keeps for its backward pass."""
+
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+
+
 class _Exchange(torch.autograd.Function):
     """All-to-all of rows; its backward pass sends gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: _ExchangeContext, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.sent = sent
         ctx.received = received
         ctx.group = group
@@ -350,5 +369,5 @@ class _Exchange(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _ExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _Exchange.apply(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

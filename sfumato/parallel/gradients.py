@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -177,6 +178,12 @@ def _all_reduce_unsharded(gradients: list[Tensor], mesh: Mesh) -> None:
             gradient.copy_(reduced.view_as(gradient))
 
 
+class _SequenceSumContext(FunctionCtx):
+    """What ``SequenceSum`` keeps for its backward pass."""
+
+    group: dist.ProcessGroup | None
+
+
 class SequenceSum(torch.autograd.Function):
     """The sum of values over ranks, with gradients.
 
@@ -185,14 +192,16 @@ class SequenceSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False) -> Tensor:
+    def forward(
+        ctx: _SequenceSumContext, values: Tensor, group: dist.ProcessGroup, sum_gradients: bool = False
+    ) -> Tensor:
         ctx.group = group if sum_gradients else None
         values = values.clone()
         dist.all_reduce(values, group=group)
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _SequenceSumContext, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.group is not None:
             gradient = gradient.clone()
             dist.all_reduce(gradient, group=ctx.group)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sfumato.parallel.shards import Chunk
 from sfumato.parallel.splitmix import GAMMA, key_of, mix
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 SMALL = 2**16
 """A weight of fewer elements is not drawn in parts: every rank initialises it, as the plain module does."""
@@ -70,17 +73,19 @@ class Initialisation(TorchDispatchMode):
         self._operations: dict[int, list[Operation]] = {}
         self._alive: list[Tensor] = []  # a storage that was freed could lend its address to another weight
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        options = dict(kwargs or {})
+        result = func(*args, **options)
         name = func._schema.name.removeprefix("aten::")
-        by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | options
         for argument in func._schema.arguments:
             changed = by_name.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written and isinstance(changed, Tensor) and changed.is_meta:
                 is_method = bool(args) and changed is args[0] and name.endswith("_")
-                operation = Operation(name, func, tuple(args[1:]), kwargs) if is_method else Operation(name, func)
+                operation = Operation(name, func, args[1:], options) if is_method else Operation(name, func)
                 self.record(changed, operation)
         return result
 

@@ -273,7 +273,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, _grad_losses: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_total: Tensor, _grad_losses: Tensor) -> tuple[object, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = ctx.gradients
         ctx.gradients = None
         if gradients is None:
@@ -350,7 +350,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[object, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
         temperature, chunk_tokens, group, tail, with_entropy = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]

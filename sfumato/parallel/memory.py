@@ -210,7 +210,7 @@ class BlockForward:
         elif backend is not None:
             self.run = _compile(self.uncompiled, backend)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self.backend is not None and any(kwargs.get(name) is not None for name in CACHES):
             return self.uncompiled(*args, **kwargs)
         if self.offload is None or not torch.is_grad_enabled():
@@ -223,12 +223,12 @@ class BlockForward:
         return BlockForward(block, self.mode, self.backend, self.offload, self.graph_breaks)
 
 
-def _compile(run: Callable[..., Any], backend: str) -> Callable[..., Any]:
+def _compile(run: Callable[..., object], backend: str) -> Callable[..., object]:
     """A compiled function, which raises ConfigError where the compiler cannot compile it."""
     compiled = torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
     from torch._dynamo.exc import TorchDynamoException  # takes seconds; ``torch.compile`` has just loaded it
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
@@ -255,15 +255,15 @@ def _compile_settings() -> dict[str, int]:
     return {}
 
 
-def _plain(block: nn.Module, *args: object, **kwargs: object) -> Any:
+def _plain(block: nn.Module, *args: object, **kwargs: object) -> object:
     return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def _full(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _full(block: nn.Module, *args: object, **kwargs: object) -> object:
     return _recompute(block, None, RECOMPUTATIONS["full"], *args, **kwargs)
 
 
-def _selective(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _selective(block: nn.Module, *args: object, **kwargs: object) -> object:
     return _recompute(block, None, RECOMPUTATIONS["selective"], *args, **kwargs)
 
 
@@ -272,8 +272,13 @@ FORWARDS: dict[str, Callable[..., object]] = {"none": _plain, "full": _full, "se
 
 
 def _recompute(
-    block: nn.Module, compiled: Callable[..., Any] | None, settings: dict[str, Any], /, *args: Any, **kwargs: Any
-) -> Any:
+    block: nn.Module,
+    compiled: Callable[..., object] | None,
+    settings: dict[str, Any],
+    /,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Runs a block under non-reentrant checkpointing.
 
     Args:
@@ -294,7 +299,7 @@ def _recompute(
     names = tuple(kwargs)
     count = len(args)
 
-    def forward(*values: object) -> Any:
+    def forward(*values: object) -> object:
         named = dict(zip(names, values[count:], strict=True))
         return run(*values[:count], **named)
 
@@ -341,10 +346,10 @@ def _attention_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return create_selective_checkpoint_contexts(policy)
 
 
-RECOMPUTATIONS: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": _selective_contexts}}
+RECOMPUTATIONS: dict[str, dict[str, object]] = {"full": {}, "selective": {"context_fn": _selective_contexts}}
 """Arguments of torch's ``checkpoint`` for each ``activation_checkpointing``."""
 
-AROUND_COMPILED: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": _attention_contexts}}
+AROUND_COMPILED: dict[str, dict[str, object]] = {"full": {}, "selective": {"context_fn": _attention_contexts}}
 """The same where ``checkpoint`` stands around a compiled block."""
 
 

@@ -57,9 +57,9 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 class _Replaced:
     """An instance's own ``forward`` with the signature of a class's."""
 
-    forward: Callable[..., Any]
+    forward: Callable[..., object]
 
-    def __call__(self, _layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, _layer: nn.Module, *args: object, **kwargs: object) -> object:
         return self.forward(*args, **kwargs)
 
 
@@ -68,7 +68,7 @@ def converts(forward: object) -> bool:
     return isinstance(forward, MethodType) and forward.__func__ is forward_converted
 
 
-def forward_converted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward_converted(layer: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of a layer of ``compute_in``, which converts float32 weights for the time of the call."""
     forward = cast("Callable[..., Any]", layer.unconverted_forward)
     if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
@@ -80,7 +80,9 @@ def forward_converted(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return converted(layer, dtype, forward, layer, *args, **kwargs)
 
 
-def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def converted(
+    layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: object, **kwargs: object
+) -> object:
     """Calls a function while a layer's own float32 weights appear in another dtype."""
     if type(layer) is nn.Embedding:  # converts the rows that are looked up, which are fewer than the table's
         embedded = forward(*args, **kwargs)
@@ -90,7 +92,7 @@ def converted(layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any],
 
 def with_weights_in(
     layer: nn.Module, dtype: torch.dtype, forward: Callable[..., object], *args: object, **kwargs: object
-) -> Any:
+) -> object:
     """As ``converted``, without the exception for embeddings."""
     # Attributes in the instance's dictionary are found before parameters of the same name, which stay registered.
     converted_weights = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}

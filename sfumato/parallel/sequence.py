@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -363,7 +364,7 @@ class _DiffusionSequence(_Sequence):
             _whole_attention if whole else torch.compiler.disable(partial(self._attention, name, module)),
         )
         cast("Any", module).set_processor(
-            RedirectedProcessor(cast("Callable[..., Any]", module.processor), attention, name)
+            RedirectedProcessor(cast("Callable[..., object]", module.processor), attention, name)
         )
 
     def _check_attention(self) -> None:
@@ -470,11 +471,19 @@ class _DiffusionSequence(_Sequence):
         return agreed
 
 
+class _JoinContext(FunctionCtx):
+    """What ``_Join`` keeps for its backward pass."""
+
+    dim: int
+    start: int
+    length: int
+
+
 class _Join(torch.autograd.Function):
     """Joins the sequence on every rank. All compute the same loss from it, so each takes its slice of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], shared: _Sequence) -> Tensor:
+    def forward(ctx: _JoinContext, shard: Tensor, dim: int, lengths: list[int], shared: _Sequence) -> Tensor:
         ctx.dim = dim
         ctx.start = sum(lengths[: shared.groups.rank])
         ctx.length = shard.shape[dim]
@@ -486,7 +495,7 @@ class _Join(torch.autograd.Function):
         return torch.cat([padded[:length].movedim(0, dim) for padded, length in parts], dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: _JoinContext, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
 
 
@@ -504,7 +513,13 @@ class _Redirect(TorchFunctionMode):
         self.attention = attention
         self.num_calls = 0
 
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if function is functional.scaled_dot_product_attention:
             self.num_calls += 1
             return self.attention(self.num_calls, *args, **(kwargs or {}))
@@ -519,7 +534,7 @@ class RedirectedProcessor:
         self.attention = attention
         self.name = name
 
-        def run(*args: object, **kwargs: object) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             return type(self).__call__(self, *args, **kwargs)
 
         # diffusers looks at the signature of ``processor.__call__`` and passes only the arguments that are in it.
@@ -531,7 +546,7 @@ class RedirectedProcessor:
             raise AttributeError(name)
         return getattr(self.processor, name)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         redirect = _Redirect(self.attention)
         with redirect:
             output = self.processor(*args, **kwargs)

@@ -27,7 +27,7 @@ class SharedSequence:
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: object, output: object) -> Any:
+    def leave(self, block: nn.Module, args: object, output: object) -> object:
         """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 

@@ -337,7 +337,7 @@ class Local(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)
@@ -384,7 +384,7 @@ class IdentityExpert(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, input: Tensor, *args: object) -> Any:
+    def forward(self, input: Tensor, *args: object) -> object:
         return super().forward(input / self.tp_ranks.size, *args)
 
 
@@ -405,7 +405,7 @@ class LatentKeyValue(nn.Module):
 class SeparateOutputs(nn.Module):
     """A role for a block that returns several views of one tensor, which compiled code with DTensors cannot do."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         output = super().forward(*args, **kwargs)
         return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 

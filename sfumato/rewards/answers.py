@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Reward, Sample
@@ -109,7 +109,7 @@ def column_of(metadata: Mapping[str, object], key: str, label: str, prompt: str)
     Raises:
         DataError: the row has no such value; the message names reward, column and prompt.
     """
-    value: Any = metadata
+    value: object = metadata
     if key in metadata:
         return metadata[key]
     for part in key.split("."):

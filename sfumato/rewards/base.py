@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.errors import ConfigError
 from sfumato.tracking.waveforms import Waveform, spectrum_picture
 
@@ -47,7 +48,7 @@ def load_once(
 class PromptImages(Protocol):
     """Images in a prompt, which stay files until they are decoded."""
 
-    def find(self) -> Sequence[Any]:
+    def find(self) -> Sequence[object]:
         """Their files in the order of the prompt: paths, or the bytes of the files."""
         ...
 
@@ -77,7 +78,7 @@ class Sample:
     """What a language model answered; None for an image."""
     sound: Waveform | None = None
     """The sound, int16 ``[channels, N]`` with its sampling rate; None for an image or a text."""
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     """The whole conversation with ``role`` and ``content``, tools included, where there were several turns."""
     num_tokens: int = 0
     """Tokens of the answer that the policy drew; 0 for an image."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.errors import DataError
 
 POSITIONS = ("left of", "right of", "above", "below")
@@ -51,7 +51,7 @@ class Requirement:
     """A relation, and the number of the entry of ``include`` that it is to."""
 
 
-def read_requirements(metadata: dict[str, Any]) -> tuple[list[Requirement], list[Requirement]]:
+def read_requirements(metadata: JsonObject) -> tuple[list[Requirement], list[Requirement]]:
     """What a row of GenEval's ``evaluation_metadata.jsonl`` includes and excludes.
 
     Raises:
@@ -70,7 +70,7 @@ def read_requirements(metadata: dict[str, Any]) -> tuple[list[Requirement], list
     return include, exclude
 
 
-def _read(entry: Any) -> Requirement:
+def _read(entry: object) -> Requirement:
     if not isinstance(entry, dict) or not isinstance(entry.get("class"), str):
         raise DataError(f"an entry of 'include' or 'exclude' must be an object with a class, not {entry!r}")
     count = entry.get("count", 1)

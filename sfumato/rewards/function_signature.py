@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from sfumato.errors import ConfigError
 
@@ -36,7 +35,7 @@ def place_of(function: Callable[..., object]) -> tuple[str, int] | None:
     return None if code is None else (code.co_filename, code.co_firstlineno)
 
 
-def check_signature(function: Callable[..., Any], path: str, groupwise: bool) -> None:
+def check_signature(function: Callable[..., object], path: str, groupwise: bool) -> None:
     """Looks whether a function can be called with one argument, a sample or the list of a group's samples.
 
     Args:

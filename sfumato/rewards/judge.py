@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class Judge(HttpReward):
     takes_video: ClassVar[bool] = True  # every ``frame_step``-th frame, as several images in one question
     shows: ClassVar[tuple[str, ...]] = ("sample",)
     """Variables of the template that are samples, in the order of a question's."""
-    options: ClassVar[Mapping[str, Any]] = {}
+    options: ClassVar[Mapping[str, object]] = {}
     """Further fields of every request."""
 
     model: str
@@ -125,7 +125,7 @@ class Judge(HttpReward):
         """Counts of this judge; equal judges of a process share one object, since a frozen dataclass holds no state."""
         return _build_tally(self)
 
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, object]:
         """Further variables of the template, besides prompt, metadata, kind, source and the samples."""
         return {}
 

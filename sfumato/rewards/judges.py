@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
@@ -40,7 +40,7 @@ class RubricReward(Judge):
         if not self.variables()["rubric"]:
             raise ConfigError(f"rubric of reward {self.label!r} is empty: say what is good and what is not")
 
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, object]:
         """The rubric, and the range as ``low`` and ``high``."""
         low, high = (f"{bound:g}" for bound in self.score_range)
         return {"rubric": self._read_rubric().strip(), "low": low, "high": high}
@@ -103,7 +103,7 @@ class YesProbability(Judge):
     """Probability that the answer begins with Yes and not with No, from 0 to 1."""
 
     type: ClassVar[str] = "yes_probability"
-    options: ClassVar[Mapping[str, Any]] = {"logprobs": True, "top_logprobs": _NUM_CANDIDATES}
+    options: ClassVar[Mapping[str, object]] = {"logprobs": True, "top_logprobs": _NUM_CANDIDATES}
 
     max_tokens: int = 1
     """Length of a reply, of which only the first token counts."""

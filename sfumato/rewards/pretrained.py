@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.paths import ModelPath
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, DataError
@@ -309,7 +310,7 @@ class TextRewardModel(PretrainedReward):
             conversations.append(sample.messages or [*prompt, {"role": "assistant", "content": text}])
         return network(conversations)
 
-    def _split_conversation(self, sample: Sample) -> tuple[list[dict[str, Any]], str]:
+    def _split_conversation(self, sample: Sample) -> tuple[list[JsonObject], str]:
         """The messages before the last answer, and that answer."""
         if sample.text is None:
             raise DataError(f"reward {self.label!r} scores texts, but the sample of prompt {sample.prompt!r} has none")

@@ -77,22 +77,22 @@ class Role(Protocol):
     data_ranks: range
     """The data-parallel ranks that this process drives: its own one for roles in this process, all of them on Ray."""
 
-    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
+    def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         ...
 
-    def call_concurrently(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
+    def call_concurrently(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """As ``call``, but beside the calls that are running or queued."""
         ...
 
-    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
+    def map(self, function: Callable[..., object], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, part, *args)`` with a part for each of ``data_ranks``. The result is that of the first
         process."""
         ...
 
     def map_remote(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         parts: Sequence[object],
         *args: object,
         num_values: int = 1,
@@ -119,7 +119,7 @@ class Role(Protocol):
         """
         ...
 
-    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
+    def submit(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Runs ``function(state, *args)`` in whichever process is free: for roles with independent processes."""
         ...
 
@@ -198,13 +198,13 @@ class LocalRole:
         self._record = record or Record()
         self._local: Any = SimpleNamespace(rank=data_rank)  # its ``rank`` is the row of the timeline
 
-    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
+    def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Runs the function now."""
         return _done(self._run(function, args, self._record.label, kind))
 
     call_concurrently = submit = call
 
-    def _run(self, function: Callable[..., Any], args: Sequence[object], label: Label, kind: str) -> Any:
+    def _run(self, function: Callable[..., object], args: Sequence[object], label: Label, kind: str) -> Any:
         """Runs a call, with handles replaced by their values, and records it."""
         started = time.time()
         try:
@@ -213,13 +213,13 @@ class LocalRole:
             ended = max(started, time.time())  # the wall clock may be set back
             self._record.add(Event(self.name, self._local.rank, kind, started, ended, label.step, label.version))
 
-    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
+    def map(self, function: Callable[..., object], parts: Sequence[object], *args: object, kind: str = OTHER) -> Future:
         """Runs the function on this process's part now."""
         return self.call(function, parts[0], *args, kind=kind)
 
     def map_remote(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         parts: Sequence[object],
         *args: object,
         num_values: int = 1,
@@ -265,7 +265,7 @@ class ThreadRole(LocalRole):
         """Runs once in each thread, whose number is its rank in the timeline."""
         self._local.rank = next(self._ranks)
 
-    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> Future:
+    def submit(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Queues the function; its error is raised by the future's ``result``."""
         return ThreadCall(self._executor.submit(self._run, function, args, self._record.label, kind))
 

@@ -24,8 +24,8 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypedDict, final
 
 from sfumato.sandbox import kernel
 
@@ -38,6 +38,45 @@ MOST_DESCRIPTORS = 16
 _POLL_S = 0.02
 _NEW_ROOT = "/tmp"  # a folder that every system has; what is mounted on it is seen within alone
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+
+
+@final
+class Request(TypedDict):
+    """A program and its limits."""
+
+    command: list[str]
+    environment: dict[str, str]
+    readable: list[str]
+    files: dict[str, str]
+    """Contents by path within the working folder, in base64."""
+    wall_s: float
+    memory_mib: float
+    disk_mib: int
+    rlimits: dict[str, int]
+    """By what follows ``RLIMIT_`` in the name of the resource."""
+
+
+@final
+class Report(TypedDict):
+    """How a program ended."""
+
+    code: int | None
+    """Exit code; None when it was killed."""
+    why: str
+    """What it was killed for; "" when it ended by itself."""
+    wall_s: float
+    cpu_s: float
+    """CPU seconds of all processes that were waited for."""
+    resident_mib: float
+    """The largest resident memory of one process."""
+
+
+@final
+class Failure(TypedDict):
+    """Why a program was not started."""
+
+    error: str
+    errno: int
 
 
 def main(descriptor: int) -> None:
@@ -55,7 +94,7 @@ def main(descriptor: int) -> None:
         if not header:
             return
         header += _read(requests, 8 - len(header))  # a socket may deliver less than was asked for
-        request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
+        request: Request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
         if not os.fork():
             requests.close()
             _run_guarded(_start, request, descriptors)
@@ -70,9 +109,7 @@ def _read(source: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _run_guarded(
-    function: Callable[..., None], request: Mapping[str, object], descriptors: list[int], *more: object
-) -> NoReturn:
+def _run_guarded(function: Callable[..., None], request: Request, descriptors: list[int], *more: object) -> NoReturn:
     """Runs the function of a forked process and ends the process; an error is reported to whoever sent the request."""
     try:
         function(request, descriptors, *more)
@@ -83,11 +120,11 @@ def _run_guarded(
     os._exit(0)
 
 
-def _send_report(status: int, report: Mapping[str, object]) -> None:
+def _send_report(status: int, report: Report | Failure) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 
-def _start(request: Mapping[str, object], descriptors: list[int]) -> None:
+def _start(request: Request, descriptors: list[int]) -> None:
     """R: starts C, and maps the program's user to one outside."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     near_end, far_end = socket.socketpair()
@@ -125,7 +162,7 @@ def _write(path: str, text: str) -> None:
         raise kernel.CallError(f"writing {os.path.basename(path)} of the user namespace", error.errno or 0) from error
 
 
-def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socket) -> None:
+def _enter(request: Request, descriptors: list[int], mapper: socket.socket) -> None:
     """C: creates the namespaces, and starts I in them."""
     os.setsid()
     if os.geteuid() == 0:
@@ -153,7 +190,7 @@ def _enter(request: dict[str, Any], descriptors: list[int], mapper: socket.socke
     os._exit(0)
 
 
-def _be_first(request: dict[str, Any], descriptors: list[int], sources: dict[str, int], links: dict[str, str]) -> None:
+def _be_first(request: Request, descriptors: list[int], sources: dict[str, int], links: dict[str, str]) -> None:
     """I: builds the file system, gives up all privileges, starts P and watches it."""
     _build_root(sources, links, request["disk_mib"])
     for name, content in request["files"].items():
@@ -212,7 +249,7 @@ def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -
     kernel.mount(None, "/", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | plain)
 
 
-def _become_program(request: dict[str, Any], descriptors: list[int], error: int) -> NoReturn:
+def _become_program(request: Request, descriptors: list[int], error: int) -> NoReturn:
     """P: takes its descriptors (0, 1, 2 and on), its limits, and becomes the program."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -239,13 +276,8 @@ def _become_program(request: dict[str, Any], descriptors: list[int], error: int)
     os._exit(127)
 
 
-def _watch(child: int, request: dict[str, Any], status: int, began: float) -> dict[str, Any]:
-    """Waits until the program ends, its end is asked for, or it exceeds its time or memory; then kills all processes.
-
-    Returns:
-        The report: exit code (None when it was killed), ``why`` ("" when it ended by itself), seconds, CPU seconds of
-        all processes that were waited for, and the largest resident memory of one.
-    """
+def _watch(child: int, request: Request, status: int, began: float) -> Report:
+    """Waits until the program ends, its end is asked for, or it exceeds its time or memory; then kills all."""
     end_request = select.poll()
     why = ""
     code = None

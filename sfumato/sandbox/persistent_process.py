@@ -94,7 +94,7 @@ class KeptProgram:
         report = self._running.wait(_END_S)
         size = os.fstat(self._errors).st_size
         stderr = os.pread(self._errors, _TOLD_BYTES, max(size - _TOLD_BYTES, 0))
-        return describe_end(report["why"], report["code"], stderr)
+        return describe_end(report["why"], report["code"] or 0, stderr)
 
     def close(self) -> None:
         """Ends the program. May be called several times."""

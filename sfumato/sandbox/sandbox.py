@@ -26,9 +26,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sfumato.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from sfumato.sandbox.launcher import Failure, Report, Request
 
 PYTHON = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
 """The interpreter that programs may use: that of this process, outside of its virtual environment."""
@@ -125,8 +128,8 @@ class Running:
         """Closes the connection to the sandbox, which ends the program."""
         self._status.close()
 
-    def poll(self) -> dict[str, Any] | None:
-        """Reads from the sandbox once; the report of ``launcher._watch`` when it is complete, else None.
+    def poll(self) -> Report | None:
+        """Reads from the sandbox once; the report when it is complete, else None.
 
         Raises:
             SandboxError: the program could not be started, or the sandbox ended without a report.
@@ -138,12 +141,12 @@ class Running:
         self._status.close()
         if not self._report:
             raise SandboxError("the sandbox ended without a word: the system may be out of memory or processes")
-        report = json.loads(self._report.splitlines()[0])
+        report: Report | Failure = json.loads(self._report.splitlines()[0])
         if "error" in report:
             raise SandboxError(_describe_failure(report))
         return report
 
-    def wait(self, timeout_s: float) -> dict[str, Any]:
+    def wait(self, timeout_s: float) -> Report:
         """Waits for the end of the program. Raises SandboxError when it is not seen in time, and as ``poll``."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -185,10 +188,17 @@ class Sandbox:
             seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
             raise SandboxError(f"programs would not be contained here: {seen}; {_REMEDY}")
 
-    def run_python(self, source: str, arguments: Sequence[str] = (), **settings: Any) -> Finished:
-        """Runs a program of Python, without installed packages; see ``run`` for the settings."""
-        files = {**settings.pop("files", {}), "main.py": source.encode("utf-8", "surrogatepass")}
-        return self.run([PYTHON, "-I", "-S", "/tmp/main.py", *arguments], files=files, **settings)
+    def run_python(
+        self,
+        source: str,
+        arguments: Sequence[str] = (),
+        *,
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+    ) -> Finished:
+        """Runs a program of Python, without installed packages; see ``run`` for its files and standard input."""
+        files = {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}
+        return self.run([PYTHON, "-I", "-S", "/tmp/main.py", *arguments], files=files, stdin=stdin)
 
     def run(self, command: Sequence[str], *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
         """Runs a command to its end.
@@ -222,7 +232,7 @@ class Sandbox:
         disk = limits.disk_mib * 2**20
         rlimits = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
-        request = {
+        request: Request = {
             "command": list(command),
             "environment": _ENVIRONMENT,
             "readable": self._readable,
@@ -307,8 +317,8 @@ def _collect_output(running: Running, outputs: list[int], limits: ProgramLimits)
     stdout, stderr = (bytes(written[output][:max_bytes]) for output in outputs)
     why = "output" if is_too_much else report["why"]
     code = None if why else report["code"]
-    seconds = {name: report[name] for name in ("wall_s", "cpu_s")}
-    return Finished(exit_code=code, why=why, stdout=stdout, stderr=stderr, **seconds)
+    wall_s = report["wall_s"]
+    return Finished(exit_code=code, why=why, stdout=stdout, stderr=stderr, wall_s=wall_s, cpu_s=report["cpu_s"])
 
 
 class _Launcher:
@@ -395,7 +405,7 @@ def _refuse_other_systems() -> None:
         )
 
 
-def _describe_failure(report: dict[str, Any]) -> str:
+def _describe_failure(report: Failure) -> str:
     number = report["errno"]
     text = f"the sandbox cannot be built: {report['error']}{f' ({os.strerror(number)})' if number else ''}"
     if number in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.ENOSYS):

@@ -16,9 +16,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from sfumato.config.file_checks import outside_problem, read_json_object
+from sfumato.config.file_checks import JsonObject, outside_problem, read_json_object
 from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import CheckpointError
 
@@ -114,7 +113,7 @@ def list_checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(folder_of_step.items()))
 
 
-def read_values(folder: Path) -> dict[str, Any]:
+def read_values(folder: Path) -> JsonObject:
     """The values of a checkpoint besides tensors; empty when they cannot be read, which its verification reports."""
     return read_mapping(folder / VALUES)
 

@@ -20,11 +20,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sfumato.config.base import Section
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.hub import describe_moved_names
 from sfumato.config.load import config_text, flatten, read_yaml
 from sfumato.config.writing import write_atomically
@@ -34,6 +35,9 @@ from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mappin
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
+
+if TYPE_CHECKING:
+    from sfumato.config.sections import TrainConfig
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "numpy", "safetensors", "pillow", "rapidocr", "onnxruntime")
 
@@ -99,7 +103,7 @@ class Standing:
     total_steps: int | None
     newest: int | None
     """Step of the newest checkpoint."""
-    config: dict[str, Any] = field(repr=False)
+    config: JsonObject = field(repr=False)
     """Values of the configuration by dotted name."""
 
 
@@ -113,7 +117,7 @@ def look_at(folder: Path) -> Standing | None:
     environment = read_environment(folder)
     lines = read_jsonl(metrics) if has_metrics else []
     newest = max(checkpoints, default=None)
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     with contextlib.suppress(ConfigError):  # a missing or damaged configuration counts as empty: nothing is compared
         config = flatten(read_yaml(folder / "config.yaml"))
     return Standing(
@@ -127,12 +131,12 @@ def look_at(folder: Path) -> Standing | None:
     )
 
 
-def read_environment(folder: Path) -> dict[str, Any]:
+def read_environment(folder: Path) -> JsonObject:
     """The content of a run folder's ``environment.json``; empty when it is missing or damaged."""
     return read_mapping(folder / ENVIRONMENT)
 
 
-def run_date(train: Any) -> datetime.date:
+def run_date(train: TrainConfig) -> datetime.date:
     """The date of a run's first start, which chat templates show as today's in every resumed run, too.
 
     Args:

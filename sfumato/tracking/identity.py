@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sfumato.config.base import Section
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.load import flatten
 from sfumato.errors import CheckpointError
 from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
 
-Identity = dict[str, Any]
+if TYPE_CHECKING:
+    from sfumato.config.sections import TaskConfig
+
+Identity = JsonObject
 """Values that JSON can hold, by the fields that they come from."""
 
 _DIGEST = re.compile("[0-9a-f]{32,}")
@@ -38,7 +41,7 @@ OWN_SOURCE = "(its source)"
 """The end of fields of functions in the user's own code, which may change with a message."""
 
 
-def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, object] | None = None) -> Identity:
+def identify(config: TaskConfig, content: Mapping[str, str], numbers: Mapping[str, object] | None = None) -> Identity:
     """Computes the identity of a run, and refuses a resume with another one before anything is built or written.
 
     Args:
@@ -49,10 +52,10 @@ def identify(config: Section, content: Mapping[str, str], numbers: Mapping[str, 
     Raises:
         CheckpointError: when the run goes on from a checkpoint with another identity.
     """
-    data = config.data.model_dump(mode="json", exclude=FREE)  # type: ignore[attr-defined]
+    data = config.data.model_dump(mode="json", exclude=FREE)
     if data.get("datasets_type") == "mapping":
         del data["shuffle_buffer"]  # streams alone use it
-    train = config.train  # type: ignore[attr-defined]
+    train = config.train
     identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
     folder = _find_wanted(Path(train.output_dir), train.load_checkpoint_path)
     if folder is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -55,7 +55,7 @@ def write_card(run: Path, export: Path, with_curves: bool = True) -> None:
     write_atomically(export / CARD, ("\n\n".join(parts) + "\n").encode())
 
 
-def _front_matter(config: dict[str, Any], export: Path, task: str) -> tuple[dict[str, object], str]:
+def _front_matter(config: Mapping[str, object], export: Path, task: str) -> tuple[dict[str, object], str]:
     """The card's fields, and the base model as the text names it: on the hub with its revision, or nothing."""
     section = config.get("model")
     path = section.get("model_path") if isinstance(section, dict) else None
@@ -81,7 +81,7 @@ def _front_matter(config: dict[str, Any], export: Path, task: str) -> tuple[dict
     return front, f"{name}{f' at revision {revision}' if revision else ''}"
 
 
-def _front_matter_of(card: Path) -> dict[str, Any]:
+def _front_matter_of(card: Path) -> dict[str, object]:
     """The fields of another card; empty where there is none, or none that can be read."""
     if not card.is_file():
         return {}

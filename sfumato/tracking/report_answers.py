@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.characters import printable
+from sfumato.config.file_checks import JsonObject
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import embedded_picture
@@ -23,7 +23,7 @@ MAX_PIXELS = 256
 MAX_SUMMARY = 140
 """Characters of a text that are shown before it is opened."""
 
-Row = Mapping[str, Any]
+Row = JsonObject
 
 
 def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from sfumato.config.file_checks import path_inside
+from sfumato.config.file_checks import JsonObject, path_inside
 from sfumato.tracking.progress import digits_after_point, format_value
 from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_tables import section
@@ -18,10 +17,10 @@ TEXT_CELL = 220
 MAX_ROWS, MAX_COLUMNS, MAX_GROUPS, MAX_PIXELS = 12, 8, 6, 256
 
 
-def evaluation_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+def evaluation_grid(output_dir: Path, samples: dict[int, list[JsonObject]]) -> str:
     """The samples of evaluations: a row for each prompt and seed, a column for each step."""
     # The key holds prompt and seed too: an image must never stand beside a prompt that did not make it.
-    cells: dict[tuple[int, str, int], dict[int, dict[str, Any]]] = {}
+    cells: dict[tuple[int, str, int], dict[int, JsonObject]] = {}
     for step, rows in samples.items():
         for row in rows:
             if row.get("kind") == "eval":
@@ -54,13 +53,13 @@ def evaluation_grid(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) 
     return section("Same prompts and seeds over training", note, table)
 
 
-def training_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]]) -> str:
+def training_samples(output_dir: Path, samples: dict[int, list[JsonObject]]) -> str:
     """The best and the worst training sample of some groups of the newest step; a group has one prompt."""
     step = max((s for s, rows in samples.items() if any(r.get("kind") == "train" for r in rows)), default=None)
     if step is None:
         return ""
     rows = [row for row in samples[step] if row.get("kind") == "train"]
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[JsonObject]] = {}
     for row in rows:
         groups.setdefault(row.get("prompt", ""), []).append(row)
     chips = RewardChips(rows)
@@ -81,7 +80,7 @@ def training_samples(output_dir: Path, samples: dict[int, list[dict[str, Any]]])
 class RewardChips:
     """Labels of rewards, coloured from red to green over 0 to 1, or over the range of the values if that is wider."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, rows: Sequence[JsonObject]) -> None:
         """``rows`` are the samples that are shown."""
         values = [row["total"] for row in rows if row.get("total") is not None]
         has_rewards = any(row.get("rewards") for row in rows)
@@ -90,7 +89,7 @@ class RewardChips:
         self.digits = digits_after_point(low, high) - 1
         self.low, self.high = (0.0, 1.0) if low >= 0.0 and high <= 1.0 else (low, high)
 
-    def render(self, row: Mapping[str, Any]) -> str:
+    def render(self, row: JsonObject) -> str:
         """The label of a sample; empty where no sample has a reward."""
         if row.get("damage"):
             return f'<span class="warn">{escape(row["damage"])}</span>'
@@ -105,7 +104,7 @@ class RewardChips:
         return f'<span class="chip" style="--hue:{120 * part:.0f}" title="{title}">{total:.{self.digits}f}</span>'
 
 
-def sample_cell(output_dir: Path, step: int, row: Mapping[str, Any] | None, chips: RewardChips, label: str = "") -> str:
+def sample_cell(output_dir: Path, step: int, row: JsonObject | None, chips: RewardChips, label: str = "") -> str:
     """A sample's picture or text, with its reward and advantage below."""
     if row is None:
         return '<span class="gap">absent</span>'
@@ -128,7 +127,7 @@ def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
 
 
-def _player(output_dir: Path, step: int, row: Mapping[str, Any]) -> str:
+def _player(output_dir: Path, step: int, row: JsonObject) -> str:
     """A player of a sample's sound; empty where it has none, or where its file is missing."""
     folder = step_folder(output_dir, step)
     path = path_inside(folder, row["sound"]) if "sound" in row else None
@@ -141,7 +140,7 @@ def audio_player(path: Path | None, href: str) -> str:
     return f'<br><audio controls preload="none" src="{escape(address)}"></audio><br>' if address else ""
 
 
-def sample_source(output_dir: Path, step: int, row: Mapping[str, Any]) -> str:
+def sample_source(output_dir: Path, step: int, row: JsonObject) -> str:
     """The source image of a sample; empty where it has none."""
     if "source" not in row:
         return ""

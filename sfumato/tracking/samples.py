@@ -13,12 +13,12 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
-from sfumato.config.file_checks import file_problem, path_inside
+from sfumato.config.file_checks import JsonObject, file_problem, path_inside
 from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
 from sfumato.tracking.json_lines import is_number, read_jsonl, strict_json
@@ -164,7 +164,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: b
     return final
 
 
-def _copy_others(final: Path, tmp: Path, names: list[str]) -> Iterator[dict[str, Any]]:
+def _copy_others(final: Path, tmp: Path, names: list[str]) -> Iterator[JsonObject]:
     """Copies the files of a step's samples, but for those of ``names``, and yields their rows."""
     for row in _read_checked(final / "samples.jsonl"):
         if f"{row['kind']}_{row['sample_id']:04d}" in names:
@@ -252,7 +252,7 @@ def sample_steps(output_dir: Path) -> list[int]:
     return sorted(step for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists())
 
 
-def read_step(output_dir: Path, step: int) -> list[dict[str, Any]]:
+def read_step(output_dir: Path, step: int) -> list[JsonObject]:
     """The rows of one step, which has samples. Raises DataError as ``read_samples``."""
     return _read_checked(step_folder(output_dir, step) / "samples.jsonl")
 
@@ -263,7 +263,7 @@ _TEXTS, _WHOLE = (
 )
 
 
-def _read_checked(path: Path) -> list[dict[str, Any]]:
+def _read_checked(path: Path) -> list[JsonObject]:
     """Rows whose values are of the types that a run writes. Raises DataError that names file, row and value."""
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):

@@ -17,7 +17,7 @@ class StructValue(dict[str, Any]):
     """A mapping from a struct column. Arrow gives every row the keys of all rows: a key that a row lacks is None."""
 
 
-def arrow_row(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> dict[str, Any]:
+def arrow_row(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> dict[str, object]:
     """The only row of a table or batch.
 
     Mappings of struct columns are ``StructValue``. Values of columns of the type ``Json`` of datasets (Arrow's
@@ -95,7 +95,7 @@ def _struct_converter(kind: pyarrow.StructType, features: Mapping[str, object]) 
     """The converter of a struct column's values, which become ``StructValue``."""
     inner = {field.name: _converter(field.type, features.get(field.name)) for field in kind}
 
-    def convert(value: object, where: str) -> Any:
+    def convert(value: object, where: str) -> object:
         if not isinstance(value, dict):
             return value
         converted = StructValue(value)
@@ -111,5 +111,5 @@ def _convert_items(convert: Convert, value: object, where: str) -> object:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
 
 
-def _parse(value: object, where: str) -> Any:
+def _parse(value: object, where: str) -> object:
     return parse_json(value, where) if isinstance(value, str | bytes) else value

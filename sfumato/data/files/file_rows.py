@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.errors import DataError
 
@@ -22,7 +22,7 @@ class FileRows:
 
         def __len__(self) -> int: ...
 
-        def __getitem__(self, index: int) -> dict[str, Any]: ...
+        def __getitem__(self, index: int) -> dict[str, object]: ...
 
     def folder(self, index: int) -> Path:
         """The folder of the file."""
@@ -36,7 +36,7 @@ class FileRows:
         """The file with its size and time."""
         return file_fingerprint([self.path])
 
-    def column(self, key: str) -> list[Any]:
+    def column(self, key: str) -> list[object]:
         """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
         values = []
         for index in range(len(self)):

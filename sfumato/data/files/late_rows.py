@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.files.rows import RowFile
 
@@ -37,7 +37,7 @@ class LateRows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         table, offset = self._place(index)
         return table[offset]
 

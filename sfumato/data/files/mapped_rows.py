@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.files.dataset_info import RowMapping
 from sfumato.data.files.file_rows import no_column
@@ -23,7 +23,7 @@ class MappedRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return self.mapping.convert(self.rows[index])
 
     def describe(self, index: int) -> str:
@@ -39,7 +39,7 @@ class MappedRows:
         """The file with its size and time, and the mapping."""
         return f"{self.rows.fingerprint()} {self.mapping}"
 
-    def column(self, key: str) -> list[Any]:
+    def column(self, key: str) -> list[object]:
         """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
         values = []
         for index in range(len(self)):

@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -82,7 +81,7 @@ def _is_trained(file: Path, folder: Path, config: BaseModel) -> bool:
 def _iterate_named(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Dotted names of the fields that name files, with their values."""
     if isinstance(value, BaseModel):
-        parts: Mapping[str, Any] = {field: getattr(value, field) for field in type(value).model_fields}
+        parts: Mapping[str, object] = {field: getattr(value, field) for field in type(value).model_fields}
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, Mapping):

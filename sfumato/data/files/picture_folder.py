@@ -8,7 +8,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
-from typing import Any
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
@@ -87,7 +86,7 @@ class FolderRows:
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         caption = self._captions[index]
         if caption is None:
             expected = self._files[index].with_suffix(".txt")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from sfumato.data.files.arrow_values import arrow_row
 from sfumato.data.files.file_rows import FileRows
@@ -148,7 +148,7 @@ class _RowSlice:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return self._rows[self._start + index]
 
     def describe(self, index: int) -> str:
@@ -217,7 +217,7 @@ class _TableRows(FileRows):
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return arrow_row(self._table.slice(index, 1), self.describe(index))
 
     def describe(self, index: int) -> str:

@@ -44,7 +44,7 @@ class RowTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         """The row. Raises DataError that names file and row."""
         ...
 
@@ -68,7 +68,7 @@ class FiledRows(RowTable, Protocol):
 class FileTable(FiledRows, Protocol):
     """A table from files, of which a column can be read without the others."""
 
-    def column(self, key: str) -> list[Any]:
+    def column(self, key: str) -> list[object]:
         """One column of all rows; where a row of it is broken, the list may hold a DataError."""
         ...
 
@@ -107,7 +107,7 @@ class JsonlRows(FileRows):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             line = file.readline(MAX_LINE)
@@ -138,7 +138,7 @@ class ParquetRows(FileRows):
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return arrow_row(self._table[index], self.describe(index))
 
     def blocks(self) -> Iterator[pyarrow.Table]:
@@ -146,7 +146,7 @@ class ParquetRows(FileRows):
         for start in range(0, len(self), ARROW_BLOCK):
             yield self._table[start : start + ARROW_BLOCK]
 
-    def column(self, key: str) -> list[Any]:
+    def column(self, key: str) -> list[object]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
         if key not in self._table.column_names:
             raise no_column(key, self._table.column_names, str(self.path))
@@ -182,7 +182,7 @@ class ArrowRows(FileRows):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         number, offset = _locate(self._ends, index)
         return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
 
@@ -192,7 +192,7 @@ class ArrowRows(FileRows):
             for start in range(0, batch.num_rows, ARROW_BLOCK):
                 yield batch.slice(start, ARROW_BLOCK)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"path": self.path}  # the other process maps the file itself
 
 
@@ -207,7 +207,7 @@ class LoadedRows(FileRows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         row = self._rows[index][1]
         check_value(row, self.describe(index))
         return _json_object(row, self.describe(index))
@@ -227,7 +227,7 @@ class LoadedLines(FileRows):
     def __len__(self) -> int:
         return len(self._lines)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return _json_object(parse_json(self._lines[index][1], self.describe(index)), self.describe(index))
 
     def describe(self, index: int) -> str:
@@ -244,7 +244,7 @@ class JoinedRows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         number, offset = _locate(self._ends, index)
         return self.parts[number][offset]
 
@@ -262,7 +262,7 @@ class JoinedRows:
         """The files with their sizes and times."""
         return "\n".join(part.fingerprint() for part in self.parts)
 
-    def column(self, key: str) -> list[Any]:
+    def column(self, key: str) -> list[object]:
         """One column of all rows, as of ``FileTable``, file by file."""
         return [value for part in self.parts for value in part.column(key)]
 
@@ -322,7 +322,7 @@ def read_json_rows(path: Path) -> LoadedRows:
 
 def read_csv_rows(path: Path) -> LoadedRows:
     """A .csv file whose first line names the columns; values are texts. Raises DataError that names a broken line."""
-    rows: list[tuple[str, Any]] = []
+    rows: list[tuple[str, object]] = []
     columns: list[str] = []
     line = 1
     limit = csv.field_size_limit(sys.maxsize)  # the module's own limit is below the length of a document

@@ -9,9 +9,9 @@ import tokenize
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from sfumato.config.file_checks import read_json_object
+from sfumato.config.file_checks import JsonObject, read_json_object
 from sfumato.config.writing import open_lock
 from sfumato.errors import DataError
 
@@ -53,7 +53,7 @@ def open_cache_lock(path: Path) -> IO[bytes]:
         raise DataError(f"data.cache_dir: {path}: {reason}, and not all is cached") from error
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+def read_manifest(folder: Path, kind: str) -> JsonObject:
     """The content of a folder's manifest. Raises DataError, which calls the folder a damaged ``kind``."""
     path = folder / MANIFEST
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, FileRows
@@ -73,7 +73,7 @@ class TarRows(FileRows):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         where = self.describe(index)
         row = {}
         media: dict[str, list[bytes]] = {kind: [] for kind in MEDIA}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ class OneSize:
         return self.dataset.paths(int(self.indices[index]))
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """As ``ImageTextDataset.settings``."""
         return self.dataset.settings
 

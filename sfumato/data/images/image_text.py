@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 
 import numpy as np
 import torch
@@ -257,7 +257,7 @@ class ImageTextDataset:
         return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """How files become pixels, besides their size."""
         return [VERSION, self.config.num_frames, self.config.crop]
 
@@ -424,7 +424,7 @@ class PairDataset:
         return json.dumps(["pairs", *(side.fingerprint() for side in self.sides), self.config.label_key, len(self)])
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """How files become pixels, besides their size."""
         return ["pairs", *self.sides[0].settings]
 

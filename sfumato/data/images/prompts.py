@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ class Prompt:
     """A prompt, with the metadata that its rewards are given."""
 
     text: str
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     where: str
     """File and row, for messages."""
     source: FileSource | GlyphSource | None = None

@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from sfumato.data.media.pictures import VERSION as PICTURES
 from sfumato.data.media.vision import ImageReader, Images, Tensors
 from sfumato.data.text.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.text.format import MediaTransform
 
 VERSION = 1
 """Raise it when entries are written in another way, or the same files become other tensors."""
@@ -141,7 +144,7 @@ class MediaCache:
 def build_media_cache(
     store: TokenStore,
     rows: list[RowTable],
-    transform: Any,
+    transform: MediaTransform,
     folder: Path,
     num_workers: int,
     say: Callable[[str], None],
@@ -155,7 +158,7 @@ def build_media_cache(
     Args:
         store: the tokens of the documents.
         rows: the table of each source that the tokens were made from.
-        transform: what made the tokens; it has a ``reader``.
+        transform: what made the tokens.
         folder: of all caches; the folder of this processor is made inside.
         num_workers: processes that open media.
         say: takes a line for the person who watches.
@@ -164,7 +167,7 @@ def build_media_cache(
     Raises:
         DataError: when a medium is broken, has another size than its tokens say, or there is no room.
     """
-    reader: ImageReader = transform.reader
+    reader = transform.reader
     cache_folder = folder / f"media_{fingerprint_of_media(reader)}"
     make_cache_folder(cache_folder)
     complete_mark = cache_folder / f"complete_{digest_of([store.folder.name, store.fingerprint])}"
@@ -279,7 +282,7 @@ def _decode(codes: np.ndarray, table: np.ndarray) -> np.ndarray:
     return pairs.reshape(-1)[codes.view("<u2")].view(np.float32)
 
 
-def _write(folder: Path, rows: list[RowTable], transform: Any, places: list[MediaPlace]) -> int:
+def _write(folder: Path, rows: list[RowTable], transform: MediaTransform, places: list[MediaPlace]) -> int:
     """Writes a shard with the media of these documents that have no entry yet. Runs in worker processes.
 
     The tensors are renamed into place before the index: without its ``.npy`` a ``.bin`` does not count.

@@ -206,7 +206,7 @@ class VideoProcessor:
             }
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The content of ``video_preprocessor_config.json``, from which transformers builds its own processor."""
         fields = asdict(self)
         kind = "Qwen2VLVideoProcessor" if fields.pop("by_frame") else "Qwen3VLVideoProcessor"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
@@ -229,7 +230,7 @@ def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
     return list(values)
 
 
-def _split_content(content: object, place: str, num_files: Mapping[str, int]) -> list[dict[str, Any]]:
+def _split_content(content: object, place: str, num_files: Mapping[str, int]) -> list[JsonObject]:
     """The parts of a message's content, in order: texts, images and other media.
 
     A mark such as ``<image>`` in a text becomes a part where the row's column holds files of that kind; otherwise it
@@ -248,7 +249,7 @@ def _split_content(content: object, place: str, num_files: Mapping[str, int]) ->
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise DataError(f"{place}: content must be a text, or a list of parts of type text or {' or '.join(num_files)}")
     marks = {f"<{kind}>": kind for kind, number in num_files.items() if number}
-    parts: list[dict[str, Any]] = []
+    parts: list[JsonObject] = []
     for part in content:
         kind = str(part.get("type"))
         if kind.removesuffix("_url") in num_files:

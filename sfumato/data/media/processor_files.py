@@ -48,7 +48,7 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
             shutil.copyfile(path, folder / path.name)
 
 
-def _settings(processor: object) -> dict[str, Any]:
+def _settings(processor: object) -> dict[str, object]:
     """The scalar arguments that a processor was constructed with; its parts have files of their own."""
     named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
 
 from sfumato.errors import ConfigError, MissingDependencyError
 
 
-def load(task: str, size: int, seed: int, parameters: Mapping[str, object] | None = None) -> list[dict[str, Any]]:
+def load(task: str, size: int, seed: int, parameters: Mapping[str, object] | None = None) -> list[dict[str, object]]:
     """Makes the problems of a task: the same ones for the same arguments and version of reasoning-gym.
 
     Args:

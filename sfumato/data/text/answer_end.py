@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from sfumato.config.file_checks import read_json_object
+from sfumato.config.file_checks import JsonObject, read_json_object
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
+Message = JsonObject
+Render = Callable[[list[Message], list[JsonObject] | None], str]
 """Renders a conversation, perhaps with tools, without the beginning of a further answer."""
 
 _QUESTION, _ANSWER, _ARGUMENT = "sfumatoquestion", "sfumatoanswer", "sfumatoargument"
@@ -176,7 +176,7 @@ def _read_eos(folder: Path) -> tuple[list[int], str]:
     return [], ""
 
 
-def read_json_file(path: Path) -> dict[str, Any]:
+def read_json_file(path: Path) -> JsonObject:
     """Reads a JSON file of a model's folder; empty if there is none. Raises ConfigError when it is broken."""
     if not path.is_file():
         return {}

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.data.files.rows import read_text
 from sfumato.data.text.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
 from sfumato.data.text.chat_date import with_date
@@ -31,7 +32,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 OWN = "the tokenizer's own"
 """What error messages call the template that comes with the tokenizer."""
 
-Message = dict[str, Any]
+Message = JsonObject
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids, int32 ``[L]``, and their loss mask, bool ``[L]``."""
 Span = tuple[int, int]
@@ -97,7 +98,9 @@ class ChatTemplate:
         if self.name != OWN:
             self.tokenizer.chat_template = self._source
 
-    def encode(self, messages: list[Message], where: str, tools: list[dict[str, Any]] | None = None) -> list[Encoded]:
+    def encode(
+        self, messages: list[Message], where: str, tools: Sequence[Mapping[str, object]] | None = None
+    ) -> list[Encoded]:
         """Encodes a conversation.
 
         Args:
@@ -554,7 +557,7 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
 
 
-def _tool_names(tools: Any) -> list[str]:
+def _tool_names(tools: Iterable[object]) -> list[str]:
     """Names of tools or of calls of tools, which may be at the top of each or below ``function``."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
     names = [function.get("name") for function in functions if isinstance(function, dict)]

@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from sfumato.errors import ConfigError, DataError, OverlongError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    from sfumato.data.media.kinds import Medium
+    from sfumato.data.text.row_samples import FiledRow
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""
@@ -65,9 +68,8 @@ class TextSample:
 class TextTransform(Protocol):
     """Turns rows into samples. It must be picklable, since it runs in worker processes.
 
-    A transform whose documents have ``numbers`` sets ``has_numbers = True``. One whose documents have media sets
-    ``has_images = True``, gets rows that know their ``folder`` (``FiledRow``), and has a method ``files(row, where)``
-    that returns all media of a row.
+    A transform whose documents have ``numbers`` sets ``has_numbers = True``. One whose documents have media is a
+    ``MediaTransform``.
 
     Two optional methods, ``asks`` and ``encode``, let the texts of many rows be encoded together: ``asks(row, where)``
     is a generator that yields lists of texts, is sent the tokens of each, and returns what a call would return;
@@ -87,6 +89,30 @@ class TextTransform(Protocol):
     def __call__(self, row: dict[str, object], where: str) -> list[TextSample]:
         """The samples of a row, at least one. Raises DataError that names ``where``."""
         ...
+
+
+class MediaTransform(TextTransform, Protocol):
+    """A transform whose documents have media. It gets rows that know their ``folder`` (``FiledRow``)."""
+
+    has_images: ClassVar[bool]
+    """True."""
+    if TYPE_CHECKING:
+
+        @property
+        def reader(self) -> ImageReader: ...
+
+    else:
+        reader: ImageReader
+        """Opens the media; ``data.cache_media`` alone asks for it."""
+
+    def files(self, row: FiledRow, where: str) -> Sequence[Medium]:
+        """All media of a row. Raises DataError that names ``where``."""
+        ...
+
+
+def has_media(transform: TextTransform) -> TypeGuard[MediaTransform]:
+    """Whether the documents of a transform have media."""
+    return getattr(transform, "has_images", False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.sources import Sources
@@ -15,18 +15,24 @@ from sfumato.data.identity import (
     digest_value,
 )
 from sfumato.data.media.pictures import File
-from sfumato.data.text.format import TextTransform, source_of
+from sfumato.data.text.format import MediaTransform, TextTransform, has_media, source_of
 from sfumato.data.text.row_samples import filed_row
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.identity import Identity, identify
 
 if TYPE_CHECKING:
+    from sfumato.config.omni import TrainOmniConfig
+    from sfumato.config.text import TrainTextConfig
     from sfumato.data.files.rows import RowFile, RowTable
 
 
 def identify_text(
-    config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform, mesh: Mesh | None = None
+    config: TrainTextConfig | TrainOmniConfig,
+    sources: Sources,
+    held_out: Sources | None,
+    transform: TextTransform,
+    mesh: Mesh | None = None,
 ) -> Identity:
     """The identity of a text task; see ``identify``.
 
@@ -41,19 +47,19 @@ def identify_text(
 
 
 def _digest_content(
-    config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform
+    config: TrainTextConfig | TrainOmniConfig, sources: Sources, held_out: Sources | None, transform: TextTransform
 ) -> dict[str, str]:
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}
     source_note = ", the file of data.data_type" if source_of(config.data.data_type) else ""
     tokens = {f"model.tokenizer_path, data.chat_template{source_note}": transform.fingerprint}
-    if getattr(transform, "has_images", False) and sources.files is None:
+    if has_media(transform) and sources.files is None:
         files = [file for rows in sources.rows for file in media_of_rows(rows, transform)]
         tokens |= content_of_media(config, files, "data.train_path (its images and other media)")
     return content | tokens | content_of_named_files(config, content_of_model_file)
 
 
-def media_of_rows(rows: RowTable, transform: Any) -> list[File]:
+def media_of_rows(rows: RowTable, transform: MediaTransform) -> list[File]:
     """The files of the media of all rows; an empty list if a row holds the bytes of a medium itself.
 
     Broken rows are left out.

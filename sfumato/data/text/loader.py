@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from sfumato.data.media.vision import Images, Vision
 from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.document_cost import SightedCost, default_cost
-from sfumato.data.text.format import TextSample, TextTransform, build_transform
+from sfumato.data.text.format import TextSample, TextTransform, build_transform, has_media
 from sfumato.data.text.identity import identify_text
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.packing import make_batch, placeholder_tokens
@@ -41,6 +41,9 @@ from sfumato.tracking.identity import Identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from sfumato.config.omni import TrainOmniConfig
+    from sfumato.config.text import TrainTextConfig
 
 
 class TextLoader:
@@ -217,6 +220,7 @@ def build_text_loader(
             limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
             store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
             if data.cache_media:
+                assert has_media(transform)  # the configuration refuses other formats
                 media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
         # With ``dyn_bsz`` the samples of a step are estimated by their mean length.
         step_samples = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit
@@ -235,7 +239,7 @@ def build_text_loader(
         assert isinstance(data.max_bad_rows, int)  # a share is refused by the configuration
         bad_rows = BadRows(data.max_bad_rows, say)
         shared = None
-        if mesh.distributed and mesh.size > 1 and not getattr(transform, "has_images", False):
+        if mesh.distributed and mesh.size > 1 and not has_media(transform):
             calls = Calls()
             shared = SharedWork(mesh.rank, mesh.size, calls, partial(mesh.gather, over="world"))
         stream = TextStream(sources, transform, train.seed, data.shuffle, data.shuffle_buffer, bad_rows, shared)
@@ -286,7 +290,7 @@ class TextData(NamedTuple):
 
 
 def open_text_data(
-    config: Any,
+    config: TrainTextConfig | TrainOmniConfig,
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     say: Callable[[str], None],
@@ -325,7 +329,10 @@ def open_text_data(
 
 
 def open_validation_prompts(
-    config: Any, tokenizer: PreTrainedTokenizerBase, vision: Vision | None, say: Callable[[str], None]
+    config: TrainTextConfig | TrainOmniConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: Vision | None,
+    say: Callable[[str], None],
 ) -> list[AnsweredPrompt]:
     """The prompts that a run answers in its evaluation; none without a validation set. No training data is opened.
 

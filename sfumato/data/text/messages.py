@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.data.files.arrow_values import StructValue
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.errors import DataError
 
-Messages = list[dict[str, Any]]
+Messages = list[JsonObject]
 
 ROLE_NAMES = {
     "human": "user",
@@ -90,7 +91,7 @@ def read_messages(value: object, where: str, system: object = None) -> Messages:
     return _with_system(messages, system, where)
 
 
-def read_tools(row: dict[str, Any], where: str) -> list[dict[str, Any]] | None:
+def read_tools(row: JsonObject, where: str) -> list[JsonObject] | None:
     """Reads the descriptions of tools in the column ``tools``, or of functions in the older column ``functions``.
 
     Returns None without such a column. Raises DataError that names the row.
@@ -124,7 +125,7 @@ def with_text_arguments(messages: Messages) -> Messages:
     ]
 
 
-def _with_text_arguments(call: dict[str, object]) -> dict[str, Any]:
+def _with_text_arguments(call: dict[str, object]) -> dict[str, object]:
     function = call.get("function")
     if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
         return call
@@ -140,7 +141,7 @@ def without_absent(value: object) -> Any:
     return [without_absent(item) for item in value] if isinstance(value, list) else value
 
 
-def without_nulls(mapping: Mapping[str, object]) -> dict[str, Any]:
+def without_nulls(mapping: Mapping[str, object]) -> dict[str, object]:
     """Removes the keys of a mapping whose value is None; nested mappings stay."""
     return {key: value for key, value in mapping.items() if value is not None}
 
@@ -178,7 +179,7 @@ def unread_keys(rows: Sequence[Mapping[str, object]], columns: set[str], templat
     return list(names)
 
 
-def _read_message(message: Mapping[str, object], place: str) -> dict[str, Any]:
+def _read_message(message: Mapping[str, object], place: str) -> dict[str, object]:
     """Reads one message. ``place`` names row and message in errors.
 
     Beside the keys of messages the result may have ``_adds_calls`` and ``_has_calls_alone``, which ``read_messages``
@@ -237,7 +238,7 @@ def _take_calls(message: dict[str, object], place: str) -> list[dict[str, object
     return calls + _parse_calls(message.pop("function_call", None), place)
 
 
-def _parse_calls(value: object, place: str) -> list[dict[str, Any]]:
+def _parse_calls(value: object, place: str) -> list[dict[str, object]]:
     """Reads one call or several, or the JSON text of them."""
     value = _rows_of_columns(parsed_json(value, f"{place}: calls of tools") if value else None)
     calls = [value] if isinstance(value, dict) else value or []
@@ -246,7 +247,7 @@ def _parse_calls(value: object, place: str) -> list[dict[str, Any]]:
     return [_read_call(call, place) for call in calls]
 
 
-def _read_call(call: dict[str, object], place: str) -> dict[str, Any]:
+def _read_call(call: dict[str, object], place: str) -> JsonObject:
     """Reads a call. Its result has a ``function`` with a name, and with arguments that are a mapping."""
     outer = without_nulls(call)
     if isinstance(outer.get("function"), dict):
@@ -267,7 +268,7 @@ def _read_call(call: dict[str, object], place: str) -> dict[str, Any]:
     return {**outer, "function": {**function, "arguments": without_absent(arguments or {})}}
 
 
-def _rows_of_columns(value: object) -> Any:
+def _rows_of_columns(value: object) -> object:
     """Turns lists of equal length by name, as datasets stores a sequence of mappings, into a list of mappings."""
     if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
         return value

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.characters import whole_characters
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
 from sfumato.data.text.chat import (
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from sfumato.data.media.vision import ImageReader
     from sfumato.data.text.stop_strings import Decode
 
-Tools = list[dict[str, Any]]
+Tools = list[JsonObject]
 
 
 @dataclass(frozen=True)

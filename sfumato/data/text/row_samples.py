@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.data.background import Calls
 from sfumato.data.files.rows import RowTable
-from sfumato.data.text.format import TextSample, TextTransform
+from sfumato.data.text.format import TextSample, TextTransform, has_media
 from sfumato.data.text.tokenise import Asking, Tokens
 from sfumato.errors import DataError, OverlongError
 
@@ -59,7 +59,7 @@ def samples_of(
     Raises:
         Exception: any other error of reading or transforming a row, when the row's turn comes.
     """
-    read = filed_row if getattr(transform, "has_images", False) else (lambda rows, index: rows[index])
+    read = filed_row if has_media(transform) else (lambda rows, index: rows[index])
     if not _asks(transform):
         for index in indices:
             try:
@@ -178,7 +178,7 @@ class _Batch:
     """
 
     def __init__(self, encode: Callable[[list[str]], list[Tokens]]) -> None:
-        self.results: list[tuple[int, Any]] = []
+        self.results: list[tuple[int, object]] = []
         """Index of each row, and what its work returned or the exception that ended it."""
         self.num_characters = 0
         self._encode = encode

@@ -41,7 +41,7 @@ from sfumato.data.files.stored import (
 from sfumato.data.media.kinds import DrawnFile, Medium
 from sfumato.data.media.pictures import VERSION as PICTURES
 from sfumato.data.media.vision import Images
-from sfumato.data.text.format import Document, TextSample, TextTransform
+from sfumato.data.text.format import Document, MediaTransform, TextSample, TextTransform, has_media
 from sfumato.data.text.row_samples import filed_row, samples_of
 from sfumato.errors import DataError
 
@@ -142,6 +142,7 @@ class TokenStore:
         if not len(shapes):
             return None
         place = MediaPlace(int(self.source_of[index]), int(cast(np.ndarray, self._row_of)[index]), shapes)
+        assert has_media(self._transform)  # its documents have media here
         return find_images(self._rows, self._transform, place)
 
 
@@ -153,7 +154,7 @@ class MediaPlace(NamedTuple):
     shapes: np.ndarray
 
 
-def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Images:
+def find_images(rows: list[RowTable], transform: MediaTransform, place: MediaPlace) -> Images:
     """The media of a document, which are opened when a batch needs them.
 
     Args:
@@ -167,7 +168,7 @@ def find_images(rows: list[RowTable], transform: Any, place: MediaPlace) -> Imag
     return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
 
 
-def _find_images(rows: RowTable, index: int, transform: Any, shapes: np.ndarray) -> Sequence[Medium]:
+def _find_images(rows: RowTable, index: int, transform: MediaTransform, shapes: np.ndarray) -> Sequence[Medium]:
     """The media of a row that its document holds: the first of those that are read and the first that are drawn.
 
     There are as many as shapes of each kind; (0, 0, 0) is the shape of a drawn image.
@@ -189,7 +190,7 @@ def _is_whole(place: Path, transform: TextTransform) -> bool:
     """Whether a store is complete, and the media files that its documents refer to have not changed since."""
     if not (place / MANIFEST).is_file():
         return False
-    if not getattr(transform, "has_images", False):
+    if not has_media(transform):
         return True
     try:
         version, signature, paths = read_json(place / MEDIA)
@@ -290,7 +291,7 @@ def _build(
     first_rows = np.cumsum([0, *map(len, sources.rows)])
     started_ns = time.time_ns()
     kinds = COLUMNS | (NUMBERS if getattr(transform, "has_numbers", False) else {})
-    kinds |= IMAGES if getattr(transform, "has_images", False) else {}
+    kinds |= IMAGES if has_media(transform) else {}
     columns = {name: _Column(folder / f"{name}.bin", dtype) for name, dtype in kinds.items()}
     broken: list[str] = []
     num_samples = [0] * len(sources.rows)
@@ -389,14 +390,15 @@ def _shapes_of(document: Document) -> np.ndarray:
     return np.zeros((0, 3), np.int32) if document.images is None else document.images.shapes
 
 
+Transform = TypeVar("Transform", bound=TextTransform)
 Job = TypeVar("Job")
 Done = TypeVar("Done")
 
 
 def in_workers(
     rows: list[RowTable],
-    transform: TextTransform,
-    work: Callable[[list[RowTable], TextTransform, Job], Done],
+    transform: Transform,
+    work: Callable[[list[RowTable], Transform, Job], Done],
     jobs: Sequence[Job],
     num_workers: int,
 ) -> Generator[Done, None, None]:
@@ -439,7 +441,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work_in_worker(work: Callable[[list[RowTable], TextTransform, Job], Done], job: Job) -> Done:
+def _work_in_worker(work: Callable[..., Done], job: object) -> Done:
     return work(*cast(tuple[list[RowTable], TextTransform], _in_worker), job)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.rows import TensorRows, by_row
@@ -86,18 +86,24 @@ def image_digest(image: np.ndarray | None) -> str:
     return "" if image is None else hashlib.blake2b(np.ascontiguousarray(image), digest_size=16).hexdigest()  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
+class _ExchangeContext(FunctionCtx):
+    """What ``_Exchange`` keeps for its backward pass."""
+
+    rank: int
+
+
 class _Exchange(torch.autograd.Function):
     """Gathers the branches of both ranks; the backward pass keeps the gradient of this rank's branch."""
 
     @staticmethod
-    def forward(ctx: Any, branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
+    def forward(ctx: _ExchangeContext, branch: Tensor, mesh: Mesh) -> tuple[Tensor, ...]:
         ctx.rank = mesh.rank_in("cfg")
         branches = [torch.empty_like(branch) for _ in range(mesh.layout.cfg)]
         dist.all_gather(branches, branch.contiguous(), group=mesh.group("cfg"))
         return tuple(branches)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _ExchangeContext, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[ctx.rank], None
 
 

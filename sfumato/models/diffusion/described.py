@@ -93,7 +93,7 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
     return blueprint.pipeline(**parts, **settings)
 
 
-def _add_text_part(parts: dict[str, Any], name: str, text: TextPart, description: Mapping[str, object]) -> None:
+def _add_text_part(parts: dict[str, object], name: str, text: TextPart, description: Mapping[str, object]) -> None:
     """Adds a text encoder and its tokenizer to the components of a pipeline."""
     reserved = [*text.fixed, next(iter(inspect.signature(text.build_encoder).parameters))]
     encoder = section_of(description, name, text.build_encoder, reserved=reserved)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from sfumato.config.file_checks import read_json
+from sfumato.config.file_checks import JsonObject, read_json
 from sfumato.errors import ConfigError
 
 WEIGHTS = (
@@ -31,7 +31,7 @@ def names_part(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and not (value and all(type(item) in (int, float) for item in value))
 
 
-def has_part(index: dict[str, Any], name: str) -> bool:
+def has_part(index: JsonObject, name: str) -> bool:
     """Whether model_index.json names a component that is not null."""
     return isinstance(index.get(name), list) and any(index[name])
 

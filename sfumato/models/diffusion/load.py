@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from sfumato.config.file_checks import outside_problem, read_json, read_json_object
+from sfumato.config.file_checks import JsonObject, outside_problem, read_json, read_json_object
 from sfumato.config.load import read_yaml
 from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
@@ -154,7 +154,7 @@ def _read_pipeline_class(folder: Path) -> str:
         raise ConfigError(f"model.model_path {folder}: {error}") from error
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def read_index(folder: Path) -> JsonObject:
     """Reads and checks the model_index.json of a pipeline folder: library and class of each component, by name.
 
     Raises:

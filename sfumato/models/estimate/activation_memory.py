@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -23,6 +24,7 @@ from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_convert
 from sfumato.parallel.shards import local
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._pytree import TreeSpec
     from torch.utils.hooks import RemovableHandle
 
@@ -95,7 +97,7 @@ class _CountingCache(DynamicCache):
         self.total = 0
         """Bytes of all blocks, those that are not run included."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> object:
         self.block_bytes += key_states.nbytes + value_states.nbytes
         return super().update(key_states, value_states, *args, **options)
 
@@ -184,7 +186,7 @@ class _StandIn(torch.autograd.Function):
     """Saves query, key, value, result and the log-sum-exp of the scores, without computing any values."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scores: bool) -> Tensor:
+    def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, scores: bool) -> Tensor:
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         if scores:
@@ -283,7 +285,9 @@ class _Counter(TorchDispatchMode):
         if self._block is not None:
             self.saved.blocks[self._block].selective += num_bytes
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         if func is torch.ops.aten._grouped_mm.default:  # torch knows the shape of its result for bf16 only
             result = args[0].new_empty(len(args[0]), args[1].shape[-1])
         else:
@@ -316,9 +320,9 @@ class _BlockKind:
     def __init__(self) -> None:
         self.runs = 0
         """Number of blocks that were run."""
-        self.result: Any = None
+        self.result: object = None
         """What ``ran`` of ``run_some`` returned for the last one."""
-        self.outputs: list[Any] = []
+        self.outputs: list[object] = []
         """Leaves of its output, an input being represented by its position among the inputs."""
         self.nested: TreeSpec | None = None
         """Structure of its output."""
@@ -337,7 +341,7 @@ class _BlockKind:
         self.can_repeat = not any(storage_of(tensor) in input_storages for tensor in new_tensors)
         return new_tensors
 
-    def repeat(self, inputs: Sequence[object]) -> tuple[Any, list[Tensor]]:
+    def repeat(self, inputs: Sequence[object]) -> tuple[object, list[Tensor]]:
         """Makes the output of a block that is not run. Returns it, and the tensors in it that are not inputs."""
         leaves: list[object] = []
         new_tensors: list[Tensor] = []
@@ -373,8 +377,8 @@ def run_some(
     """
     kinds: dict[tuple[object, ...], _BlockKind] = {}
 
-    def watched(index: int, settings: object, forward: Callable[..., object]) -> Callable[..., Any]:
-        def run(*args: object, **kwargs: object) -> Any:
+    def watched(index: int, settings: object, forward: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
             inputs, nested = tree_flatten((args, kwargs))
             kind = kinds.setdefault((settings, str(nested), tuple(map(_describe_input, inputs))), _BlockKind())
             if kind.can_repeat and kind.runs >= RUNS:

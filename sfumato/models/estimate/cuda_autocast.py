@@ -63,7 +63,7 @@ def _registered() -> Iterator[None]:
         library._destroy()
 
 
-def _in_float32(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_float32(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
     with _without_autocast():
         args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
         return operation(*args, **kwargs)

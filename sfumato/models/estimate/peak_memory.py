@@ -6,12 +6,15 @@ What allocators and kernels take besides (rounding, workspaces, copies in anothe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class PeakBytes(TorchDispatchMode):
@@ -25,7 +28,9 @@ class PeakBytes(TorchDispatchMode):
         """Most of them at one time."""
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         inputs = {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
@@ -43,7 +48,7 @@ class PeakBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
-def _storages(values: object) -> list[Any]:
+def _storages(values: object) -> list[UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

@@ -500,7 +500,7 @@ class PackedModel(ABC, Generic[Output]):
         device = self.mesh.device
         return {name: to_device(tensor, device, remember=name == "position_ids") for name, tensor in tensors.items()}
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Inside, forward passes have the configured precision."""
         kind = self.mesh.device.type
         dtype = self.autocast_dtype

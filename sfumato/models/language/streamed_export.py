@@ -190,7 +190,7 @@ class _Files:
 
     def _begin(self, file: BinaryIO, names: list[str]) -> None:
         """Writes the header of a file: the tensors in the order of safetensors, with the place of each."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name in sorted(names, key=lambda name: (-ORDER.index(DTYPE_NAMES[self._tensors[name].dtype]), name)):
             tensor = self._tensors[name]

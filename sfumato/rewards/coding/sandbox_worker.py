@@ -129,13 +129,13 @@ def answer() -> None:
     space: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
     with open("/tmp/answer.py", encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
-    handles: list[Any] = []
+    handles: list[object] = []
 
     def to_handle(value: object) -> object:
         handles.append(value)
         return ["h", len(handles) - 1]
 
-    def from_handle(value: Any) -> Any:
+    def from_handle(value: Any) -> object:
         return handles[value[1]]
 
     try:
@@ -161,7 +161,7 @@ def answer() -> None:
         send(values, reply)
 
 
-def _do(verb: str, receiver: Any, positional: list[object], keywords: dict[str, object]) -> Any:
+def _do(verb: str, receiver: Any, positional: list[object], keywords: dict[str, object]) -> object:
     if verb == "call":
         return receiver(*positional, **keywords)
     if verb == "next":
@@ -195,16 +195,16 @@ class Remote:
         self.__dict__["_target"] = target
         self.__dict__["_pipes"] = pipes
 
-    def __call__(self, *positional: object, **keywords: object) -> Any:
+    def __call__(self, *positional: object, **keywords: object) -> object:
         return self._ask("call", positional, keywords)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return self._ask("getattr", (name,))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self._ask("getitem", (key,))
 
-    def __setitem__(self, key: Any, value: object) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self._ask("setitem", (key, value))
 
     def __len__(self) -> int:
@@ -222,7 +222,7 @@ class Remote:
     def __deepcopy__(self, memo: object) -> object:
         return self
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         iterator = self._ask("iter", ())
         while items := iterator._ask("next", ()):
             yield items[0]
@@ -232,7 +232,7 @@ class Remote:
         arguments = [encode(argument, _reference) for argument in positional]
         named = {name: encode(argument, _reference) for name, argument in (keywords or {}).items()}
 
-        def remote_of(value: Any) -> Any:
+        def remote_of(value: Any) -> Remote:
             return Remote(int(value[1]), (values, calls))
 
         try:

@@ -28,7 +28,7 @@ class CodeTests:
     """The function that is tested; empty: whatever the tests name."""
 
 
-def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests:
+def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTests:
     """The tests of a row.
 
     Args:
@@ -68,7 +68,7 @@ def read_tests(metadata: Mapping[str, Any], value: Any, where: str) -> CodeTests
     return CodeTests(assertions=tuple(value), setup=setup, entry_point=entry_point)
 
 
-def _read_pair(pair: Mapping[str, Any], where: str) -> tuple[str, str]:
+def _read_pair(pair: Mapping[str, object], where: str) -> tuple[str, str]:
     stdin, stdout = pair.get("input"), pair.get("output")
     if not isinstance(stdin, str) or not isinstance(stdout, str):
         raise DataError(f"{where}: input and output of a test must be texts")

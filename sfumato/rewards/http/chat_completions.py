@@ -8,12 +8,12 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.serving.bounded_json import load_json
 from sfumato.serving.outgoing import BadAnswerError
 
@@ -25,7 +25,7 @@ MAX_CANDIDATES = 1000
 """Candidates for the first token that are read."""
 _EXCERPT_CHARACTERS = 200
 
-Content = str | list[dict[str, Any]]
+Content = str | list[JsonObject]
 """Content of a message: a text, or a list of parts that are texts and images."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 from sfumato.errors import MissingDependencyError
@@ -150,7 +151,7 @@ class MessageReader:
             raise WireError(f"{place}: not msgpack: {type(error).__name__}") from error
 
 
-def import_msgpack() -> Any:
+def import_msgpack() -> ModuleType:
     """The package. Raises MissingDependencyError."""
     try:
         import msgpack

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.errors import ConfigError
 from sfumato.rewards.networks.folder import check_folder, load_model, load_tokenizer, loader_of, read_json
 
@@ -42,7 +43,7 @@ class Classifier:
         self.max_length = getattr(text_config, "max_position_embeddings", None) or math.inf
         self.pad_token = text_config.pad_token_id
 
-    def __call__(self, conversations: list[list[dict[str, Any]]]) -> torch.Tensor:
+    def __call__(self, conversations: list[list[JsonObject]]) -> torch.Tensor:
         """The output for each conversation, float32 [B] on the CPU; NaN where it is longer than the model reads."""
         rows = [
             torch.tensor(self.tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
@@ -130,9 +131,7 @@ class StepClassifier:
                 step_probabilities[index] = probabilities[place, ends[index]]
         return step_probabilities
 
-    def _encode(
-        self, prompt: list[dict[str, Any]], steps: list[str], separator: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _encode(self, prompt: list[JsonObject], steps: list[str], separator: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Encodes a conversation and finds the tokens at which its steps end.
 
         Returns:

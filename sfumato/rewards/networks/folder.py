@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from sfumato.config.file_checks import read_json_object
+from sfumato.config.file_checks import JsonObject, read_json_object
 from sfumato.config.paths import check_weights, hub_hint
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError
@@ -71,7 +71,7 @@ def check_folder(folder: Path, *names: str) -> None:
             raise ConfigError(f"model_path {folder} has no {' or '.join(choices)}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """A JSON mapping. Raises ConfigError when the file is broken or holds something else."""
     try:
         return read_json_object(path)

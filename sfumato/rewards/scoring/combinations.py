@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError
 from sfumato.rewards.scoring.calls import describe_error
@@ -18,7 +19,7 @@ LEAST_STD = 1e-6
 
 Normalise = Literal["none", "group", "batch"] | tuple[float, float]
 Values = Mapping[str, np.ndarray]
-Rows = Sequence[dict[str, Any]] | None
+Rows = Sequence[JsonObject] | None
 
 
 @dataclass(frozen=True)

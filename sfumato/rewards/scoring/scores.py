@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.rewards.base import Sample
 from sfumato.tracking.samples import SampleRecord
 
@@ -31,7 +32,7 @@ class Scores:
     """What else happened, such as requests that were tried again."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Metrics of the rewards' own that are fractions: how many of how many."""
-    metadata: list[dict[str, Any]] | None = None
+    metadata: list[JsonObject] | None = None
     """B rows of the data, where the combination takes them."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What each reward took, by label."""

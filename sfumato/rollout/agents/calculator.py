@@ -14,7 +14,7 @@ MAX_TEXT = 1000
 MAX_BITS = 8192
 """Bits of an integer that stands in an expression or is computed."""
 
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type, Callable[[Any, Any], object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -24,7 +24,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 _SIGNS = {0xD7: "*", 0xF7: "/", 0x2212: "-", 0x5E: "**"}  # typographic signs of Unicode, and the circumflex
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "round": round}
+_FUNCTIONS: dict[str, Callable[..., object]] = {"sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "round": round}
 
 
 class CalculationError(ValueError):

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.errors import MissingDependencyError
 from sfumato.rollout.agents.recorded_calls import PolicyReply, RefusedCallError, Session
 from sfumato.serving.bounded_json import load_json
@@ -202,7 +203,7 @@ async def _read_body(request: Request) -> dict[str, object]:
     return body
 
 
-async def _draw_answer(session: Session, body: dict[str, Any], is_chat: bool) -> PolicyReply:
+async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> PolicyReply:
     """The policy's answer to a request.
 
     Raises:
@@ -290,7 +291,7 @@ def _text_answer(reply: PolicyReply, body: Mapping[str, object]) -> dict[str, ob
     return _describe_reply("text_completion", reply) | {"choices": [choice]}
 
 
-async def _stream_events(content: dict[str, Any], body: dict[str, Any], is_chat: bool) -> AsyncIterator[str]:
+async def _stream_events(content: JsonObject, body: JsonObject, is_chat: bool) -> AsyncIterator[str]:
     """A streamed answer as server-sent events: one chunk with all of it, one that ends it, the usage if it is asked
     for, and ``[DONE]``."""
     about = {name: value for name, value in content.items() if name not in ("choices", "usage")}

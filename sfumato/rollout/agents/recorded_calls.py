@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.data.text.chat import Message
 from sfumato.data.text.messages import without_nulls
 from sfumato.data.text.prompt_template import PromptTemplate, Tools, check_prompt
@@ -269,7 +270,7 @@ def _plain(message: Message) -> Message:
     return plain
 
 
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _with_arguments(call: JsonObject) -> JsonObject:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
         try:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ class ToolCall:
     """A call, or why it cannot be read."""
 
     name: str
-    arguments: Any
+    arguments: object
     problem: str = ""
     """Why it cannot be read, in words for the model; empty where it can."""
 

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.agents.calculator import CalculationError, calculate
@@ -33,9 +33,9 @@ class Tool:
     """A tool that calls name."""
 
     name: str
-    schema: dict[str, Any]
+    schema: JsonObject
     """JSON schema, as chat templates show it."""
-    work: Callable[..., Awaitable[Any]]
+    work: Callable[..., Awaitable[object]]
     """Is called with the arguments by name."""
 
     @property
@@ -149,7 +149,7 @@ def _checked_sandbox(timeout_s: float) -> Sandbox:
     return sandbox
 
 
-def _build_function_tool(function: Callable[..., Any], path: str, timeout_s: float) -> Tool:
+def _build_function_tool(function: Callable[..., object], path: str, timeout_s: float) -> Tool:
     """A tool that calls a function of the user, described to the model by its annotations and docstring."""
     from transformers.utils import get_json_schema  # pyright: ignore[reportPrivateImportUsage]  # it is documented
 
@@ -163,7 +163,7 @@ def _build_function_tool(function: Callable[..., Any], path: str, timeout_s: flo
             "a docstring with a line for each below 'Args:'"
         ) from error
 
-    async def work(**arguments: object) -> Any:
+    async def work(**arguments: object) -> object:
         try:
             return await call_own(function, timeout_s=timeout_s, **arguments)
         except TimeoutError as error:
@@ -172,7 +172,7 @@ def _build_function_tool(function: Callable[..., Any], path: str, timeout_s: flo
     return Tool(schema["function"]["name"], schema, work)
 
 
-def _schema(name: str, description: str, parameter: str) -> dict[str, Any]:
+def _schema(name: str, description: str, parameter: str) -> dict[str, object]:
     """The JSON schema of a tool whose only argument is a text."""
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -80,7 +79,7 @@ class DrawnText:
     """The whole conversation, prompt and tools included; None where the prompt was no conversation."""
     is_truncated: bool = False
     """Whether it ended at a limit of its length."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
     """What the rollout adds for rewards to the metadata of the prompt."""
     damage: str = ""
     """Why it is not to be scored, such as an environment that raised an error."""

@@ -34,7 +34,7 @@ class ChatAgent(RolloutKind):
     def prepare(self, template: PromptTemplate) -> None:
         check_packages()
 
-    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> Any:
+    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> object:
         """Runs the program on one prompt.
 
         Args:
@@ -99,12 +99,12 @@ class Agent(ChatAgent):
         except ConfigError as error:
             raise ConfigError(f"rollout.kind.path: {error}") from error
 
-    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> Any:
+    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> object:
         named = {"base_url": base_url, "api_key": api_key, "model": model}
         return await call_own(import_function(self.path), prompt, timeout_s=None, **named)
 
 
-def _read(result: Any) -> tuple[str | None, dict[str, Any], str]:
+def _read(result: Any) -> tuple[str | None, dict[str, object], str]:
     """Reads what an agent returned.
 
     Returns:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.prompts import TextPrompt
@@ -188,6 +188,6 @@ class ToolUse(RolloutKind):
         return await tools[call.name].call(call.arguments, self.max_output_chars)
 
 
-def _tool_metrics(results: Sequence[ToolResult]) -> dict[str, Any]:
+def _tool_metrics(results: Sequence[ToolResult]) -> dict[str, object]:
     """Metadata for rewards."""
     return {"tool_calls": len(results), "tool_errors": sum(result.is_error for result in results)}

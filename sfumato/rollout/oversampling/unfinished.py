@@ -59,7 +59,7 @@ class UnfinishedRollouts:
     def __init__(self) -> None:
         self.groups = UnfinishedGroups()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """See ``Resumable``. A token takes 16 characters: its id, log-prob and version in base64, of 12 bytes."""
         groups = [
             {
@@ -94,7 +94,7 @@ class UnfinishedRollouts:
 
 
 def _encode_answer(answer: GrowingSequence) -> dict[str, object]:
-    state: dict[str, Any] = {"finish_reason": answer.finish_reason}
+    state: dict[str, object] = {"finish_reason": answer.finish_reason}
     for name, dtype in _ARRAYS.items():
         state[name] = base64.b64encode(np.array(getattr(answer, name), dtype).tobytes()).decode("ascii")
     return state

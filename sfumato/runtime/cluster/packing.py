@@ -57,7 +57,7 @@ def _picklers() -> tuple[Any, Any]:
     from ray import cloudpickle
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
-        def reducer_override(self, item: Any) -> Any:
+        def reducer_override(self, item: Any) -> object:
             # Where nobody has imported torch there are no tensors, and importing it takes seconds.
             torch = sys.modules.get("torch")
             # Parameters and other subclasses are more than their values, and pickled as usual.

@@ -51,7 +51,7 @@ class Shipped:
 class Functions(weakref.WeakKeyDictionary[Any, Shipped]):
     """Pickles of functions, each made once."""
 
-    def ship(self, function: Callable[..., Any], *, of_worker: bool = False) -> Shipped:
+    def ship(self, function: Callable[..., object], *, of_worker: bool = False) -> Shipped:
         """The pickle of a function of the role's state or, with ``of_worker``, of the worker itself."""
         if function not in self:
             from ray import cloudpickle
@@ -191,7 +191,7 @@ class RoleProcess:
         return on_node(self.identity.node_id, _tail, self.identity.stderr) or ""
 
 
-def on_node(node_id: str, function: Callable[..., Any], *args: object, wait: bool = True) -> Any:
+def on_node(node_id: str, function: Callable[..., object], *args: object, wait: bool = True) -> Any:
     """Runs a small function on a machine of the cluster; None when that machine does not answer."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

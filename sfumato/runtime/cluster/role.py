@@ -39,7 +39,7 @@ CLOSE_S = 20.0
 """Seconds that engines may take to end before their processes are killed; their servers have half of it."""
 
 
-def close_engine(state: Any) -> None:
+def close_engine(state: object) -> None:
     """Closes the state's engine, if it has one."""
     close = getattr(getattr(state, "engine", None), "close", None)
     if close is not None:
@@ -81,22 +81,24 @@ class RayRole:
         for ranks in teams:
             self._start(ranks)
 
-    def call(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
+    def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
-    def call_concurrently(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
+    def call_concurrently(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """As ``call``, in a second thread of each process, beside other calls."""
         return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
-    def map(self, function: Callable[..., Any], parts: Sequence[object], *args: object, kind: str = OTHER) -> RayFuture:
+    def map(
+        self, function: Callable[..., object], parts: Sequence[object], *args: object, kind: str = OTHER
+    ) -> RayFuture:
         """Runs ``function(state, parts[i], *args)`` in all processes of data-parallel rank i. The result is that of the
         role's first process."""
         return self._issue(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         parts: Sequence[object],
         *args: object,
         num_values: int = 1,
@@ -421,7 +423,7 @@ class RayPool(RayRole):
         ranks = range(plan.pool.processes)
         super().__init__(plan, loop, ranks, [range(rank, rank + 1) for rank in ranks])
 
-    def submit(self, function: Callable[..., Any], *args: object, kind: str = OTHER) -> RayFuture:
+    def submit(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in the process with the fewest open calls."""
         return self._issue(function, {0: args}, moves=True, kind=kind)
 

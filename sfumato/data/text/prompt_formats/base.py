@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.rows import RowTable, open_rows, text_field
 from sfumato.data.text.messages import Messages, read_messages
@@ -22,9 +23,9 @@ class PromptRow:
 
     content: str | Messages
     """The prompt: a text, or messages."""
-    metadata: dict[str, Any]
+    metadata: JsonObject
     """What rewards need to know. The correct answer, where there is one, is ``answer``, whatever the format."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """JSON schemas of tools, which the chat template shows."""
     images: Sequence[Medium] = ()
     """Files of the images, videos and audio that the messages refer to, in their order."""

@@ -63,7 +63,7 @@ class _MadeRows:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return self.rows[index]
 
     def describe(self, index: int) -> str:

@@ -80,13 +80,13 @@ class Sending(Protocol):
 
     def __init__(self, settings: Settings, mesh: Mesh, buckets: Sequence[Bucket], ends: Ends) -> None: ...
 
-    def access(self) -> Any:
+    def access(self) -> object:
         """What a receiver needs to connect; the first rank's counts."""
 
     def join(self) -> None:
         """Waits for the receivers, which join at the same time."""
 
-    def send(self, version: int, source: Source) -> Any:
+    def send(self, version: int, source: Source) -> object:
         """Sends all buckets. Returns what the driver delivers to the receivers; the first rank's counts."""
 
     def release(self, version: int) -> None:
