@@ -25,7 +25,6 @@ from sfumato.config.other_tools import explain_option
 from sfumato.config.paths import CHECKPOINT_NAME
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
-from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError
 
 MAX_BYTES = 2**20
@@ -182,7 +181,7 @@ class Overrides(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[str, Any] = {}
+        self.written: dict[str, object] = {}
         """The same mapping, with the text of each scalar as it was written."""
 
 
@@ -418,12 +417,7 @@ def config_text(config: Section) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def dump_config(config: Section, path: str | Path) -> None:
-    """Writes the resolved configuration."""
-    write_atomically(Path(path), config_text(config).encode())
-
-
-def flatten(value: object, name: str = "") -> dict[str, Any]:
+def flatten(value: object, name: str = "") -> dict[str, object]:
     """The leaves of nested mappings by dotted name."""
     if not isinstance(value, Mapping) or not value:
         return {name: value}

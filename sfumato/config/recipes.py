@@ -225,7 +225,7 @@ FORWARD_RECIPES: dict[str, dict[str, object]] = {
     },
 }
 
-DIRECT_RECIPES: dict[str, dict[str, Any]] = {
+DIRECT_RECIPES: dict[str, dict[str, object]] = {
     # DRaFT-1, arXiv 2309.17400: 50 steps of DDIM, guidance 7.5, LoRA, batch 4, lr 4e-4 with decay; k 1 of K in 1, 5, 10
     # was the best
     "draft": {"steps": {"type": "last", "k": 1}, "solver": {"type": "euler"}},

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sfumato.config.load import dump_config, read_yaml
+from sfumato.config.load import config_text, read_yaml
 from sfumato.errors import ConfigError, UserError
 from sfumato.tracking.samples import SampleRecord, save_samples
 from tests.tiny import ROOT, write_config
@@ -45,7 +45,7 @@ def finish(bench: ModuleType, name: str, rewards: list[float], second: float | N
     """A run folder whose evaluations are evenly spaced from the first to the last iteration."""
     each = algorithm(bench, name)
     each.folder.mkdir(parents=True)
-    dump_config(each.config, each.folder / "config.yaml")
+    (each.folder / "config.yaml").write_text(config_text(each.config))
     steps = np.linspace(0, each.config.train.max_steps, len(rewards)).astype(int).tolist()
     lines = [{"step": step, bench.REWARD: reward} for step, reward in zip(steps, rewards, strict=True)]
     (each.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.help import attribute_docs
-from sfumato.config.load import dump_config, load_config
+from sfumato.config.load import config_text, load_config
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
@@ -217,7 +217,7 @@ def test_rewards_are_built_from_yaml_and_dumped_to_the_same(tmp_path):
     expected = [OcrReward(engine="tesseract", detect=False), JpegCompressibility(weight=0.1)]
     assert config.reward.rewards == expected
     assert [reward.label for reward in config.reward.rewards] == ["ocr", "jpeg_compressibility"]
-    dump_config(config, tmp_path / "dumped.yaml")
+    (tmp_path / "dumped.yaml").write_text(config_text(config))
     assert load_config(Settings, tmp_path / "dumped.yaml") == config
 
 

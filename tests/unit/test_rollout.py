@@ -12,7 +12,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout.diffusion.self_check import check_replay
+from sfumato.rollout.diffusion.self_check import Replay, replay_errors
 from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests.rows import ROUNDING
 
@@ -114,12 +114,15 @@ def test_steps_outside_the_window_are_deterministic(model: DiffusionModel) -> No
 
 
 def test_the_self_check_names_the_step_and_the_dtype() -> None:
+    def check(log_ratio: torch.Tensor, steps: list[int], bound: float | None) -> float:
+        return Replay(replay_errors(log_ratio, steps), steps, torch.float32, bound).check()
+
     log_ratio = torch.tensor([[0.0, 1e-6, 0.0], [0.0, -3e-4, 1e-6]]).flatten()
-    assert check_replay(log_ratio, [4, 5, 6], torch.float32, None) == pytest.approx(3e-4)
-    assert check_replay(torch.zeros(6), [4, 5, 6], torch.float32, 1e-5) == 0
+    assert check(log_ratio, [4, 5, 6], None) == pytest.approx(3e-4)
+    assert check(torch.zeros(6), [4, 5, 6], 1e-5) == 0
     with pytest.raises(SelfCheckError, match=r"denoising step 5 .*3\.00e-04.*1\.00e-05.*float32"):
-        check_replay(log_ratio, [4, 5, 6], torch.float32, 1e-5)
+        check(log_ratio, [4, 5, 6], 1e-5)
     with pytest.raises(SelfCheckError, match=r"by a log-ratio of 1\.00e-09 \(allowed: 0\.00e\+00"):
-        check_replay(torch.tensor([0.0, 1e-9]), [4, 5], torch.float32, 0.0)
+        check(torch.tensor([0.0, 1e-9]), [4, 5], 0.0)
     with pytest.raises(SelfCheckError):
-        check_replay(torch.full((3,), float("nan")), [0, 1, 2], torch.float32, 1e-5)
+        check(torch.full((3,), float("nan")), [0, 1, 2], 1e-5)

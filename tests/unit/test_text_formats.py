@@ -7,7 +7,7 @@ import pytest
 
 from sfumato.commands.check_config import FITS, check_config
 from sfumato.config.help import format_help
-from sfumato.config.load import dump_config, load_config
+from sfumato.config.load import config_text, load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.text import format as text
@@ -43,7 +43,7 @@ def test_a_format_of_the_library_is_written_as_its_name(tmp_path, name):
     config = load_config(schema, overrides=tiny_text_config(tmp_path, data={"data_type": name}))
     assert config.data.data_type == {"plaintext": PlainText, "conversation": Conversation}.get(name, Preference)()
     assert config.model_dump(mode="json")["data"]["data_type"] == name, "as runs of before have it in their folders"
-    dump_config(config, tmp_path / "dumped.yaml")
+    (tmp_path / "dumped.yaml").write_text(config_text(config))
     assert load_config(schema, tmp_path / "dumped.yaml") == config
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -111,7 +111,7 @@ class RowProbe:
         return Replay(replay_errors(log_ratio, rollout.kept.steps), rollout.kept.steps, dtype, bound)
 
     @property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, object]:
         """The entry of ``environment.json``."""
         entry: dict[str, object] = {"rows_independent_of_batch": self.is_exact}
         if self.differences:
@@ -235,24 +235,6 @@ class Replay:
 def replay_errors(log_ratio: torch.Tensor, steps: Sequence[int]) -> Numbers:
     """The largest absolute log-ratio of each of W steps, from those of a replay, ``[B x W]`` sample by sample."""
     return Numbers(log_ratio.detach().abs().reshape(-1, len(steps)).amax(dim=0))
-
-
-def check_replay(log_ratio: torch.Tensor, steps: Sequence[int], dtype: torch.dtype, bound: float | None) -> float:
-    """Compares replay and rollout before an update, when the policy is still the one that sampled.
-
-    Args:
-        log_ratio: ``[B x W]`` of the replay, sample by sample.
-        steps: the W trained steps.
-        dtype: in which the model computes, for the message.
-        bound: largest log-ratio that is allowed; None allows all.
-
-    Returns:
-        The largest absolute log-ratio.
-
-    Raises:
-        SelfCheckError: naming the denoising step and the dtype.
-    """
-    return Replay(replay_errors(log_ratio, steps), steps, dtype, bound).check()
 
 
 def _why_not_measured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:

@@ -160,11 +160,6 @@ def drawn_log_probs(rollout: TextRollout) -> Tensor:
     return _gather_drawn(rollout, lambda sequence: sequence.log_probs)
 
 
-def drawn_versions(rollout: TextRollout) -> Tensor:
-    """Versions of the policies that drew the samples' decisions: int32 ``[R]``."""
-    return _gather_drawn(rollout, lambda sequence: sequence.versions)
-
-
 def _gather_drawn(rollout: TextRollout, select: Callable[[TokenSequence], np.ndarray]) -> Tensor:
     """An array of each sequence, which ``select`` gives, at the tokens that the policy drew: ``[R]``."""
     values = [
