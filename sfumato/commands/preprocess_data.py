@@ -47,7 +47,7 @@ def preprocess(
         UserError: when the configuration or the data is wrong, or the task makes nothing beforehand.
     """
     quiet_libraries()
-    name, config = load_for_task(path, overrides or {}, task)
+    name, config = load_for_task(path, dict(overrides or {}), task)
     if not isinstance(config, TrainTextConfig):
         raise ConfigError(
             f"sfumato preprocess is for tasks that train on text and what stands in it; tasks/{name}.py makes what it "

@@ -65,6 +65,7 @@ class _LoadedAlready(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None  # the spec that find_spec made of it
         module.__spec__ = module.__spec__.loader_state
 
 

@@ -181,7 +181,7 @@ class Overrides(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[str, object] = {}
+        self.written: dict[str, Any] = {}
         """The same mapping, with the text of each scalar as it was written."""
 
 

@@ -67,7 +67,7 @@ def evaluate_samples(
     seen: list[Tensor] = []
     written: SamplesFolder | None = None
 
-    def check(chosen: Sequence[object]) -> None:
+    def check(chosen: list[Any]) -> None:
         _check_rows(chosen, [] if scorer is None else scorer.rewards, by)
 
     try:

@@ -337,7 +337,7 @@ class Local(nn.Module):
 
     tp_ranks: TensorRanks
 
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
         with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)

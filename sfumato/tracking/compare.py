@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sfumato.config.file_checks import file_problem, outside_problem
+from sfumato.config.file_checks import JsonObject, file_problem, outside_problem
 from sfumato.config.load import flatten, read_yaml
 from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError, DataError
@@ -32,7 +32,7 @@ RESULTS = ("eval/", "reward/total", "loss", "train/loss")
 NO_RESULTS = ("std", "failed")
 """Ends of metrics that only describe how a result was measured."""
 
-SampleRow = Mapping[str, object]
+SampleRow = JsonObject
 
 
 @dataclass(frozen=True)

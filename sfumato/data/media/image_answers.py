@@ -80,7 +80,7 @@ def add_drawing_tokens(tokenizer: PreTrainedTokenizerBase, codebook_size: int) -
 class DrawingReader(ImageReader):
     """Reads images that are seen by transformers' processor, and images that are drawn by an image tokenizer."""
 
-    def __init__(self, processor: object, arguments: Sequence[str], patches: tuple[int, float], drawn: object) -> None:
+    def __init__(self, processor: object, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
         """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
         super().__init__(processor, arguments, patches)
         self.image_tokenizer = drawn

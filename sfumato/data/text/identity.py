@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.sources import Sources
@@ -70,7 +70,7 @@ def media_of_rows(rows: RowTable, transform: MediaTransform) -> list[File]:
             media = transform.files(filed_row(rows, index), rows.describe(index))
         except DataError:
             continue
-        row_files = [getattr(medium, "file", medium) for medium in media]
+        row_files = [cast("File", getattr(medium, "file", medium)) for medium in media]
         if any(isinstance(file, bytes) for file in row_files):
             return []
         all_files += row_files

@@ -250,8 +250,9 @@ def _parse_calls(value: object, place: str) -> list[dict[str, object]]:
 def _read_call(call: dict[str, object], place: str) -> JsonObject:
     """Reads a call. Its result has a ``function`` with a name, and with arguments that are a mapping."""
     outer = without_nulls(call)
-    if isinstance(outer.get("function"), dict):
-        function = without_nulls(outer["function"])
+    named = outer.get("function")
+    if isinstance(named, dict):
+        function = without_nulls(named)
     else:
         function = {key: outer.pop(key) for key in ("name", "arguments", "parameters") if key in outer}
         outer.setdefault("type", "function")

@@ -97,7 +97,7 @@ class _CountingCache(DynamicCache):
         self.total = 0
         """Bytes of all blocks, those that are not run included."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> object:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         self.block_bytes += key_states.nbytes + value_states.nbytes
         return super().update(key_states, value_states, *args, **options)
 

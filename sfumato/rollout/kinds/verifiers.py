@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from sfumato.config.file_checks import JsonObject
 from sfumato.data.text.prompt_formats.verifiers import KEY, load_environment, load_tasks
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError
@@ -28,7 +29,7 @@ class Verifiers(ChatAgent):
     async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> dict[str, Any]:
         import verifiers.v1 as verifiers
 
-        task = prompt.metadata.get(KEY)
+        task = cast("JsonObject | None", prompt.metadata.get(KEY))
         if task is None:
             raise ConfigError("rollout.kind verifiers plays the tasks of data.data_type verifiers: set it, too")
         config_json = json.dumps(task["config"], sort_keys=True)

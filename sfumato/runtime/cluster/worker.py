@@ -169,7 +169,7 @@ class RoleWorker:
         self.state: Any = None
         self.peak_flops: float | None = None
         self.store: TCPStore | None = None
-        self._functions: dict[str, Callable[..., object]] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._has_functions = threading.Condition()
         self.is_built = threading.Event()
         """Set when the state is built, or could not be built."""
@@ -249,7 +249,7 @@ class RoleWorker:
         result = (pack(reply), packed)
         return (result, *kept_values) if num_values else result
 
-    def _function(self, digest: str, pickled: bytes | None) -> Callable[..., object]:
+    def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
         """The function of a digest; functions of the state wait until that is built.
 
         Of two calls at the same time the one that brings the pickle may come after the other, which then waits for it.
