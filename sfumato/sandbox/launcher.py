@@ -41,7 +41,7 @@ _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 @final
-class Request(TypedDict):
+class ProgramRequest(TypedDict):
     """A program and its limits."""
 
     command: list[str]
@@ -72,7 +72,7 @@ class Report(TypedDict):
 
 
 @final
-class Failure(TypedDict):
+class StartFailure(TypedDict):
     """Why a program was not started."""
 
     error: str
@@ -94,7 +94,7 @@ def main(descriptor: int) -> None:
         if not header:
             return
         header += _read(requests, 8 - len(header))  # a socket may deliver less than was asked for
-        request: Request = json.loads(_read(requests, struct.unpack("Q", header)[0]))
+        request: ProgramRequest = json.loads(_read(requests, struct.unpack("Q", header)[0]))
         if not os.fork():
             requests.close()
             _run_guarded(_start, request, descriptors)
@@ -109,7 +109,9 @@ def _read(source: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _run_guarded(function: Callable[..., None], request: Request, descriptors: list[int], *more: object) -> NoReturn:
+def _run_guarded(
+    function: Callable[..., None], request: ProgramRequest, descriptors: list[int], *more: object
+) -> NoReturn:
     """Runs the function of a forked process and ends the process; an error is reported to whoever sent the request."""
     try:
         function(request, descriptors, *more)
@@ -120,11 +122,11 @@ def _run_guarded(function: Callable[..., None], request: Request, descriptors: l
     os._exit(0)
 
 
-def _send_report(status: int, report: Report | Failure) -> None:
+def _send_report(status: int, report: Report | StartFailure) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 
-def _start(request: Request, descriptors: list[int]) -> None:
+def _start(request: ProgramRequest, descriptors: list[int]) -> None:
     """R: starts C, and maps the program's user to one outside."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     near_end, far_end = socket.socketpair()
@@ -162,7 +164,7 @@ def _write(path: str, text: str) -> None:
         raise kernel.CallError(f"writing {os.path.basename(path)} of the user namespace", error.errno or 0) from error
 
 
-def _enter(request: Request, descriptors: list[int], mapper: socket.socket) -> None:
+def _enter(request: ProgramRequest, descriptors: list[int], mapper: socket.socket) -> None:
     """C: creates the namespaces, and starts I in them."""
     os.setsid()
     if os.geteuid() == 0:
@@ -190,7 +192,7 @@ def _enter(request: Request, descriptors: list[int], mapper: socket.socket) -> N
     os._exit(0)
 
 
-def _be_first(request: Request, descriptors: list[int], sources: dict[str, int], links: dict[str, str]) -> None:
+def _be_first(request: ProgramRequest, descriptors: list[int], sources: dict[str, int], links: dict[str, str]) -> None:
     """I: builds the file system, gives up all privileges, starts P and watches it."""
     _build_root(sources, links, request["disk_mib"])
     for name, content in request["files"].items():
@@ -249,7 +251,7 @@ def _build_root(sources: dict[str, int], links: dict[str, str], disk_mib: int) -
     kernel.mount(None, "/", None, kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY | plain)
 
 
-def _become_program(request: Request, descriptors: list[int], error: int) -> NoReturn:
+def _become_program(request: ProgramRequest, descriptors: list[int], error: int) -> NoReturn:
     """P: takes its descriptors (0, 1, 2 and on), its limits, and becomes the program."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -276,7 +278,7 @@ def _become_program(request: Request, descriptors: list[int], error: int) -> NoR
     os._exit(127)
 
 
-def _watch(child: int, request: Request, status: int, began: float) -> Report:
+def _watch(child: int, request: ProgramRequest, status: int, began: float) -> Report:
     """Waits until the program ends, its end is asked for, or it exceeds its time or memory; then kills all."""
     end_request = select.poll()
     why = ""

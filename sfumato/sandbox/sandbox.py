@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from sfumato.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from sfumato.sandbox.launcher import Failure, Report, Request
+    from sfumato.sandbox.launcher import ProgramRequest, Report, StartFailure
 
 PYTHON = str(Path(getattr(sys, "_base_executable", sys.executable)).resolve())
 """The interpreter that programs may use: that of this process, outside of its virtual environment."""
@@ -141,7 +141,7 @@ class Running:
         self._status.close()
         if not self._report:
             raise SandboxError("the sandbox ended without a word: the system may be out of memory or processes")
-        report: Report | Failure = json.loads(self._report.splitlines()[0])
+        report: Report | StartFailure = json.loads(self._report.splitlines()[0])
         if "error" in report:
             raise SandboxError(_describe_failure(report))
         return report
@@ -232,7 +232,7 @@ class Sandbox:
         disk = limits.disk_mib * 2**20
         rlimits = {"AS": memory, "FSIZE": disk, "CPU": math.ceil(limits.wall_s) + 1, "NPROC": limits.num_processes + 2,
                    "NOFILE": 128, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0, "SIGPENDING": 256}  # fmt: skip
-        request: Request = {
+        request: ProgramRequest = {
             "command": list(command),
             "environment": _ENVIRONMENT,
             "readable": self._readable,
@@ -405,7 +405,7 @@ def _refuse_other_systems() -> None:
         )
 
 
-def _describe_failure(report: Failure) -> str:
+def _describe_failure(report: StartFailure) -> str:
     number = report["errno"]
     text = f"the sandbox cannot be built: {report['error']}{f' ({os.strerror(number)})' if number else ''}"
     if number in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EINVAL, errno.ENOSYS):

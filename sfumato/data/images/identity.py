@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.picture_folder import FolderRows
@@ -16,14 +16,9 @@ from sfumato.data.media.pictures import File
 from sfumato.errors import DataError
 from sfumato.tracking.identity import Identity, identify
 
-if TYPE_CHECKING:
-    from sfumato.config.diffusion_rl import DiffusionRLConfig
-    from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
-    from sfumato.config.omni import TrainImageTokenizerConfig
-
 
 def identify_images(
-    config: TrainDitConfig | TrainAutoencoderConfig | TrainImageTokenizerConfig,
+    config: Any,
     dataset: object,
     global_batch_size: int,
     held_out: object = None,
@@ -44,7 +39,7 @@ def identify_images(
     return identify(config, content, numbers)
 
 
-def identify_prompts(config: DiffusionRLConfig, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
+def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
     """The identity of a task of RL on images; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
     content |= content_of_media(config, _sources_of(prompts), "data.train_path (its source images)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.sources import Sources
@@ -22,13 +22,11 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.identity import Identity, identify
 
 if TYPE_CHECKING:
-    from sfumato.config.omni import TrainOmniConfig
-    from sfumato.config.text import TrainTextConfig
     from sfumato.data.files.rows import RowFile, RowTable
 
 
 def identify_text(
-    config: TrainTextConfig | TrainOmniConfig,
+    config: Any,
     sources: Sources,
     held_out: Sources | None,
     transform: TextTransform,
@@ -47,7 +45,7 @@ def identify_text(
 
 
 def _digest_content(
-    config: TrainTextConfig | TrainOmniConfig, sources: Sources, held_out: Sources | None, transform: TextTransform
+    config: Any, sources: Sources, held_out: Sources | None, transform: TextTransform
 ) -> dict[str, str]:
     training = "data.train_path" if sources.files is None else "data.train_path (streamed)"
     content = {training: content_of_sources(sources), "data.eval_path": content_of_sources(held_out)}

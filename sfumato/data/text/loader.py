@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -41,9 +41,6 @@ from sfumato.tracking.identity import Identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from sfumato.config.omni import TrainOmniConfig
-    from sfumato.config.text import TrainTextConfig
 
 
 class TextLoader:
@@ -290,7 +287,7 @@ class TextData(NamedTuple):
 
 
 def open_text_data(
-    config: TrainTextConfig | TrainOmniConfig,
+    config: Any,
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     say: Callable[[str], None],
@@ -329,7 +326,7 @@ def open_text_data(
 
 
 def open_validation_prompts(
-    config: TrainTextConfig | TrainOmniConfig,
+    config: Any,
     tokenizer: PreTrainedTokenizerBase,
     vision: Vision | None,
     say: Callable[[str], None],

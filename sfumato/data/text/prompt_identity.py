@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
@@ -13,11 +13,8 @@ from sfumato.data.media.vision import Images
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
 
-if TYPE_CHECKING:
-    from sfumato.config.text_rl import TextRLConfig
 
-
-def identify_text_prompts(config: TextRLConfig, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
+def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
     """The identity of a task of RL of language models; see ``identify``. Prompts are compared by their tokens."""
 
     def digest(split: list[TextPrompt]) -> str:

@@ -8,7 +8,7 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from sfumato.data.text.prompt_formats.base import PromptRow
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from sfumato.config.text_rl import TextRLConfig
 
 LOOKED_AT = 64
 """Rows from the beginning of a split whose format is told in the log."""
@@ -261,7 +258,7 @@ class TextPromptLoader(PromptLoader):
         self._latest_order: tuple[int, list[int]] = (-1, [])
 
     @classmethod
-    def from_config(cls, prompts: Sequence[TextPrompt], config: TextRLConfig) -> TextPromptLoader:
+    def from_config(cls, prompts: Sequence[TextPrompt], config: Any) -> TextPromptLoader:
         """The loader of a run of RL, from its configuration. Raises as the class itself."""
         rollout = config.rollout
         return cls(prompts, rollout.num_prompts, rollout.n, config.train.seed, config.data.curriculum)
