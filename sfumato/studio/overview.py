@@ -50,6 +50,7 @@ def describe_run(reader: RunReader) -> JSON:
     return {
         "run": reader.name,
         "state": state.state,
+        "is_alive": state.is_alive,
         "state_text": hide_in_text(printable(state.text)),
         "step": step,
         "total_steps": total,

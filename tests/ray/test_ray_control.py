@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.control_requests import answers, write_request
-from tests.role_runs import SEPARATE, RoleRun, assert_same, role_config, undisturbed
+from tests.role_runs import ONE_STEP_OFF, SEPARATE, RoleRun, assert_same, role_config, undisturbed
 from tests.tiny import write_config
 
 LIMIT_S = 900.0
@@ -15,8 +16,9 @@ LIMIT_S = 900.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_requests_change_no_bit_on_ray(tmp_path: Path) -> None:
-    config = role_config(tmp_path, SEPARATE, train={"max_steps": 8, "save_steps": 0})
+@pytest.mark.parametrize("where", [SEPARATE, ONE_STEP_OFF], ids=["synchronous", "one-step-off"])
+def test_requests_change_no_bit_on_ray(where: dict[str, Any], tmp_path: Path) -> None:
+    config = role_config(tmp_path, where, train={"max_steps": 8, "save_steps": 0})
     with RoleRun(write_config(config, tmp_path / "run.yaml")) as run:
         run.wait_for_step(2, LIMIT_S)
         commands = ("pause", "sample", "evaluate", "save", "resume")

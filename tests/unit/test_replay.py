@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,24 +18,43 @@ from sfumato.studio.app import Studio, build_app
 from sfumato.studio.control import Control
 from sfumato.studio.thumbnails import Thumbnails
 from sfumato.tracking.samples import read_samples, step_folder
+from tests.role_runs import ONE_STEP_OFF, SEPARATE
 from tests.studio_runs import HOST, TOKEN
-from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, tiny_text_rl_config
+from tests.tiny import (
+    run_task_here,
+    run_task_process,
+    tiny_dit_config,
+    tiny_rl_config,
+    tiny_text_config,
+    tiny_text_rl_config,
+    write_config,
+)
+
+WATCHED = ['write "AB"', 'write "BA"']
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 0.02}}
+
+
+def run_watched(task, config):
+    """Runs a task that draws watched prompts with every evaluation from the first step on."""
+    control = Path(config["train"]["output_dir"]) / "control"
+    control.mkdir(parents=True)
+    (control / "watched_prompts.txt").write_text("\n".join(WATCHED), encoding="utf-8")
+    return run_task_here(task, config)
 
 
 @pytest.fixture(scope="module")
 def rl_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rl")
     settings = {"train": {"max_steps": 2, "lr": 0.05, "save_steps": 1}, "eval": {"every_steps": 1, "num_prompts": 2}}
-    return run_task_here("rl_diffusion", tiny_rl_config(folder, **merge(LORA, settings)))
+    return run_watched("rl_diffusion", tiny_rl_config(folder, **merge(LORA, settings)))
 
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     settings = {"train": {"max_steps": 2, "lr": 0.05, "save_steps": 1}, "eval": {"every_steps": 1, "num_saved": 4}}
-    return run_task_here("rl_text", tiny_text_rl_config(folder, **settings))
+    return run_watched("rl_text", tiny_text_rl_config(folder, **settings))
 
 
 def replay(capsys, run, step, sample_id, *options):
@@ -75,6 +95,16 @@ def test_pictures_that_were_learned_from_are_equal_to_the_bit(rl_run, capsys, st
 
 
 @pytest.mark.exact
+def test_watched_prompts_are_equal_to_the_bit(rl_run, text_run, capsys):
+    for run, part, options in ((rl_run, "picture", ()), (text_run, "text", ("--trust-code",))):
+        rows = [row for row in read_samples(run)[2] if row["kind"] == "watched"]
+        assert [row["prompt"] for row in rows] == WATCHED
+        for row in rows:
+            result = replay(capsys, run, 2, row["sample_id"], "--kind", "watched", *options)
+            assert result["verdict"] == "identical" and names(result)[0] == part, result
+
+
+@pytest.mark.exact
 @pytest.mark.slow
 def test_so_are_those_of_another_policy_than_the_trained_one(tmp_path, capsys):
     settings = {"algorithm": {"recipe": "diffusion_nft"}, "train": {"max_steps": 2, "lr": 0.05, "save_steps": 1}}
@@ -95,6 +125,25 @@ def test_answers_are_equal_with_their_tokens_and_log_probabilities(text_run, cap
         assert result["verdict"] == "identical", result
         assert names(result)[:3] == ["text", "tokens", "log-probabilities"]
         assert "".join(row["tokens"]).startswith(row["text"]) and len(row["tokens"]) == len(row["log_ratio"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two ranks", "two ranks, text", "Ray", "Ray, one-step-off"])
+def test_samples_of_several_processes(tmp_path, capsys, name):
+    task = "rl_text" if "text" in name else "rl_diffusion"
+    settings = {"train": {"max_steps": 3, "save_steps": 1}, "eval": {"every_steps": 1, "num_saved_groups": 4}}
+    config = (tiny_text_rl_config if "text" in name else tiny_rl_config)(tmp_path, **settings)
+    if "Ray" in name:
+        config = merge(config, ONE_STEP_OFF if "one-step" in name else SEPARATE)
+    ranks = 2 if "ranks" in name else 1
+    done = run_task_process(task, write_config(config, tmp_path / "run.yaml"), num_processes=ranks, timeout_s=400)
+    assert done.returncode == 0, done.output
+    rows = read_samples(done.output_dir)[3]
+    rows = [row for row in rows if row["kind"] == "eval"] + [row for row in rows if row["kind"] == "train"][::5]
+    assert {row["policy_version"] for row in rows} == ({1, 3} if "one-step" in name else {2, 3})
+    for row in rows:
+        result = replay(capsys, done.output_dir, 3, row["sample_id"], "--kind", row["kind"], "--trust-code")
+        assert result["verdict"] == "identical", (row["kind"], row["sample_id"], result)
 
 
 @pytest.mark.exact
@@ -152,8 +201,14 @@ def test_another_machine_is_named(rl_run, tmp_path, capsys):
     ("arguments", "message"),
     [
         (("--step", 7, "--sample", 0), "no samples of step 7; it has those of 0, 1, 2"),
-        (("--step", 1, "--sample", 99), "no eval sample 99; it has 0, 1; it has samples of --kind train, too"),
-        (("--step", 1, "--sample", 0, "--kind", "watched"), "no watched sample 0; it has none"),
+        (
+            ("--step", 1, "--sample", 99),
+            "no eval sample 99; it has 0, 1; it has samples of --kind train and watched, too",
+        ),
+        (
+            ("--step", 1, "--sample", 7, "--kind", "watched"),
+            "no watched sample 7; it has 0, 1; it has samples of --kind eval and train, too",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(rl_run, capsys, arguments, message):

@@ -387,6 +387,36 @@ def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carri
     return stream_of(roles, checked, **more), sampler, driver, weights
 
 
+@pytest.mark.parametrize("asked_after", [{1}, {2, 3}, {1, 2, 3, 4}])
+@pytest.mark.parametrize(("staleness", "offload"), [(0, False), (0, True), (1, False)])
+def test_drawing_by_the_newest_weights_in_between_changes_nothing_that_is_learned_from(
+    staleness: int, asked_after: set[int], offload: bool
+) -> None:
+    """As evaluations on request do after a step, while the next iteration may not be begun."""
+
+    def learned_from(asked_after: set[int]) -> list[Any]:
+        stream, sampler, _, weights = queued(max_staleness=staleness, total_steps=4, offload=offload, max_queued=1)
+        for role in (stream.roles.actor, sampler):
+            role.state.rest = lambda: None
+
+        def draw() -> int:
+            while sampler.queue:  # its calls come first
+                sampler.queue.pop(0)()
+            return sampler.state.version
+
+        learned = []
+        for step, batch in stream.steps():
+            learned.append((kept_of(batch), batch.versions, batch.scores.total.tolist()))
+            stream.publish(version=step + 1)
+            for _ in range(step + 1 if step + 1 in asked_after else 0):
+                assert stream.by_newest_weights(draw) == step + 1
+        versions = [int(event.split()[1]) for event in weights.events]
+        assert versions == sorted(set(versions)), "a connection sends no older weights"
+        return learned
+
+    assert learned_from(asked_after) == learned_from(set())
+
+
 def test_data_parallel_ranks_of_the_sampler_and_of_the_actor_may_differ() -> None:
     stream, _, driver, _ = queued()
     batch = first(stream)

@@ -6,10 +6,12 @@ import {h, toast} from "./dom.js";
 import {showState} from "./app.js";
 
 const ASK_EVERY_MS = 30_000;
+const SHORTEST_MS = 2000;
 const told = new Map();
 const statuses = new Map();
 let watched = "";
 let asked = {run: "", at: 0};
+let later = 0;
 
 /** The button that turns notifications of the browser on. */
 export function alertsButton() {
@@ -32,7 +34,14 @@ export function alertsButton() {
 export async function watchAlerts(run) {
   watched = run;
   if (statuses.has(run)) showState(statuses.get(run));
-  if (!run || (asked.run === run && Date.now() - asked.at < 2000)) return;
+  clearTimeout(later);
+  if (!run) return;
+  const wait_ms = asked.run === run ? asked.at + SHORTEST_MS - Date.now() : 0;
+  if (wait_ms > 0) {
+    // what has just happened may be the last news of this run: it must not be left out
+    later = setTimeout(() => watched === run && watchAlerts(run), wait_ms);
+    return;
+  }
   asked = {run, at: Date.now()};
   const status = await get("/api/status", {run}).catch(() => null);
   if (!status || watched !== run) return;

@@ -89,7 +89,7 @@ export class CurveFigure {
       width: plotWidth(this.place), height: HEIGHT, legend: {show: false}, padding: [8, 8, 0, 0],
       scales: {x: {time: false}, y: {range: limits}, beside: {range: limits}},
       cursor: {sync: {key: "steps", scales: ["x", null]}, drag: {x: true, y: false}, points: {size: 6}},
-      axes: [{...axis, size: 26}, {...axis, size: 54, values: (_, ticks) => ticks.map(tick)}],
+      axes: [{...axis, size: 26}, {...axis, size: 54, values: (plot, ticks, index, space, step) => ticks.map((value) => tick(value, step))}],
       series: [{}, ...series.map((item) => ({
         label: item.label, width: item.width, dash: item.dash, scale: item.scale ?? "y", alpha: item.alpha,
         stroke: () => colour(item.alpha < 1 ? item.base : item.shade), spanGaps: true,
@@ -139,11 +139,12 @@ function limits(plot, low, high) {
   return [low - margin, high + margin];
 }
 
-function tick(value) {
+/** A number of an axis, with as many digits as tell it from the next one. */
+function tick(value, step) {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size < 1e-3 || size >= 1e5) return Number(value.toPrecision(4)).toExponential().replace("+", "");
-  return String(Number(value.toPrecision(4)));
+  const rounded = Number(value.toPrecision(Math.min(Math.max(Math.ceil(Math.log10(size / step)) + 1, 4), 7)));
+  return size < 1e-3 || size >= 1e5 ? rounded.toExponential().replace("+", "") : String(rounded);
 }
 
 function lastOf(values) {

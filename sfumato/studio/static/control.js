@@ -20,7 +20,7 @@ const COMMANDS = [
   ["stop", "save and stop", "saves after this step, and ends the run"],
 ];
 
-/** The buttons of a run; nothing where the studio only reads. */
+/** The buttons of a run, and what to call with whether it is at work; nothing where the studio only reads. */
 export async function controls(run) {
   const {control} = await settings();
   if (!control) return null;
@@ -62,6 +62,12 @@ export async function controls(run) {
     else if (!document.hidden) read().catch((error) => console.warn(error.message));
   }, 2000);
   await read();
-  return h("section", {id: "control"}, h("h2", {}, "Control"), h("div", {class: "tools"}, buttons), answers,
+  const nobody = h("p", {class: "note", hidden: true}, "No process of this run is at work.");
+  const section = h("section", {id: "control"}, h("h2", {}, "Control"), h("div", {class: "tools"}, buttons), nobody, answers,
     h("details", {}, h("summary", {}, "Watched prompts"), prompts, h("p", {class: "tools"}, keep)));
+  const allow = (isAlive) => {
+    nobody.hidden = isAlive;
+    for (const button of buttons) button.disabled = !isAlive;
+  };
+  return {section, allow};
 }

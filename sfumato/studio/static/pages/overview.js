@@ -13,7 +13,7 @@ export async function show(view, parameters) {
   const samples = h("div");
   const bottom = h("div");
   const buttons = await controls(run);
-  fill(view, top, buttons, h("h2", {}, "Curves"), curves,
+  fill(view, top, buttons?.section, h("h2", {}, "Curves"), curves,
     h("p", {class: "note"}, h("a", {href: link("curves", {run})}, "all curves")), samples, bottom);
   const figures = new FigureList();
   let names = "";
@@ -21,6 +21,7 @@ export async function show(view, parameters) {
   async function update() {
     const data = await get("/api/overview", {run});
     showState(data);
+    buttons?.allow(data.is_alive);
     fill(top, header(data), ...data.problems.map((text) => h("p", {class: "warning"}, text)), headlines(data), signs(data, run));
     if (data.curves.join() !== names) {
       names = data.curves.join();
@@ -43,7 +44,7 @@ function header(data) {
     h("p", {class: "state"}, badge(data.state, data.state_text),
       data.total_steps && h("progress", {max: data.total_steps, value: data.step, "aria-label": "progress"}),
       h("span", {}, `step ${data.step}${data.total_steps ? ` of ${data.total_steps}` : ""}`),
-      data.step_s !== null && h("span", {}, `${number(data.step_s)} s a step`),
+      data.step_s !== null && h("span", {}, `${Number(data.step_s.toPrecision(3))} s a step`),
       left && h("span", {title: `ends about ${end}`}, `${left}, until ${end}`),
       data.task && h("span", {}, data.task), data.date && h("span", {}, `begun ${data.date}`)),
     data.state_text && h("p", {class: "warning"}, data.state_text),

@@ -98,7 +98,7 @@ function facts(row) {
     parts.length > 0 && table(["part of the reward", "#value"], parts.map(([name, value]) => [name, value === null ? "failed" : chip(value, totals)])),
     h("dl", {class: "facts"}, line("advantage", row.advantage === null || row.advantage === undefined ? null : signed(row.advantage)),
       line("mean of the group", row.group_mean === undefined || row.group_mean === null ? null : `${number(row.group_mean)}, deviation ${number(row.group_std)}`),
-      line("finished by", row.finish_reason), line("seed", row.seed), line("weights after", `${row.policy_version} steps`),
+      line("finished by", row.finish_reason), line("seed", row.seed), line("weights after", `${row.policy_version} ${row.policy_version === 1 ? "step" : "steps"}`),
       line("learned from", row.is_trained === undefined ? null : row.is_trained ? "yes" : "no: it has no reward, or its group no spread")));
 }
 
