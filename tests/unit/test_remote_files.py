@@ -63,6 +63,46 @@ def server(tmp_path, monkeypatch):
     thread.join()
 
 
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    """An empty bucket ``rows`` of a server on the loopback that speaks S3's protocol, and s3fs's view of it."""
+    needed = "pip install -c constraints.txt 'sfumato[s3]' 'moto[server]'"
+    s3fs = pytest.importorskip("s3fs", reason=needed)
+    moto_server = pytest.importorskip("moto.server", reason=needed)
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    variables = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    for name, value in {**variables, "SFUMATO_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    file_system = s3fs.S3FileSystem()
+    file_system.mkdir("rows")
+    yield file_system
+    server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.slow  # for its packages, which the other tests do not need
+def test_rows_of_a_bucket(bucket):
+    bucket.pipe("rows/chats/train-0.jsonl", LINES.encode())
+    bucket.pipe("rows/chats/test-0.jsonl", LINES[: LINES.index("\n") + 1].encode())
+    write_parquet(bucket, "rows/chats/train-1.parquet", ROWS)
+    rows = open_rows("s3://rows/chats", "text", "data.train_path")
+    assert [rows[index] for index in range(len(rows))] == ROWS * 2, "the training split alone"
+    assert len(open_rows("s3://rows/chats/train-*.parquet", "text", "x")) == 5
+
+    def content():
+        return content_of_sources(open_sources(TextDataConfig(train_path="s3://rows/chats/train-0.jsonl")))
+
+    before = content()
+    bucket.pipe("rows/chats/train-0.jsonl", LINES.replace("4", "7").encode())
+    assert content() != before, "of the same size, with another ETag"
+    for url in ("s3://rows/gone.jsonl", "s3://gone/rows.jsonl"):
+        with pytest.raises(DataError, match=r"data\.train_path: s3://.*(nothing is there|not found)"):
+            open_rows(url, "text", "data.train_path")
+
+
 def test_files_in_a_folder_a_pattern_and_alone(memory):
     memory.pipe("/data/train-0.jsonl", LINES.encode())
     memory.pipe("/data/test-0.jsonl", LINES[: LINES.index("\n") + 1].encode())

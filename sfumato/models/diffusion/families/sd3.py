@@ -99,8 +99,9 @@ class StableDiffusion3(KLLatents, FlowSchedule):
 
     @property
     def prompt_tokenizer(self) -> str:  # type: ignore[override]
-        """The tokenizer of T5, if the pipeline has T5 and ``max_sequence_length`` is not 0."""
-        return "tokenizer_3" if self.max_sequence_length and self.pipeline.text_encoder_3 is not None else "tokenizer"
+        """The tokenizer of T5, if the pipeline has T5 and ``max_sequence_length`` leaves it room for a word."""
+        reads_by_t5 = self.max_sequence_length > 1 and self.pipeline.text_encoder_3 is not None
+        return "tokenizer_3" if reads_by_t5 else "tokenizer"
 
     @property
     def prompt_limit(self) -> int:
