@@ -26,7 +26,7 @@ from sfumato.commands.check_host import HostFindings
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
-from sfumato.models.diffusion.scratch_encoders import build_gemma_tokenizer
+from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, build_gemma_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "device_memory.md"
@@ -41,6 +41,7 @@ UNREADABLE = {"Qwen-Image-Edit": "not predicted: its processor needs torchvision
 """Pipelines that cannot be built where this page is made."""
 TOKENIZERS = {"CLIPTokenizer": build_clip_tokenizer, "T5Tokenizer": build_t5_tokenizer}
 TOKENIZERS |= {"Qwen2Tokenizer": build_qwen_tokenizer, "GemmaTokenizer": build_gemma_tokenizer}
+TOKENIZERS |= {"ByT5Tokenizer": build_byt5_tokenizer}
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def write_pipeline(name: str, root: Path) -> Path:
             continue
         settings = described["components"][rest[0][1:]] if isinstance(rest[0], str) else rest[0]
         title = {"_class_name": class_name} if library == "diffusers" else {"architectures": [class_name]}
-        file = "scheduler_config.json" if part == "scheduler" else "config.json"
+        file = f"{part}_config.json" if part in ("scheduler", "guider") else "config.json"
         (place / file).write_text(json.dumps({**title, **settings}), encoding="utf-8")
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder

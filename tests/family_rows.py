@@ -205,6 +205,34 @@ def call_cogvideox(
     return videos[:, 0]
 
 
+def call_hunyuan_video15(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    pipeline.guider.guidance_scale = scale
+    pipeline.vae.enable_slicing()  # its attention takes one video at a time
+    height, width = row.size
+    pipeline.last_latents = pipeline(
+        prompt=prompts,
+        latents=latents,
+        height=height,
+        width=width,
+        num_frames=1,
+        num_inference_steps=STEPS,
+        output_type="latent",
+    ).frames
+    video = pipeline.vae.decode(pipeline.last_latents / pipeline.vae.config.scaling_factor, return_dict=False)[0]
+    return pipeline.video_processor.postprocess_video(video.detach(), output_type="np")[:, 0]
+
+
+def call_hunyuan_image(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    pipeline.guider = diffusers.ClassifierFreeGuidance(guidance_scale=scale)
+    more = settings(row)
+    del more["max_sequence_length"]
+    return pipeline(prompt=prompts, latents=latents, **more).images
+
+
 def unpack_pixels(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Latents of tokens that are one latent pixel each."""
     return tokens.transpose(1, 2).unflatten(2, (height, width))
@@ -348,6 +376,27 @@ ROWS = {
         straight=False,
         exact=False,
         velocity=of_v,
+        brief=True,
+    ),
+    "hunyuan_video15": Row(
+        tiny_families.tiny_hunyuan_video15,
+        call_hunyuan_video15,
+        (4, 1, 4, 4),
+        4,
+        tokens=80,
+        num_frames=5,
+        exact=False,
+        never_used=rf"{LAST_TEXT}|transformer_blocks\.1\.ff_context|image_embedder",
+        brief=True,
+    ),
+    "hunyuan_image": Row(
+        tiny_families.tiny_hunyuan_image,
+        call_hunyuan_image,
+        (4, 8, 12),
+        2,
+        size=(16, 24),
+        tokens=24,
+        exact=False,
         brief=True,
     ),
     "ernie_image": Row(

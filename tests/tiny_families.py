@@ -342,3 +342,44 @@ def tiny_cogvideox() -> dict[str, Any]:
         "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
         "tokenizer": {"words": ["write"]},
     }
+
+
+def tiny_hunyuan_video15() -> dict[str, Any]:
+    """HunyuanVideo 1.5: 16x16 pixels in 5 frames are 4 x 2 x 4 x 4 latents and 32 tokens."""
+    return {
+        "pipeline": "HunyuanVideo15Pipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "image_embed_dim": 8,
+            "rope_axes_dim": [4, 6, 6],
+            "task_type": "t2v",
+        },
+        "vae": {"scaling_factor": 0.7},
+        "text_encoder": {"width": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1},
+        "text_encoder_2": {"width": 8, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write"]},
+        "scheduler": {"shift": 3.0},
+    }
+
+
+def tiny_hunyuan_image() -> dict[str, Any]:
+    """HunyuanImage 2.1: 16x16 pixels are 4 x 8 x 8 latents, each of them a token."""
+    return {
+        "pipeline": "HunyuanImagePipeline",
+        "transformer": {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "rope_axes_dim": [8, 8],
+        },
+        "vae": {"scaling_factor": 0.7},
+        "text_encoder": {"width": 16, "num_layers": 3, "num_heads": 2, "num_kv_heads": 1},
+        "text_encoder_2": {"width": 8, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write"]},
+        "scheduler": {"shift": 3.0},
+    }

@@ -23,6 +23,7 @@ from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
+from sfumato.models.diffusion.adapter_files import load_from_diffusers
 from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.load import build_diffusion_model, family_of
 from sfumato.parallel.layout import Layout
@@ -391,10 +392,5 @@ def take_weights(model: DiffusionModel, source: ModelSource, device: torch.devic
     if source.kind == "checkpoint":
         load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
     if source.kind == "diffusers_adapter":
-        pipeline = cast(Any, model.pipeline)
-        pipeline.unload_lora_weights()
-        pipeline.load_lora_weights(str(source.folder))
-        second = source.folder / "transformer_2"
-        if second.is_dir():
-            pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
+        load_from_diffusers(model.pipeline, source.folder)
     model.denoiser.eval()

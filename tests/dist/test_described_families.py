@@ -22,10 +22,10 @@ from tests.dist.ranks import RankPool
 from tests.family_rows import ROWS, wake
 
 TOLERANCE = 2e-5
-FAMILIES = ("flux2_klein", "chroma", "lumina2", "sana", "sana_video", "cogvideox", "ernie_image", "krea2")
-NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2")
-"""Families whose sequence cannot be cut: text masks that are numbers, convolutions, and text that
-is dropped before the last layer."""
+NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2", "hunyuan_image", "hunyuan_video15")
+"""Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, and
+text that is dropped before the last layer."""
+FAMILIES = ("flux2_klein", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2": {},

@@ -34,6 +34,7 @@ def test_every_family_has_a_line_and_a_row() -> None:
         ("Chroma1-HD", 8.90, (1024, 1024, 1), (16, 128, 128)),
         ("Lumina-Image-2.0", 2.61, (1024, 1024, 1), (16, 128, 128)),
         ("Sana_1600M_1024px_diffusers", 1.60, (1024, 1024, 1), (32, 32, 32)),
+        ("HunyuanVideo-1.5-480p_t2v", 8.33, (480, 832, 121), (32, 31, 30, 52)),
         ("CogVideoX-5b", 5.57, (480, 720, 49), (16, 13, 60, 90)),
     ],
 )
@@ -45,4 +46,4 @@ def test_published_sizes(
     model = diffusion_model_on_meta(config, "no")
     assert sum(each.numel() for each in model.denoiser.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
     assert model.latent_shape(*size) == shape
-    assert all(shape[0] == config.max_sequence_length for shape, _ in model.embedding_shapes(*size[:2]).values())
+    assert model.embedding_shapes(*size[:2])["prompt_embeds"][0][0] == config.max_sequence_length

@@ -18,7 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
+
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+"""Name of diffusers' file of adapters."""
 
 COMFYUI_FILE = "comfyui_lora_weights.safetensors"
 """Name of the second file, the one for ComfyUI."""
@@ -42,6 +46,54 @@ def fold_scale(layers: Mapping[str, Tensor], adapter: LoraConfig) -> tuple[dict[
 def scale_of(adapter: LoraConfig) -> float:
     """The factor by which peft multiplies the product of the up and the down matrix."""
     return adapter.lora_alpha / (math.sqrt(adapter.r) if adapter.use_rslora else adapter.r)
+
+
+def save_for_diffusers(
+    pipeline: DiffusionPipeline, name: str, folder: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, Any]
+) -> None:
+    """Writes adapters to ``ADAPTER_FILE`` as diffusers' ``load_lora_weights`` reads them.
+
+    Some pipelines have no such method; of these ``pipeline.transformer.load_lora_adapter`` reads the file.
+
+    Args:
+        pipeline: the pipeline of the denoiser.
+        name: name of the denoiser in the pipeline.
+        folder: the folder to write to.
+        layers, metadata: what ``fold_scale`` returns.
+    """
+    if hasattr(pipeline, "save_lora_weights"):
+        arguments: dict[str, Any] = {f"{name}_lora_layers": layers, f"{name}_lora_adapter_metadata": metadata}
+        pipeline.save_lora_weights(folder, **arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    from diffusers.loaders.lora_base import LoraBaseMixin
+
+    LoraBaseMixin.write_lora_layers(
+        state_dict=LoraBaseMixin.pack_weights(dict(layers), name),
+        save_directory=str(folder),
+        is_main_process=True,
+        weight_name=ADAPTER_FILE,
+        save_function=None,  # pyright: ignore[reportArgumentType]
+        safe_serialization=True,
+        lora_adapter_metadata=LoraBaseMixin.pack_weights(dict(metadata), name),
+    )
+
+
+def load_from_diffusers(pipeline: Any, folder: Path) -> None:
+    """Gives a pipeline the adapters of a folder that ``save_for_diffusers`` wrote, in place of those that it has.
+
+    Args:
+        pipeline: a DiffusionPipeline.
+        folder: the adapter of a second transformer lies in the folder ``transformer_2`` in it.
+    """
+    if not hasattr(pipeline, "load_lora_weights"):
+        pipeline.transformer.unload_lora()
+        pipeline.transformer.load_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
+        return
+    pipeline.unload_lora_weights()
+    pipeline.load_lora_weights(str(folder))
+    second = folder / "transformer_2"
+    if second.is_dir():
+        pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
 
 
 def save_for_comfyui(

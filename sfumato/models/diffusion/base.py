@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.sections import SOUND, TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
-from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui
+from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui, save_for_diffusers
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
 from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
@@ -435,7 +435,7 @@ class DiffusionModel(FrozenParts):
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Writes the LoRA adapter as diffusers' ``load_lora_weights`` reads it, given the denoiser's whole weights.
+        """Writes the LoRA adapter as diffusers reads it (``save_for_diffusers``), given the denoiser's whole weights.
 
         ComfyUI reads the same file, or a second one beside it where it does not know diffusers' names of the layers
         (``sfumato.models.diffusion.adapter_files``). DoRA is exported for diffusers alone, since versions of ComfyUI
@@ -456,9 +456,7 @@ class DiffusionModel(FrozenParts):
             layers = get_peft_model_state_dict(plain, own_weights)
             adapter = self._adapters["default"]
             folded, metadata = fold_scale(layers, adapter)
-            metadata_arguments = {f"{self.denoiser_name}_lora_layers": folded}
-            metadata_arguments[f"{self.denoiser_name}_lora_adapter_metadata"] = metadata
-            self.pipeline.save_lora_weights(target, **metadata_arguments)
+            save_for_diffusers(self.pipeline, self.denoiser_name, target, folded, metadata)
             if adapter.use_dora:
                 self.say(
                     f"{target}: adapters of variant dora are for diffusers; for others export a whole model (--merge)"

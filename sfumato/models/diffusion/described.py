@@ -97,7 +97,9 @@ def _add_text_part(parts: dict[str, object], name: str, text: TextPart, descript
     """Adds a text encoder and its tokenizer to the components of a pipeline."""
     reserved = [*text.fixed, next(iter(inspect.signature(text.build_encoder).parameters))]
     encoder = section_of(description, name, text.build_encoder, reserved=reserved)
-    words = section_of(description, "tokenizer", text.build_tokenizer, reserved=text.tokenizer_fixed)
+    words = {}
+    if inspect.signature(text.build_tokenizer).parameters:  # a tokenizer of bytes has none
+        words = section_of(description, "tokenizer", text.build_tokenizer, reserved=text.tokenizer_fixed)
     tokenizer = text.build_tokenizer(**words, **text.tokenizer_fixed)
     parts[name.replace("text_encoder", "tokenizer")] = tokenizer
     parts[name] = text.build_encoder(tokenizer, **{**text.fixed, **encoder})

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.algorithms.device import to_device
 from sfumato.models.diffusion.base import DiffusionModel
@@ -22,6 +21,7 @@ from sfumato.models.diffusion.schedulers import (
     flow_shift,
     flow_sigmas,
 )
+from sfumato.models.diffusion.valueless_masks import has_values
 
 PIXELS_AT_ONCE = 8 * 512 * 512
 """Most pixels that an autoencoder encodes or decodes at a time: eight images of 512 x 512."""
@@ -129,7 +129,7 @@ def text_shapes(
 
 def token_counts(mask: Tensor) -> list[int]:
     """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
-    if mask.is_meta or isinstance(mask, FakeTensor):
+    if not has_values(mask):
         return [mask.shape[1]] * len(mask)
     return mask.sum(dim=1).tolist()
 
@@ -193,6 +193,39 @@ class VideoLatents(DiffusionModel):
         both = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
         mean, std = both[:, :, None, None, None]
         return mean, std
+
+
+class ScaledVideoLatents(DiffusionModel):
+    """Base class of families whose latents are those of an autoencoder of videos times its ``scaling_factor``."""
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self.spatial_patch
+
+    @property
+    def spatial_patch(self) -> int:
+        """Latent pixels along each side of a token."""
+        return self.denoiser.config.patch_size
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor_spatial
+        check_size(height, width, self.probe_size)
+        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
+        return (self.pipeline.vae.config.latent_channels, latent_frames, height // factor, width // factor)
+
+    @torch.no_grad()
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        """Encodes uint8 pixels ``[B, 3, (F,) H, W]`` to float32 latents ``[B, C, f, h, w]``."""
+        vae = self.pipeline.vae
+        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
+        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode()
+        return latents.float() * vae.config.scaling_factor
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        """Decodes latents to pixels ``[B, 3, H, W]``, or ``[B, F, 3, H, W]`` of several frames, about [-1, 1]."""
+        vae = self.pipeline.vae
+        video = vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
+        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
 
 
 class FlowSchedule(DiffusionModel):

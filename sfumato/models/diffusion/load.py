@@ -44,6 +44,8 @@ _DOTTED_NAME = re.compile(r"[\w.]{1,100}")
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 """Suffixes of the names of files with a tokenizer's vocabulary."""
+BYTE_TOKENIZER = "ByT5Tokenizer"
+"""A tokenizer that needs no vocabulary."""
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
@@ -182,7 +184,8 @@ def read_index(folder: Path) -> JsonObject:
         )
     for name, value in parts.items():
         files = [file.name for file in (folder / name).iterdir()] if any(value) else []
-        if "Tokenizer" in str(value[-1]) and files and not any(file.endswith(VOCABULARIES) for file in files):
+        has_vocabulary = any(file.endswith(VOCABULARIES) for file in files)
+        if "Tokenizer" in str(value[-1]) and value[-1] != BYTE_TOKENIZER and files and not has_vocabulary:
             raise ConfigError(
                 f"model.model_path {folder}: {name} has no vocabulary ({', '.join(VOCABULARIES)}), so every prompt "
                 "would be the same: copy or download the folder again"

@@ -288,5 +288,22 @@ COGVIDEOX = ParallelPlan(
     },
 )
 
+# Masks differ from query to query, which sequence parallelism does not know.
+HUNYUAN_VIDEO15 = ParallelPlan(
+    blocks=("HunyuanVideo15TransformerBlock",),
+    tensor={
+        **_joint_attention(),
+        "transformer_blocks.*.ff.net.0.proj": "colwise",
+        "transformer_blocks.*.ff.net.2": "rowwise",
+        "transformer_blocks.*.ff_context.net.0.proj": "colwise",
+        "transformer_blocks.*.ff_context.net.2": "rowwise",
+    },
+)
+
+# Its mask is that of image and text together, in an order in which ranks do not hold them.
+HUNYUAN_IMAGE = ParallelPlan(
+    blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"), tensor=FLUX.tensor
+)
+
 # The projections hold several matrices, of which each process would need a part.
 STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))

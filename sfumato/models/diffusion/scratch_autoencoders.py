@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 
 
 def build_flux2_autoencoder(
@@ -87,5 +89,55 @@ def build_cogvideox_autoencoder(
         latent_channels=latent_channels,
         layers_per_block=layers_per_block,
         norm_num_groups=norm_groups,
+        scaling_factor=scaling_factor,
+    )
+
+
+def build_hunyuan_video15_autoencoder(
+    channels: Iterable[int] = (16, 16, 16),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    scaling_factor: float = 1.0,
+) -> AutoencoderKLHunyuanVideo15:
+    """An AutoencoderKLHunyuanVideo15: the first frame becomes a latent frame of its own, and so do every four after it.
+
+    Each entry of ``channels`` but the last halves the size of the image; there must be three at least, and the last one
+    a multiple of twice ``latent_channels``.
+    """
+    from diffusers import AutoencoderKLHunyuanVideo15
+
+    channels = tuple(channels)
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=latent_channels,
+        block_out_channels=channels,  # pyright: ignore[reportArgumentType]
+        layers_per_block=layers_per_block,
+        spatial_compression_ratio=2 ** (len(channels) - 1),
+        scaling_factor=scaling_factor,
+    )
+
+
+def build_hunyuan_image_autoencoder(
+    channels: Iterable[int] = (32, 64),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    scaling_factor: float = 1.0,
+) -> AutoencoderKLHunyuanImage:
+    """An AutoencoderKLHunyuanImage.
+
+    Each entry of ``channels``, multiples of 32, but the last halves the size of the image; the last one must be a
+    multiple of twice ``latent_channels``.
+    """
+    from diffusers import AutoencoderKLHunyuanImage
+
+    channels = tuple(channels)
+    ratio = 2 ** (len(channels) - 1)
+    return AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=latent_channels,
+        block_out_channels=channels,
+        layers_per_block=layers_per_block,
+        spatial_compression_ratio=ratio,
+        sample_size=32 * ratio,
         scaling_factor=scaling_factor,
     )

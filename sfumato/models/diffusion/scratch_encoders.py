@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sfumato.errors import MissingDependencyError
-from sfumato.models.diffusion.scratch import build_qwen_tokenizer, language_settings
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, language_settings
 
 if TYPE_CHECKING:
     from transformers import (
+        ByT5Tokenizer,
         Gemma2Model,
         GemmaTokenizer,
         Mistral3ForConditionalGeneration,
         Mistral3Model,
         PixtralProcessor,
         PreTrainedTokenizerBase,
+        Qwen2_5_VLTextModel,
         Qwen3ForCausalLM,
         Qwen3VLModel,
     )
@@ -160,3 +162,21 @@ def build_qwen3_vl_encoder(
     encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
     torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
     return encoder
+
+
+def build_byt5_tokenizer() -> ByT5Tokenizer:
+    """A ByT5Tokenizer, whose tokens are bytes."""
+    from transformers import ByT5Tokenizer
+
+    return ByT5Tokenizer()
+
+
+def build_qwen_vl_text_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Qwen2_5_VLTextModel:
+    """The Qwen2_5_VLTextModel of ``build_qwen_vl_encoder``, which reads no images."""
+    return build_qwen_vl_encoder(tokenizer, width, num_layers, num_heads, num_kv_heads).model.language_model

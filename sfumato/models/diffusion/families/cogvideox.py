@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import check_frames, check_size, text_shapes
+from sfumato.models.diffusion.latents import ScaledVideoLatents, text_shapes
 from sfumato.models.diffusion.noise_schedule import VariancePreserving
 from sfumato.models.diffusion.schedulers import check_cogvideox_scheduler
 from sfumato.models.diffusion.scratch import build_t5_encoder, build_t5_tokenizer
@@ -35,7 +35,7 @@ PUBLISHED_SCHEDULE = {
 """Settings of the published schedulers; the snr_shift_scale is 3 for 2B and 1 for 5B."""
 
 
-class CogVideoX(VariancePreserving):
+class CogVideoX(ScaledVideoLatents, VariancePreserving):
     """CogVideoX from text."""
 
     pipeline_class: ClassVar[str] = "CogVideoXPipeline"
@@ -82,34 +82,17 @@ class CogVideoX(VariancePreserving):
         encoder = self.pipeline.text_encoder
         return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype)
 
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor_spatial * self.denoiser.config.patch_size
-
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor_spatial
-        check_size(height, width, self.probe_size)
+        shape = super().latent_shape(height, width, frames)
+        latent_frames = shape[1]
         step = self.pipeline.vae_scale_factor_temporal
-        latent_frames = check_frames(frames, step)
         together = self.denoiser.config.patch_size_t or 1
         if latent_frames % together:
             raise ValueError(
                 f"frames {frames} are {latent_frames} latent frames, which must be a multiple of {together}: take "
                 f"{frames + (together - latent_frames % together) * step} frames"
             )
-        return (self.denoiser.config.in_channels, latent_frames, height // factor, width // factor)
-
-    @torch.no_grad()
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
-        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode()
-        return latents.float() * vae.config.scaling_factor
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        video = vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
-        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+        return shape
 
     @property
     def input_dtype(self) -> torch.dtype:

@@ -1,0 +1,133 @@
+"""HunyuanImage 2.1: HunyuanImageTransformer2DModel, Qwen2.5-VL, and ByT5 for quoted text.
+
+The published pipeline guides with what earlier steps have left (AdaptiveProjectedMixGuidance), so that a step could not
+be replayed by itself: here two branches are put together as everywhere.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.families.hunyuan_video15 import HunyuanText
+from sfumato.models.diffusion.latents import KLLatents, check_size
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, build_t5_encoder
+from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_image_autoencoder
+from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer
+from sfumato.models.diffusion.valueless_masks import masks_without_values
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+GUIDANCE_UNIT = 1000.0
+"""The network takes the guidance scale in thousandths."""
+
+
+class HunyuanImage(KLLatents, HunyuanText):
+    """HunyuanImage 2.1."""
+
+    pipeline_class: ClassVar[str] = "HunyuanImagePipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.HUNYUAN_IMAGE
+    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS
+    optional_parts: ClassVar[tuple[str, ...]] = ("guider", "ocr_guider")
+
+    _has_said_guider = False
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights, without guiders; sections are those of ``build_pipeline``."""
+        import diffusers
+
+        # A pipeline's template is an attribute, which it sets when it is made.
+        template = make_empty_pipeline().prompt_template_encode
+        blueprint = Blueprint(
+            pipeline=diffusers.HunyuanImagePipeline,
+            denoiser=diffusers.HunyuanImageTransformer2DModel,
+            vae=build_hunyuan_image_autoencoder,
+            texts={
+                "text_encoder": TextPart(build_qwen_vl_encoder, build_qwen_tokenizer, {}, {"template": template}),
+                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer, {"silent": False}),
+            },
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.latent_channels,
+                "out_channels": parts["vae"].config.latent_channels,
+                "text_embed_dim": parts["text_encoder"].config.get_text_config().hidden_size,
+                "text_embed_2_dim": parts["text_encoder_2"].config.d_model,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            scheduler_settings={"shift": 5.0},
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return bool(self.denoiser.config.guidance_embeds)
+
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        guider = getattr(self.pipeline, "guider", None)
+        name = type(guider).__name__
+        if scale != 1 and guider is not None and name != "ClassifierFreeGuidance" and not self._has_said_guider:
+            self._has_said_guider = True
+            self.say(
+                f"guidance here is uncond + scale (cond - uncond); diffusers would guide by {name}, the guider of the "
+                "folder, whose pictures differ"
+            )
+        return scale
+
+    def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        pipeline = self.pipeline
+        return pipeline._get_qwen_prompt_embeds(
+            pipeline.tokenizer,
+            pipeline.text_encoder,
+            prompts,
+            self.device,
+            tokenizer_max_length=self.max_sequence_length,
+            template=pipeline.prompt_template_encode,
+            drop_idx=pipeline.prompt_template_encode_start_idx,
+        )
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """The prompt with the end of the template; the pipeline drops the beginning of it from the embeddings."""
+        return prompt + self.pipeline.prompt_template_encode.partition("{}")[2]
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * self.denoiser.config.patch_size[0]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, self.probe_size, frames)
+        return (self.denoiser.config.in_channels, height // factor, width // factor)
+
+    def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        return 0.0, self.pipeline.vae.config.scaling_factor
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        guidance: dict[str, Any] = {}
+        if self.embeds_guidance:
+            scales = embeddings.get("guidance", sigma.new_ones(len(sigma))).to(latents.device)
+            guidance = {"guidance": (scales * GUIDANCE_UNIT).to(self.input_dtype)}
+        with masks_without_values(embeddings["prompt_mask"]):
+            return self.denoiser(
+                hidden_states=latents,
+                timestep=self.timestep(sigma.to(latents.device)).to(self.input_dtype),
+                return_dict=False,
+                **guidance,
+                **self.text_inputs(embeddings),
+            )[0]
+
+
+def make_empty_pipeline() -> DiffusionPipeline:
+    """A HunyuanImagePipeline without components."""
+    from diffusers import HunyuanImagePipeline
+
+    names = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer")
+    return HunyuanImagePipeline(**dict.fromkeys(names))  # pyright: ignore[reportArgumentType]

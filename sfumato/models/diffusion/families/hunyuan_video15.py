@@ -1,0 +1,173 @@
+"""HunyuanVideo 1.5 (arXiv 2511.18870): HunyuanVideo15Transformer3DModel, Qwen2.5-VL, and ByT5 for quoted text.
+
+The network takes, beside the latents, those of a given first frame and a mask, which are zero for a video from text,
+and tokens of an image. Without an image those are masked; here there are none of them.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.guiders import check_plain_guider
+from sfumato.models.diffusion.latents import FlowSchedule, ScaledVideoLatents
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_t5_encoder
+from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video15_autoencoder
+from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, build_qwen_vl_text_encoder
+from sfumato.models.diffusion.valueless_masks import masks_without_values
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+
+class HunyuanText(FlowSchedule):
+    """Base class of Hunyuan's families: prompts are read by Qwen2.5-VL, and what they quote by ByT5."""
+
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+    knows_size: ClassVar[bool] = False
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for a network of MeanFlow, which takes a second time."""
+        if pipeline.transformer.config.use_meanflow:
+            raise ConfigError(
+                f"{self.pipeline_class}: a transformer with use_meanflow is not trained: take another one"
+            )
+        super().__init__(pipeline, *args, **kwargs)
+
+    @property
+    def gives_sigmas(self) -> bool:
+        return True
+
+    @abstractmethod
+    def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """What Qwen2.5-VL makes of B prompts, ``[B, T, D]``, and the mask of their tokens, int64 ``[B, T]``."""
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask`` of Qwen2.5-VL, T is ``max_sequence_length``, and
+        ``glyph_embeds`` ``[B, G, E]`` and ``glyph_mask`` of ByT5; masks are bool ``[B, T]`` and ``[B, G]``."""
+        embeds, mask = self.read_prompts(prompts)
+        _, _, glyphs, glyph_mask = self.pipeline.encode_prompt(
+            prompts, device=self.device, batch_size=len(prompts), prompt_embeds=embeds, prompt_embeds_mask=mask
+        )
+        return {
+            "prompt_embeds": embeds,
+            "prompt_mask": mask.bool(),
+            "glyph_embeds": glyphs.to(embeds.dtype),
+            "glyph_mask": glyph_mask.bool(),
+        }
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        dtype = self.pipeline.text_encoder.dtype
+        features = self.pipeline.text_encoder.config.get_text_config().hidden_size
+        glyphs = self.pipeline.tokenizer_2_max_length
+        return {
+            "prompt_embeds": ((self.max_sequence_length, features), dtype),
+            "prompt_mask": ((self.max_sequence_length,), torch.bool),
+            "glyph_embeds": ((glyphs, self.pipeline.text_encoder_2.config.d_model), dtype),
+            "glyph_mask": ((glyphs,), torch.bool),
+        }
+
+    def text_inputs(self, embeddings: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The network's arguments for the embeddings of prompts."""
+        return {
+            "encoder_hidden_states": embeddings["prompt_embeds"].to(self.input_dtype),
+            "encoder_attention_mask": embeddings["prompt_mask"],
+            "encoder_hidden_states_2": embeddings["glyph_embeds"].to(self.input_dtype),
+            "encoder_attention_mask_2": embeddings["glyph_mask"],
+        }
+
+
+class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
+    """HunyuanVideo 1.5 from text."""
+
+    pipeline_class: ClassVar[str] = "HunyuanVideo15Pipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.HUNYUAN_VIDEO15
+    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``HunyuanText``."""
+        super().__init__(pipeline, *args, **kwargs)
+        pipeline.vae.enable_slicing()  # the mask of its attention fits one video at a time
+        pipeline.vae.enable_tiling()  # else the mask has a number for each pair of a video's latent pixels
+
+    @staticmethod
+    def decoded_at_a_time(latents: Tensor) -> int:
+        return 1
+
+    def check_scheduler(self) -> None:
+        super().check_scheduler()
+        check_plain_guider(self.pipeline.guider, self.pipeline_class)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        import diffusers
+
+        def make_guider(parts: dict[str, Any], guidance_scale: float = 6.0) -> diffusers.ClassifierFreeGuidance:
+            return diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
+
+        blueprint = Blueprint(
+            pipeline=diffusers.HunyuanVideo15Pipeline,
+            denoiser=diffusers.HunyuanVideo15Transformer3DModel,
+            vae=build_hunyuan_video15_autoencoder,
+            texts={
+                "text_encoder": TextPart(
+                    build_qwen_vl_text_encoder, build_qwen_tokenizer, {}, {"template": system_message()}
+                ),
+                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer, {"silent": False}),
+            },
+            infer=lambda parts: {
+                "in_channels": 2 * parts["vae"].config.latent_channels + 1,
+                "out_channels": parts["vae"].config.latent_channels,
+                "text_embed_dim": parts["text_encoder"].config.hidden_size,
+                "text_embed_2_dim": parts["text_encoder_2"].config.d_model,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            scheduler_settings={"shift": 5.0},
+            further={"guider": make_guider},
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        pipeline = self.pipeline
+        return pipeline._get_mllm_prompt_embeds(
+            pipeline.text_encoder,
+            pipeline.tokenizer,
+            prompts,
+            self.device,
+            tokenizer_max_length=self.max_sequence_length,
+            system_message=pipeline.system_message,
+            crop_start=pipeline.prompt_template_encode_start_idx,
+        )
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        batch, channels, *sides = latents.shape
+        no_frame = latents.new_zeros(batch, channels + 1, *sides)
+        no_image = latents.new_zeros(batch, 0, self.denoiser.config.image_embed_dim)
+        with masks_without_values(embeddings["prompt_mask"]):
+            return self.denoiser(
+                hidden_states=torch.cat([latents, no_frame], dim=1),
+                timestep=self.timestep(sigma.to(latents.device)).to(self.input_dtype),
+                image_embeds=no_image,
+                return_dict=False,
+                **self.text_inputs(embeddings),
+            )[0]
+
+
+def system_message() -> str:
+    """The pipeline's default system message."""
+    from diffusers import HunyuanVideo15Pipeline
+
+    return inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default

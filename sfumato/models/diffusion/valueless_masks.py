@@ -1,0 +1,48 @@
+"""Networks that select tokens by masks, in counts of memory and operations, where tensors have no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values: not on meta, and not a fake one."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+class SelectEverything(TorchFunctionMode):
+    """Inside, ``x[mask]`` is all of ``x`` and ``x[~mask]`` nothing of it, and every condition holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inverted: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__bool__:
+            return True
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            if isinstance(index, Tensor) and index.dtype == torch.bool:
+                return tensor[:0] if any(index is mask for mask in self._inverted) else tensor
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__invert__:
+            self._inverted.append(result)
+        return result
+
+
+def masks_without_values(mask: Tensor) -> AbstractContextManager[object]:
+    """``SelectEverything`` for a mask without values; nothing otherwise."""
+    return nullcontext() if has_values(mask) else SelectEverything()
