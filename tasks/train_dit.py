@@ -134,7 +134,7 @@ def denoising_losses(
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
     conditioning = model.with_framing(batch.conditioning, batch.framing).without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
-    return flow_matching_loss(velocity, batch.latents, noise) * model.loss_weight(sigma)
+    return flow_matching_loss(velocity, batch.latents, noise, batch.loss_weights) * model.loss_weight(sigma)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,17 @@ def flow_matching_loss(
     velocity: Float[Tensor, "batch *latent"],
     latents: Float[Tensor, "batch *latent"],
     noise: Float[Tensor, "batch *latent"],
+    weights: Float[Tensor, "batch height width"] | None = None,
 ) -> Float[Tensor, "batch"]:
-    """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``."""
-    return mean_over_sample((velocity.float() - (noise - latents)) ** 2)
+    """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``.
+
+    Args:
+        velocity, latents, noise: ``[B, ..., h, w]``.
+        weights: of each latent pixel; None counts all alike. The mean is over the weights, so that a sample of which a
+            small part counts is as important as others.
+    """
+    squares = (velocity.float() - (noise - latents)) ** 2
+    if weights is None:
+        return mean_over_sample(squares)
+    weights = weights.reshape(len(weights), *[1] * (squares.ndim - 3), *weights.shape[1:])
+    return mean_over_sample(squares * weights) / mean_over_sample(weights)

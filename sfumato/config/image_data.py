@@ -16,6 +16,9 @@ from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, GlyphConfig, check_si
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
 Size = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
+MASK = ("mask_key", "mask_outside", "invert_mask")
+"""Fields of masks."""
+
 MOST_BUCKETS = 1000
 """Most sizes of images."""
 
@@ -127,6 +130,13 @@ class ImageTextDataConfig(ImageDataConfig):
     """image_text reads images or videos of train_path; sound_text reads sounds; glyphs renders words in code."""
     image_key: str = "image"
     """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
+    mask_key: str | None = None
+    """Column of a mask, a picture as large as the image that is white where the loss counts; null: it counts
+    everywhere."""
+    mask_outside: float = Field(0.0, ge=0, lt=1)
+    """Weight of the loss where the mask is black; 0 trains inside of it alone."""
+    invert_mask: bool = False
+    """Whether black is inside."""
     sound_key: str = "audio"
     """Column of the sound: a path relative to the file, or in parquet the bytes."""
     seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)
@@ -137,11 +147,25 @@ class ImageTextDataConfig(ImageDataConfig):
         if self.data_type == "sound_text":
             if self.seconds is None:
                 raise ValueError("data.seconds is required when data.data_type is sound_text")
-            names = ("image_key", "source_image_key", "height", "width", "buckets", "num_frames", "crop", "glyphs")
+            names = (
+                "image_key",
+                "source_image_key",
+                "height",
+                "width",
+                "buckets",
+                "num_frames",
+                "crop",
+                "glyphs",
+                *MASK,
+            )
             refuse_needless(self, "data", names, "on sounds (data.data_type sound_text): remove it")
         else:
             why = f"with data.data_type {self.data_type}: remove it, or set data.data_type sound_text"
             refuse_needless(self, "data", ("seconds", "sound_key"), why)
+        if self.data_type == "glyphs":
+            refuse_needless(self, "data", MASK, "on words that are rendered (data.data_type glyphs): remove it")
+        elif self.mask_key is None:
+            refuse_needless(self, "data", MASK[1:], "without data.mask_key, the column of masks")
         return self
 
     @property

@@ -42,6 +42,22 @@ def test_the_flow_matching_target_is_noise_minus_data() -> None:
     assert off.tolist() == pytest.approx([1, 4, 9], rel=1e-5)
 
 
+@pytest.mark.parametrize("frames", [(), (3,)])
+def test_a_weighted_loss_is_the_mean_over_the_weights(frames: tuple[int, ...]) -> None:
+    latents, noise = torch.randn(2, 2, *frames, 4, 4), torch.randn(2, 2, *frames, 4, 4)
+    velocity = noise - latents
+    velocity[..., :2] += 3.0  # the left half is off by 3
+    everywhere = torch.ones(2, 4, 4)
+    left, right = everywhere.clone(), everywhere.clone()
+    left[..., 2:] = 0
+    right[..., :2] = 0
+    mixed = torch.stack([left[0], right[0] + 0.5 * left[0]])
+    for weights, expected in ((left, [9, 9]), (right, [0, 0]), (everywhere, [4.5, 4.5]), (mixed, [9, 3])):
+        assert flow_matching_loss(velocity, latents, noise, weights).tolist() == pytest.approx(expected, abs=1e-5)
+    plain = flow_matching_loss(velocity, latents, noise)
+    torch.testing.assert_close(flow_matching_loss(velocity, latents, noise, 0.3 * everywhere), plain)
+
+
 def test_keyed_noise_depends_on_every_part_of_its_key_and_on_nothing_else() -> None:
     base = keyed_normal((4, 4), 1, "latent", 2, [3, 4])
     torch.manual_seed(99)

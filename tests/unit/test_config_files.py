@@ -307,12 +307,27 @@ def made_tiny(path, tmp_path):
         return task, merge(content, {"model": model, "data": data, "train": train} | rest)
     if task.startswith("rl_diffusion"):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
+    if path.stem.endswith("_lora"):
+        return task, tiny_adapters(content, train, tmp_path)
     tiny = tiny_dit_config(tmp_path)
     rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
     if task == "train_dit_dpo":
         rest |= {"eval": {"num_rows": 2}}
         content["data"] |= {"eval_path": None}
     return task, merge(content, {"model": _model(tiny), "data": _data(tiny), "train": train} | rest)
+
+
+def tiny_adapters(content, train, tmp_path):
+    """A tiny model of the family that the file names, on glyphs; of videos a few frames."""
+    named = str(content["model"]["model_path"])
+    describe, size, tokens, _ = next(each for name, each in TINY_FAMILIES.items() if name in named)
+    write_tiny_pipeline(tmp_path / "pipeline", described=describe())
+    tiny = tiny_dit_config(tmp_path, model={"max_sequence_length": tokens})
+    data = _data(tiny) | {"height": size[0], "width": size[1]}
+    if "num_frames" in content["data"]:
+        data["num_frames"] = size[2]
+    sample = tiny["sample"] | {"guidance_scale": content["sample"]["guidance_scale"]}
+    return merge(content, {"model": _model(tiny), "data": data, "train": train, "sample": sample})
 
 
 def tiny_tones(content, train, tmp_path):
@@ -371,11 +386,18 @@ def tiny_rl_parts(content, tmp_path):
 TINY_SD3 = (tiny_pipeline_description, (16, 16), 7, None)
 TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, package that it needs
     "Kontext": (tiny_families.tiny_flux_kontext, (16, 16), 7, None),
+    "FLUX.2-klein": (tiny_families.tiny_flux2_klein, (16, 24), 24, None),
     "FLUX": (tiny_families.tiny_flux, (16, 16), 7, None),
     "Qwen-Image-Edit": (tiny_families.tiny_qwen_image_edit, (32, 64), 24, "torchvision"),
     "Qwen-Image": (tiny_families.tiny_qwen_image, (16, 16), 7, None),
     "Wan2.2-TI2V": (tiny_families.tiny_wan_small, (32, 32, 5), 7, None),
+    "Wan2.2-T2V-A14B": (tiny_families.tiny_wan_pair, (16, 16, 5), 7, None),
     "Wan": (tiny_families.tiny_wan, (16, 16, 5), 7, None),
+    "Z-Image": (tiny_families.tiny_z_image, (16, 16), 40, None),
+    "Sana": (tiny_families.tiny_sana, (32, 64), 10, None),
+    "CogVideoX": (tiny_families.tiny_cogvideox, (16, 16, 5), 7, None),
+    "HunyuanVideo-1.5": (tiny_families.tiny_hunyuan_video15, (16, 16, 5), 80, None),
+    "stable-diffusion-xl": (tiny_families.tiny_stable_diffusion_xl, (16, 16), 7, None),
     "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }
 QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
@@ -390,6 +412,7 @@ SHOWN_WHOLE = ("calculator_sft", "calculator", "agent", "spell_backward_sft", "s
 
 def quick_or_slow(path):
     is_slow = task_of(path).startswith("rl_diffusion") and path.stem not in QUICK
+    is_slow |= path.parent.name == "dit" and path.stem.endswith("_lora")
     is_slow |= path.stem in SHOWN_WHOLE or ("text" in path.parts and path.stem not in QUICK_TEXT)
     return pytest.param(path, marks=pytest.mark.slow if is_slow else ())
 

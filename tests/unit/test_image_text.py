@@ -646,3 +646,100 @@ def test_glyphs_are_cached_too(tmp_path, model):
         GlyphDataset(GlyphConfig(num_images=6), 16, 16, seed=0),
     ):
         assert other.fingerprint() != data.fingerprint()
+
+
+def write_masked(folder, mask, image_size=(20, 12)):
+    """A table of two pictures of a height and width with masks: of the first its left half, of the second ``mask``."""
+    folder.mkdir()
+    left = np.zeros((*image_size, 3), np.uint8)
+    left[:, : image_size[1] // 2] = 255
+    for name, content in (("0", Image.fromarray(left)), ("1", mask)):
+        picture(int(name), *image_size).save(folder / f"{name}.png")
+        content.save(folder / f"mask_{name}.png")
+    rows = [{"image": f"{name}.png", "mask": f"mask_{name}.png", "text": f"a {name}"} for name in "01"]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def masked_config(table, **more):
+    return ImageTextDataConfig(train_path=str(table), height=8, width=8, mask_key="mask", **more)
+
+
+def test_a_mask_is_cut_and_scaled_as_its_image(tmp_path):
+    grey = Image.new("L", (12, 20), 51)
+    table = write_masked(tmp_path / "data", grey)
+    dataset = ImageTextDataset(masked_config(table))
+    left, fifth = (dataset.picture(index).loss_weights for index in range(2))
+    assert left.shape == (8, 8) and left.dtype == torch.float32
+    assert left[:, 0].min() > 0.9 and left[:, 7].max() < 0.1  # 20 x 12 is cut to the middle 12 x 12
+    torch.testing.assert_close(fifth, torch.full((8, 8), 0.2))
+    inverted = ImageTextDataset(masked_config(table, invert_mask=True)).picture(0).loss_weights
+    torch.testing.assert_close(inverted, 1 - left)
+    outside = ImageTextDataset(masked_config(table, mask_outside=0.25)).picture(0).loss_weights
+    torch.testing.assert_close(outside, 0.25 + 0.75 * left)
+    plain = masked_config(table).model_copy(update={"mask_key": None})
+    assert ImageTextDataset(plain).picture(0).loss_weights is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "message"),
+    [
+        (
+            Image.new("L", (12, 10), 255),
+            {},
+            r"line 2: its mask has 10 x 12 pixels \(height x width\), and its image 20 x",
+        ),
+        (Image.new("L", (12, 20), 0), {}, r"line 2: nothing of the image lies inside its mask \('mask'\)"),
+        (Image.new("L", (12, 20), 255), {"invert_mask": True}, "nothing of the image lies inside"),
+    ],
+)
+def test_a_mask_that_cannot_be_meant_is_a_broken_row(tmp_path, mask, more, message):
+    dataset = ImageTextDataset(masked_config(write_masked(tmp_path / "data", mask), **more))
+    dataset.picture(0)
+    with pytest.raises(DataError, match=message):
+        dataset.picture(1)
+
+
+def test_a_missing_mask_is_a_broken_row_and_a_black_one_may_have_weight(tmp_path):
+    table = write_masked(tmp_path / "data", Image.new("L", (12, 20), 0))
+    assert ImageTextDataset(masked_config(table, mask_outside=0.5)).picture(1).loss_weights.unique().tolist() == [0.5]
+    with pytest.raises(
+        DataError, match="column 'masks' holds no mask path or bytes; its columns are image, mask, text"
+    ):
+        ImageTextDataset(masked_config(table).model_copy(update={"mask_key": "masks"})).picture(0)
+    (tmp_path / "data" / "mask_0.png").write_text("no picture")
+    with pytest.raises(DataError, match=r"line 1.*mask_0.png"):
+        ImageTextDataset(masked_config(table)).picture(0)
+
+
+def test_cached_masks_equal_those_read_online_and_follow_their_files(tmp_path, model):
+    table = write_masked(tmp_path / "data", Image.new("L", (12, 20), 100))
+    config = masked_config(table)
+    batch = IndexBatch([0, 1], [0, 1])
+    settle(tmp_path / "data")
+    dataset = ImageTextDataset(config)
+    online = OnlineEncoder(dataset, model, silent(0)).batch(batch)
+    assert online.loss_weights.shape == (2, *online.latents.shape[-2:])
+    cached = open_cache(tmp_path / "cache", dataset, model, silent(0), 2).batch(batch)
+    assert torch.equal(cached.loss_weights, online.loss_weights)
+    Image.new("L", (12, 20), 200).save(tmp_path / "data" / "mask_1.png")
+    settle(tmp_path / "data")
+    anew = open_cache(tmp_path / "cache", dataset, model, silent(0), 2).batch(batch)
+    assert torch.equal(anew.loss_weights[0], online.loss_weights[0])
+    torch.testing.assert_close(anew.loss_weights[1], 2 * online.loss_weights[1])
+    plain = ImageTextDataset(config.model_copy(update={"mask_key": None}))
+    assert open_cache(tmp_path / "cache", plain, model, silent(0), 2).batch(batch).loss_weights is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"mask_outside": 0.5}, "mask_outside.*without data.mask_key"),
+        ({"data_type": "glyphs", "train_path": None, "mask_key": "mask"}, "mask_key.*rendered"),
+        ({"data_type": "sound_text", "seconds": 1.0, "mask_key": "mask"}, "mask_key.*on sounds"),
+        ({"mask_key": "mask", "mask_outside": 1.0}, "less than 1"),
+    ],
+)
+def test_masks_are_refused_where_they_have_no_effect(more, message):
+    with pytest.raises(ValueError, match=message):
+        ImageTextDataConfig(**{"train_path": "data", **more})

@@ -25,6 +25,7 @@ from sfumato.config.diffusion_rl import ForwardAlgorithmConfig
 from sfumato.config.load import merge
 from sfumato.config.recipes import DIFFUSION_RECIPES, FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.sections import ModelConfig
+from sfumato.models.diffusion.adapter_files import load_from_diffusers, unload_adapters
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.shards import trainable_parameters
@@ -88,13 +89,11 @@ class Family:
     def velocity_of_diffusers(self, model: DiffusionModel, adapter: Path | None = None) -> torch.Tensor:
         """The same of diffusers' pipeline, with the adapter that it loads from a folder and drops again."""
         if adapter is not None:
-            self.pipeline.load_lora_weights(adapter)
-            if (adapter / "transformer_2").is_dir():
-                self.pipeline.load_lora_weights(adapter / "transformer_2", load_into_transformer_2=True)
+            load_from_diffusers(self.pipeline, adapter)
         try:
             return self.velocity(type(model)(copy.copy(self.pipeline), self.row.tokens))
         finally:
-            self.pipeline.unload_lora_weights()
+            unload_adapters(self.pipeline)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 
-from sfumato.config.image_data import ImageDataConfig, ImageTextDataConfig, PairDataConfig
+from sfumato.config.image_data import MASK, ImageDataConfig, ImageTextDataConfig, PairDataConfig
 from sfumato.config.paths import LONGEST_NAME
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
@@ -149,6 +149,8 @@ class ImageTextDataset:
         key = self._image_key(row)
         find = find_file if self.config.num_frames == 1 else find_frames
         files = list_frames(find(row, key, folder, where))
+        if self.config.mask_key is not None:
+            files.append(find_file(row, self.config.mask_key, folder, where, "mask"))
         if with_source and row.get(self.config.source_image_key) is not None:
             files.append(find_file(row, self.config.source_image_key, folder, where))
         return files
@@ -199,12 +201,36 @@ class ImageTextDataset:
             size = size or sizes[nearest_size(image.height, image.width, sizes)]
             check_fit((image.height, image.width), *size, self.config.crop, where)
             pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
-            return Picture(pixels, self._framing(image, size))
+            return Picture(pixels, self._framing(image, size), self._loss_weights(index, image, size))
         frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
         size = self.size[:2]
         check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
         video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
-        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size))
+        weights = self._loss_weights(index, frames[0], size)
+        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size), weights)
+
+    def _loss_weights(self, index: int, image: Image.Image, size: tuple[int, int]) -> torch.Tensor | None:
+        """``Picture.loss_weights`` of a row by its mask, which is brought to a size as its image or first frame is.
+
+        Raises:
+            DataError: when it is missing, broken, of another size than the image, or leaves nothing to train on.
+        """
+        key = self.config.mask_key
+        if key is None:
+            return None
+        where = self.describe(index)
+        mask = read_image(find_file(self.rows[index], key, self.rows.folder(index), where, "mask"), where).convert("L")
+        if mask.size != image.size:
+            sides = [f"{each.height} x {each.width}" for each in (mask, image)]
+            raise DataError(f"{where}: its mask has {sides[0]} pixels (height x width), and its image {sides[1]}")
+        inside = torch.from_numpy(self._fitted(mask, size)).float() / 255
+        inside = 1 - inside if self.config.invert_mask else inside
+        if self.config.mask_outside == 0 and not inside.any():
+            raise DataError(
+                f"{where}: nothing of the image lies inside its mask ({key!r}), so that it would teach nothing: mend "
+                "the mask, or set data.mask_outside"
+            )
+        return inside + self.config.mask_outside * (1 - inside)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """The source image of a row, which its image or video is made from: uint8 ``[height, width, 3]``.
@@ -253,13 +279,19 @@ class ImageTextDataset:
         Images that a table names are not looked at; ``files`` gives these.
         """
         path = Path(str(self.config.train_path)).resolve()
-        keys = self.config.model_dump(include={*KEYS, "height", "width"})
+        keys = self.config.model_dump(include={*KEYS, "height", "width"}) | self._mask_settings
         return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
 
     @property
     def settings(self) -> list[object]:
         """How files become pixels, besides their size."""
-        return [VERSION, self.config.num_frames, self.config.crop]
+        masks = self._mask_settings
+        return [VERSION, self.config.num_frames, self.config.crop, *([masks] if masks else [])]
+
+    @property
+    def _mask_settings(self) -> dict[str, object]:
+        """How masks are read; empty without."""
+        return {} if self.config.mask_key is None else self.config.model_dump(include=set(MASK))
 
     def _read_examples(self, count: int, read: Callable[[int], Item]) -> list[Item]:
         """What ``read`` gives for the first ``count`` rows, without broken ones. Raises as ``example_captions``."""

@@ -93,6 +93,8 @@ class Picture(NamedTuple):
     """uint8 ``[3, height, width]``; of a video ``[3, frames, height, width]``, of pairs ``[2, ...]``."""
     framing: Tensor
     """int32 ``[4]``, of pairs ``[2, 4]``: what ``framing_of`` says of the image, or of the first frame."""
+    loss_weights: Tensor | None = None
+    """float32 ``[height, width]``, from 0 to 1, of its mask; None where the loss counts everywhere alike."""
 
 
 def read_image(source: File, where: str) -> Image.Image:
@@ -175,7 +177,7 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
     """An image brought to another size: uint8 ``[height, width, 3]``.
 
     Args:
-        image: red green blue.
+        image: red green blue; of a mask, in shades of grey, the result is uint8 ``[height, width]``.
         height, width: in pixels.
         crop: "center" scales the shorter side and cuts the rest; "none" stretches.
     """

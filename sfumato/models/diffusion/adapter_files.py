@@ -85,15 +85,22 @@ def load_from_diffusers(pipeline: Any, folder: Path) -> None:
         pipeline: a DiffusionPipeline.
         folder: the adapter of a second transformer lies in the folder ``transformer_2`` in it.
     """
+    unload_adapters(pipeline)
     if not hasattr(pipeline, "load_lora_weights"):
-        pipeline.transformer.unload_lora()
         pipeline.transformer.load_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
         return
-    pipeline.unload_lora_weights()
     pipeline.load_lora_weights(str(folder))
     second = folder / "transformer_2"
     if second.is_dir():
         pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
+
+
+def unload_adapters(pipeline: Any) -> None:
+    """Removes the adapters of a DiffusionPipeline."""
+    if hasattr(pipeline, "unload_lora_weights"):
+        pipeline.unload_lora_weights()
+    else:
+        pipeline.transformer.unload_lora()
 
 
 def save_for_comfyui(

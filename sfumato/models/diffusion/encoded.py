@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from sfumato.algorithms.device import to_device
 from sfumato.config.sections import SOUND
 from sfumato.data.files.bad_rows import BadRows
 from sfumato.data.images.buckets import OneSize
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
-from sfumato.data.media.pictures import is_enlarged
+from sfumato.data.media.pictures import Picture, is_enlarged
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel
@@ -41,6 +42,8 @@ class EncodedBatch:
     framing: torch.Tensor | None = None
     """int32 ``[B, 4]``, of pairs ``[B, 2, 4]``, on the CPU: of each image its height and width before it was scaled,
     and the rows and columns of the scaled image that were cut off at the top and left. None where these are unknown."""
+    loss_weights: torch.Tensor | None = None
+    """float32 ``[B, h, w]``: weight of each latent pixel in the loss, by the masks of images; None without masks."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class ReadRows:
     """Of each broken row its file and number, and the error."""
     framing: torch.Tensor | None = None
     """See ``EncodedBatch``."""
+    loss_weights: torch.Tensor | None = None
+    """float32 ``[B, H, W]``, see ``Picture``; None without masks."""
 
     def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
         """Pixels and sample ids, or None if no row could be read.
@@ -96,7 +101,22 @@ def read_rows(
     if not pictures:
         return rows
     pixels = torch.stack([picture.pixels for picture in pictures])
-    return replace(rows, pixels=pixels, framing=torch.stack([picture.framing for picture in pictures]))
+    framing = torch.stack([picture.framing for picture in pictures])
+    return replace(rows, pixels=pixels, framing=framing, loss_weights=stack_loss_weights(pictures))
+
+
+def stack_loss_weights(pictures: Sequence[Picture]) -> torch.Tensor | None:
+    """The weights of some pictures' pixels in the loss, float32 ``[B, H, W]``; None where they have none."""
+    weights = [picture.loss_weights for picture in pictures if picture.loss_weights is not None]
+    return torch.stack(weights) if weights else None
+
+
+def shrink_loss_weights(weights: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor | None:
+    """Weights ``[B, H, W]`` of pixels become those ``[B, h, w]`` of the pixels of latents ``[B, ..., h, w]``: means."""
+    if weights is None:
+        return None
+    weights = to_device(weights, latents.device)[:, None]
+    return torch.nn.functional.interpolate(weights, size=latents.shape[-2:], mode="area")[:, 0]
 
 
 def read_pixels(
@@ -169,11 +189,12 @@ class OnlineEncoder:
         self._count_enlarged(read)
         conditioning = self.model.encode_prompts(read.captions, images=read.sources)
         latents = encode_rows(self.dataset, self.model, pixels)
+        loss_weights = shrink_loss_weights(read.loss_weights, latents)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
-            batch = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing)
+            batch = EncodedBatch(latents, conditioning, sample_ids, 0, self.size, read.framing, loss_weights)
             return self._drop_rows(batch, index_batch, is_finite.tolist())
-        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing)
+        return EncodedBatch(latents, conditioning, sample_ids, len(sample_ids), self.size, read.framing, loss_weights)
 
     def _count_enlarged(self, read: ReadRows) -> None:
         """Reports how many pictures were enlarged so far, whenever their number reaches a further power of two."""
@@ -206,6 +227,7 @@ class OnlineEncoder:
             len(finite_indices),
             self.size,
             None if batch.framing is None else batch.framing[kept_rows],
+            None if batch.loss_weights is None else batch.loss_weights[kept_rows],
         )
 
 

@@ -48,6 +48,8 @@ from sfumato.models.diffusion.encoded import (
     no_framing,
     no_latents,
     not_finite_error,
+    shrink_loss_weights,
+    stack_loss_weights,
 )
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
 from sfumato.parallel.finite import finite_rows
@@ -119,10 +121,13 @@ class LatentCache:
             latent_of = torch.from_numpy(self._latent_of[rows])
             latents = self._latents.tensors["latents"][latent_of]
             framing = self._latents.tensors["framing"][latent_of]
+            stored_weights = self._latents.tensors.get("loss_weights")
+            loss_weights = None if stored_weights is None else stored_weights[latent_of]
             prompt_of = self._prompt_of[rows]
             negative_of = self._negative_of[rows]
         else:  # a placeholder: zeros with the empty prompt
             latents, framing = self._placeholder
+            loss_weights = None
             prompt_of = negative_of = np.array([self._nothing])
         conditioning = Conditioning(
             {name: tensor[torch.from_numpy(prompt_of)] for name, tensor in self._prompts.tensors.items()},
@@ -138,13 +143,14 @@ class LatentCache:
                 "delete its folder"
             )
         sample_ids = [index_batch.sample_ids[position] for position in usable or [0]]
-        return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing)
+        return EncodedBatch(latents, conditioning, sample_ids, len(usable), self.size, framing, loss_weights)
 
     def encode(self, read: EncodedBatch) -> EncodedBatch:
         """The second half of ``batch``: copies the tensors to the device."""
         latents = to_device(read.latents, self.device)
         conditioning = read.conditioning.to(self.device)
-        return replace(read, latents=latents, conditioning=conditioning)
+        weights = None if read.loss_weights is None else to_device(read.loss_weights, self.device)
+        return replace(read, latents=latents, conditioning=conditioning, loss_weights=weights)
 
 
 def open_cache(
@@ -343,14 +349,15 @@ class _Builder:
         index_of_new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
         index_of_new = dict(reversed(index_of_new.items()))
         if index_of_new:
-            latents = encode_rows(
-                dataset, model, torch.stack([pictures[index].pixels for index in index_of_new.values()])
-            )
-            framing = torch.stack([pictures[index].framing for index in index_of_new.values()])
+            new_pictures = [pictures[index] for index in index_of_new.values()]
+            latents = encode_rows(dataset, model, torch.stack([picture.pixels for picture in new_pictures]))
+            tensors = {"latents": latents, "framing": torch.stack([picture.framing for picture in new_pictures])}
+            loss_weights = shrink_loss_weights(stack_loss_weights(new_pictures), latents)
+            tensors |= {} if loss_weights is None else {"loss_weights": loss_weights}
             is_finite = finite_rows(latents).cpu()
             bad_keys |= {key for key, is_good in zip(index_of_new, is_finite.tolist(), strict=True) if not is_good}
             written_keys = [key for key in index_of_new if key not in bad_keys]
-            self._latent_writer.append(written_keys, {"latents": latents[is_finite], "framing": framing[is_finite]})
+            self._latent_writer.append(written_keys, {name: tensor[is_finite] for name, tensor in tensors.items()})
             self._latents.update(written_keys)
             self._num_encoded += len(written_keys)
         for index, key in keys.items():
