@@ -72,6 +72,27 @@ def test_a_cache_changes_nothing(tmp_path: Path, images: Path) -> None:
     assert (tmp_path / "freed" / "hf_ckpt" / "text_encoder" / "config.json").is_file()
 
 
+def test_the_losses_of_a_mask_and_of_its_inverse_add_up(tmp_path: Path, images: Path) -> None:
+    """Of the first step, before the weights differ: the mask is one half of each image."""
+    mask = np.zeros((20, 24), np.uint8)
+    mask[:, :12] = 255
+    Image.fromarray(mask).save(images / "left.png")
+    rows = [json.loads(line) | {"mask": "left.png"} for line in (images / "metadata.jsonl").read_text().splitlines()]
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = {"max_steps": 1}
+    half = {"mask_key": "mask", "cache_dir": str(tmp_path / "cache")}
+    runs = {
+        "plain": {},
+        "left": half,
+        "right": half | {"invert_mask": True},
+        "weighted": half | {"mask_outside": 0.5},
+    }
+    first = {name: losses(run(tmp_path, images, name, train=train, data=data))[0] for name, data in runs.items()}
+    assert abs(first["left"] - first["right"]) > 1e-2
+    assert (first["left"] + first["right"]) / 2 == pytest.approx(first["plain"], rel=1e-3)
+    assert (2 * first["left"] + first["right"]) / 3 == pytest.approx(first["weighted"], rel=1e-3)
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_accumulation_does_not_change_the_result(tmp_path: Path, images: Path, micro_batch_size: int) -> None:
     flow = {"prompt_dropout": 0.5}
