@@ -289,10 +289,10 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
 
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)
-        pixels, framing = dataset.picture(index)
-        enlarged.append(bool(is_enlarged(framing, pixels.shape[-2:]).any()))
+        picture = dataset.picture(index)
+        enlarged.append(bool(is_enlarged(picture.framing, picture.pixels.shape[-2:]).any()))
         if not isinstance(dataset, GlyphDataset) and dataset.has_source(index):
-            dataset.source(index, pixels)
+            dataset.source(index, picture.pixels)
 
     findings = _look_at(name, dataset, look)
     if any(enlarged):
