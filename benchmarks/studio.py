@@ -5,8 +5,9 @@
 makes a run of 10,000 steps and 100,000 pictures in a temporary folder, serves it, and measures in chromium without a
 screen: the time to the first curves of the overview and the first pictures of the gallery, the nodes of the page while
 its slider jumps, the memory of server and page, and twenty tabs at once. ``--slowdown`` measures how much longer the
-steps of a process that computes and writes metrics take while five pages watch it: pairs of stretches with and without,
-in turn.
+steps of a process that computes and writes metrics take while five pages watch it, by the clock and in processor time:
+pairs of stretches with and without, in turn. The pages are drawn on the same machine, by browsers that people have on
+their own; the server's share of a core is given beside.
 
 It needs chromium and the package playwright.
 """
@@ -169,8 +170,31 @@ while True:
 """
 
 
-def measure_slowdown(root: Path, num_pairs: int, stretch_s: float) -> tuple[float, float, float]:
-    """By how much steps take longer while pages watch: the mean of the ratios of pairs, less 1, and its interval."""
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has taken."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def measure_stretch(run: int, server: int, metrics: Path, stretch_s: float) -> dict[str, float]:
+    """Seconds and processor seconds of a step, and the server's share of a core, over a stretch of time."""
+    began_s = time.perf_counter()
+    run_s = cpu_seconds(run)
+    server_s = cpu_seconds(server)
+    first = sum(1 for _ in metrics.open())
+    time.sleep(stretch_s)
+    steps = sum(1 for _ in metrics.open()) - first
+    passed_s = time.perf_counter() - began_s
+    return {
+        "clock": passed_s / steps,
+        "processor": (cpu_seconds(run) - run_s) / steps,
+        "server": (cpu_seconds(server) - server_s) / passed_s,
+    }
+
+
+def measure_slowdown(root: Path, num_pairs: int, stretch_s: float) -> dict[str, tuple[float, float, float]]:
+    """By how much steps take longer while pages watch: means of the ratios of pairs, less 1, with their intervals, and
+    the server's share of a core while they watch."""
     from playwright.sync_api import sync_playwright
 
     folder = root / "working"
@@ -179,32 +203,31 @@ def measure_slowdown(root: Path, num_pairs: int, stretch_s: float) -> tuple[floa
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.Popen([sys.executable, "-c", TRAIN, str(folder)], env=environment)
     served = Served(root)
-    ratios = []
+    changes: dict[str, list[float]] = {"clock": [], "processor": [], "server": []}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        time.sleep(3)
+        tabs = [browser.new_context().new_page() for _ in range(5)]
+        for tab in tabs:
+            tab.goto(served.address, timeout=120_000)
         for number in range(num_pairs):
-            seconds = {}
+            stretches: dict[bool, dict[str, float]] = {}
             # the order changes, so that whatever else the machine does counts for both
             for is_watched in (True, False) if number % 2 else (False, True):
-                tabs = [browser.new_context().new_page() for _ in range(5 if is_watched else 0)]
                 for tab in tabs:
-                    tab.goto(served.address)
-                    tab.goto(f"{served.base}/#/overview?run=working")
-                    tab.wait_for_selector("figure canvas")
-                first = sum(1 for _ in (folder / "metrics.jsonl").open())
-                began = time.perf_counter()
-                time.sleep(stretch_s)
-                steps = sum(1 for _ in (folder / "metrics.jsonl").open()) - first
-                seconds[is_watched] = (time.perf_counter() - began) / steps
-                for tab in tabs:
-                    tab.context.close()
-            ratios.append(seconds[True] / seconds[False] - 1)
+                    tab.goto(f"{served.base}/#/overview?run=working" if is_watched else "about:blank")
+                for tab in tabs if is_watched else ():
+                    tab.wait_for_selector("figure canvas", timeout=120_000)
+                stretches[is_watched] = measure_stretch(
+                    run.pid, served.process.pid, folder / "metrics.jsonl", stretch_s
+                )
+            for name in ("clock", "processor"):
+                changes[name].append(stretches[True][name] / stretches[False][name] - 1)
+            changes["server"].append(stretches[True]["server"])
         browser.close()
     run.kill()
     run.wait()
     served.close()
-    return paired_bootstrap(ratios)
+    return {name: paired_bootstrap(values) for name, values in changes.items()}
 
 
 def main() -> None:
@@ -219,8 +242,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "runs"
         if options.slowdown:
-            mean, low, high = measure_slowdown(root, options.pairs, options.seconds)
-            print(f"steps take {100 * mean:+.2f} % longer, 95 % interval {100 * low:+.2f} to {100 * high:+.2f} %")
+            titles = {
+                "clock": "steps take longer, by the clock",
+                "processor": "steps take longer, in processor time",
+                "server": "the server's share of a core while five pages watch",
+            }
+            for name, figures in measure_slowdown(root, options.pairs, options.seconds).items():
+                mean, low, high = (100 * figure for figure in figures)
+                print(f"{titles[name]}: {mean:.2f} %, 95 % interval {low:.2f} to {high:.2f} %")
             return
         make_run(root / "long", options.steps)
         for name, value in measure_pages(root, options.tabs).items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from sfumato.config.file_checks import path_inside
 from sfumato.studio.tail import LineTail, Record
 from sfumato.tracking.json_lines import is_number
-from sfumato.tracking.samples import step_folder
+from sfumato.tracking.samples import find_wrong_field, step_folder
 
 STEP_FOLDER = re.compile(r"step_([0-9]{1,15})")
 STEPS_IN_MEMORY = 64
@@ -213,10 +213,13 @@ class SampleIndex:
     def _read_rows(self, step: int) -> list[Record]:
         rows: list[Record] = []
         num_left_out = 0
+        num_wrong = 0
 
         def add(record: Record) -> None:
-            nonlocal num_left_out
-            if len(rows) < MOST_ROWS:
+            nonlocal num_left_out, num_wrong
+            if find_wrong_field(record) is not None:
+                num_wrong += 1
+            elif len(rows) < MOST_ROWS:
                 rows.append(record)
             else:
                 num_left_out += 1
@@ -225,7 +228,8 @@ class SampleIndex:
         tail.read_new(rows.clear, add)
         broken = f"{tail.num_broken} broken lines" if tail.num_broken else ""
         left_out = f"{num_left_out} rows beyond the first {MOST_ROWS:,} are left out" if num_left_out else ""
-        if problem := tail.problem or broken or left_out:
+        wrong = f"{num_wrong} rows hold values that no run has written, and are left out" if num_wrong else ""
+        if problem := tail.problem or broken or wrong or left_out:
             self.problems[step] = problem
         return rows
 

@@ -10,9 +10,10 @@ import math
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Literal
 
 import numpy as np
@@ -257,28 +258,56 @@ def read_step(output_dir: Path, step: int) -> list[JsonObject]:
     return _read_checked(step_folder(output_dir, step) / "samples.jsonl")
 
 
-_TEXTS, _WHOLE = (
+_TEXTS, _WHOLE, _VALUES = (
     ("kind", "prompt", "text", "file", "source", "sound", "damage"),
     ("seed", "sample_id", "policy_version"),
+    ("total", "advantage", "group_mean", "group_std"),
 )
+_LISTS: dict[str, type | tuple[type, ...]] = {
+    "trained_steps": int,
+    "token_ids": int,
+    "tokens": str,
+    "clipped": (bool, NoneType),
+    **dict.fromkeys(("log_ratio", "noise_levels", "log_probs", "token_advantages"), (int, float, NoneType)),
+}
+"""Fields of a sample's decisions, with the types of their values."""
+_MOST_DECISIONS, _MOST_DENOISING_STEPS = 2**16, 10_000
 
 
 def _read_checked(path: Path) -> list[JsonObject]:
     """Rows whose values are of the types that a run writes. Raises DataError that names file, row and value."""
     rows = read_jsonl(path)
     for number, row in enumerate(rows, start=1):
-        rewards = row.get("rewards")
-        wrong = [name for name in _TEXTS if name in row and not isinstance(row[name], str)]
-        wrong += [name for name in _WHOLE if name in row and not (type(row[name]) is int and abs(row[name]) < 2**64)]
-        wrong += [name for name in ("total", "advantage") if not _is_value(row.get(name))]
-        if rewards is not None and not (isinstance(rewards, dict) and all(map(_is_value, rewards.values()))):
-            wrong.append("rewards")
-        if wrong:
+        wrong = find_wrong_field(row)
+        if wrong is not None:
             raise DataError(
-                f"{path}, row {number}: {wrong[0]} is {str(row[wrong[0]])[:60]!r}, which no run has written; remove "
-                "the row, or restore the file"
+                f"{path}, row {number}: {wrong} is {str(row[wrong])[:60]!r}, which no run has written; remove the row, "
+                "or restore the file"
             )
     return rows
+
+
+def find_wrong_field(row: Mapping[str, object]) -> str | None:
+    """Name of a field of a row of ``samples.jsonl`` that no run has written like this; None where all are right."""
+    for name, value in row.items():
+        if name in _TEXTS:
+            is_right = isinstance(value, str)
+        elif name in _WHOLE:
+            is_right = type(value) is int and abs(value) < 2**64
+        elif name in _VALUES:
+            is_right = _is_value(value)
+        elif name == "rewards":
+            is_right = value is None or (isinstance(value, dict) and all(map(_is_value, value.values())))
+        elif name in _LISTS:
+            is_right = isinstance(value, list) and len(value) <= _MOST_DECISIONS
+            is_right = is_right and all(isinstance(element, _LISTS[name]) for element in value)
+            if is_right and name == "trained_steps":  # a page lays out every step up to the last
+                is_right = all(0 <= step < _MOST_DENOISING_STEPS for step in value)
+        else:
+            is_right = True
+        if not is_right:
+            return name
+    return None
 
 
 def _is_value(value: object) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import struct
+import zlib
 from urllib.parse import quote
 
 import pytest
@@ -129,6 +131,61 @@ def test_files_that_rows_name_outside_of_their_folder_are_not_sent(client, runs,
             answer = client.get(path, params={"run": "a", "step": 4, "file": name, "width": 128})
             assert answer.status_code in (400, 404), (path, name)
     assert client.get("/file", params={"run": "a", "step": 4, "file": "config.yaml"}).status_code == 404
+
+
+HOSTILE_FIELDS = [
+    {"trained_steps": [10**9], "log_ratio": [0.0]},
+    {"trained_steps": [-5, 1e300], "log_ratio": [0, 0]},
+    {"trained_steps": "abc", "log_ratio": 5},
+    {"noise_levels": [{}]},
+    {"tokens": ["a"] * 70_000},
+    {"tokens": [{"a": 1}]},
+    {"log_ratio": ["x"]},
+    {"policy_version": [1]},
+    {"rewards": [1]},
+    {"total": "<b>"},
+    {"group_mean": "x"},
+    {"damage": ["x"]},
+    {"prompt": {"x": 1}},
+]
+
+
+def test_values_that_would_stop_a_page_are_left_out_and_told(client, runs):
+    """A step number of a milliard lays out as many boxes; a prompt that is no text has no place in a table."""
+    folder = runs / "a" / "samples" / "step_000004"
+    for number, fields in enumerate(HOSTILE_FIELDS):
+        row = {"kind": "eval", "sample_id": 50 + number, "prompt": "p", "seed": 1, "text": "t", **fields}
+        with (folder / "samples.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    for number in range(len(HOSTILE_FIELDS)):
+        sample = {"run": "a", "step": 4, "kind": "eval", "id": 50 + number}
+        assert client.get("/api/sample", params=sample).status_code == 404
+    assert read(client, "/api/why", run="a", first=4, last=8)["differences"]
+    problems = read(client, "/api/gallery", run="a")["problems"]
+    assert any(f"{len(HOSTILE_FIELDS)} rows hold values that no run has written" in text for text in problems)
+
+
+def test_pictures_that_are_none_or_too_large_are_not_opened(client, runs):
+    folder = runs / "a" / "samples" / "step_000004"
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(10**6))), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    ]
+    (folder / "bomb.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    for name in ("page.png", "page.svg", "page.html"):
+        (folder / name).write_text("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>")
+    names = ("bomb.png", "page.png", "page.svg", "page.html")
+    rows = [
+        {"kind": "eval", "sample_id": 50 + i, "prompt": "p", "seed": 1, "file": name} for i, name in enumerate(names)
+    ]
+    with (folder / "samples.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    for name in names:
+        parameters = {"run": "a", "step": 4, "file": name}
+        assert client.get("/thumbnail", params={**parameters, "width": 128}).status_code == 404
+        answer = client.get("/file", params=parameters)
+        assert answer.status_code == 404 if name in names[2:] else answer.headers["content-type"] == "image/png"
 
 
 def test_links_out_of_the_folder_are_not_followed(client, runs, tmp_path):
