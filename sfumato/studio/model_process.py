@@ -34,8 +34,9 @@ def end_with_parent() -> None:
 class PlaygroundProcess:
     """A process that holds the model of a run, and answers prompts with its checkpoints."""
 
-    def __init__(self, folder: Path, process: asyncio.subprocess.Process, ready: dict[str, object]) -> None:
-        self.folder = folder
+    def __init__(self, reader: RunReader, process: asyncio.subprocess.Process, ready: dict[str, object]) -> None:
+        self.folder = reader.folder
+        self.run_id = _run_id(reader)
         self.ready = ready
         self._process = process
         self._number = 0
@@ -52,7 +53,7 @@ class PlaygroundProcess:
             limit=MOST_LINE,
             preexec_fn=end_with_parent,
         )
-        playground = cls(reader.folder, process, {})
+        playground = cls(reader, process, {})
         try:
             playground.ready = await playground._read(START_S)
         except BaseException:
@@ -65,7 +66,9 @@ class PlaygroundProcess:
 
     def serves(self, reader: RunReader) -> bool:
         """Whether the process is alive, and holds the model of this run."""
-        return self._process.returncode is None and self.folder == reader.folder
+        # the folder may have been given to another run, and this one moved aside
+        is_same = self.folder == reader.folder and self.run_id == _run_id(reader)
+        return self._process.returncode is None and is_same
 
     async def ask(self, question: dict[str, object]) -> tuple[list[dict[str, object]], dict[str, object]]:
         """Answers to a question, one for each model; and what the process says of itself."""
@@ -98,6 +101,10 @@ class PlaygroundProcess:
     async def close(self) -> None:
         """Ends the process."""
         await end_process(self._process)
+
+
+def _run_id(reader: RunReader) -> object:
+    return reader.environment().get("run_id")
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:

@@ -214,6 +214,7 @@ def is_alive(process):
 
 @pytest.mark.slow
 def test_a_page_asks_and_the_model_stays_for_the_next_question(pictures_run, tmp_path):
+    pictures_run = shutil.copytree(pictures_run, tmp_path / "runs" / "run")
     studio = Studio(pictures_run.parent, Thumbnails(tmp_path / "thumbnails"))
     control = Control(studio.runs, True)
     client = TestClient(build_app(studio, TOKEN, more=control.routes()), base_url=HOST)
@@ -237,6 +238,12 @@ def test_a_page_asks_and_the_model_stays_for_the_next_question(pictures_run, tmp
         assert client.post("/api/playground/end", json={}).status_code == 200
         assert not is_alive(model)
         client.post("/api/playground", json=question)
+        (model,) = set(children_of(os.getpid())) - before
+        # moved aside, and another run begun in its folder
+        environment = pictures_run / "environment.json"
+        environment.write_text(json.dumps(json.loads(environment.read_text()) | {"run_id": "another"}))
+        client.post("/api/playground", json=question)
+        assert not is_alive(model)
         (model,) = set(children_of(os.getpid())) - before
         portal.call(control.close)
     assert not is_alive(model) and not control.outputs.exists()
