@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.families.hunyuan_video15 import HunyuanText
+from sfumato.models.diffusion.hunyuan_text import HunyuanText
 from sfumato.models.diffusion.latents import KLLatents, check_size
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, build_t5_encoder
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_image_autoencoder

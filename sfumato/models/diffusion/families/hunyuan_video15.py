@@ -10,18 +10,17 @@ and tokens of an image. Without an image those are masked; here there are none o
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.guiders import check_plain_guider
-from sfumato.models.diffusion.latents import FlowSchedule, ScaledVideoLatents
+from sfumato.models.diffusion.hunyuan_text import HunyuanText
+from sfumato.models.diffusion.latents import ScaledVideoLatents
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_t5_encoder
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video15_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, build_qwen_vl_text_encoder
@@ -30,63 +29,6 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-
-class HunyuanText(FlowSchedule):
-    """Base class of Hunyuan's families: prompts are read by Qwen2.5-VL, and what they quote by ByT5."""
-
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
-    knows_size: ClassVar[bool] = False
-
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a network of MeanFlow, which takes a second time."""
-        if pipeline.transformer.config.use_meanflow:
-            raise ConfigError(
-                f"{self.pipeline_class}: a transformer with use_meanflow is not trained: take another one"
-            )
-        super().__init__(pipeline, *args, **kwargs)
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
-
-    @abstractmethod
-    def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """What Qwen2.5-VL makes of B prompts, ``[B, T, D]``, and the mask of their tokens, int64 ``[B, T]``."""
-
-    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask`` of Qwen2.5-VL, T is ``max_sequence_length``, and
-        ``glyph_embeds`` ``[B, G, E]`` and ``glyph_mask`` of ByT5; masks are bool ``[B, T]`` and ``[B, G]``."""
-        embeds, mask = self.read_prompts(prompts)
-        _, _, glyphs, glyph_mask = self.pipeline.encode_prompt(
-            prompts, device=self.device, batch_size=len(prompts), prompt_embeds=embeds, prompt_embeds_mask=mask
-        )
-        return {
-            "prompt_embeds": embeds,
-            "prompt_mask": mask.bool(),
-            "glyph_embeds": glyphs.to(embeds.dtype),
-            "glyph_mask": glyph_mask.bool(),
-        }
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        dtype = self.pipeline.text_encoder.dtype
-        features = self.pipeline.text_encoder.config.get_text_config().hidden_size
-        glyphs = self.pipeline.tokenizer_2_max_length
-        return {
-            "prompt_embeds": ((self.max_sequence_length, features), dtype),
-            "prompt_mask": ((self.max_sequence_length,), torch.bool),
-            "glyph_embeds": ((glyphs, self.pipeline.text_encoder_2.config.d_model), dtype),
-            "glyph_mask": ((glyphs,), torch.bool),
-        }
-
-    def text_inputs(self, embeddings: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The network's arguments for the embeddings of prompts."""
-        return {
-            "encoder_hidden_states": embeddings["prompt_embeds"].to(self.input_dtype),
-            "encoder_attention_mask": embeddings["prompt_mask"],
-            "encoder_hidden_states_2": embeddings["glyph_embeds"].to(self.input_dtype),
-            "encoder_attention_mask_2": embeddings["glyph_mask"],
-        }
 
 
 class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
