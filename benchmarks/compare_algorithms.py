@@ -407,7 +407,8 @@ iterations of {config.rollout.num_prompts} prompts x {config.rollout.n} images, 
 [compared](algorithms_compared.md) with. A seed chooses prompts and noise; the weights that all start from are the same,
 and so are the {config.eval.num_prompts} held-out words of the evaluation and their first latents."""
     made = f"""Commit {", ".join(commits)}, {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}, on a machine with
-{machine["cpu_count"]} CPU cores, torch {machine["packages"]["torch"]}, one thread a run."""
+{machine["cpu_count"]} CPU cores, torch {machine["packages"]["torch"]}, one thread a run. Mean reward of the evaluation,
+in brackets the lowest and the highest seed:"""
     rows = []
     for of_name in sorted(by_name.values(), key=lambda of_name: -_mean_reward(of_name, -1)):
         before = [run.curve()[0][1] for run in of_name]
@@ -427,7 +428,7 @@ Made by `python benchmarks/compare_algorithms.py --seeds {" ".join(map(str, seed
 
 *Mean and range over the seeds.*
 
-{_filled(made)} Mean reward of the evaluation, in brackets the lowest and the highest seed:
+{_filled(made)}
 
 {_table(["algorithm", "before", "after", "rose"], rows)}
 {chr(10) if not_run else ""}{not_run}"""

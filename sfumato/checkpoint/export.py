@@ -55,7 +55,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
                 model.save_export(building, weights, merge)
             else:
                 streamed.write(building, arriving)
-            _let_others_read(building)
+            let_others_read(building)
 
         problem = ""
         if mesh.is_first:
@@ -71,6 +71,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
             raise CheckpointError(problem)
 
 
-def _let_others_read(folder: Path) -> None:
+def let_others_read(folder: Path) -> None:
+    """Lets everybody read the weights of a folder."""
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)  # safetensors writes files that only their owner can read

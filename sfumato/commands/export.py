@@ -88,6 +88,9 @@ def run(options: argparse.Namespace) -> int:
     if options.comfyui:
         for file in write_single_files(out):
             print(printable(f"{file}: for ComfyUI's models/diffusion_models"))
+    from sfumato.checkpoint.export import let_others_read
+
+    let_others_read(out)
     if options.gguf:
         print(printable(f"{write_gguf(out, options.dtype or 'bf16', options.llama_cpp)}: for llama.cpp"))
     return 0

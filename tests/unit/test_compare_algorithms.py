@@ -37,13 +37,16 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def algorithm(bench: ModuleType, name: str):
-    return bench.Algorithm(bench.CONFIGS / f"{name}.yaml")
+def algorithm(bench: ModuleType, name: str, seed: int | None = None):
+    whole = bench.Algorithm(bench.CONFIGS / f"{name}.yaml")
+    return whole if seed is None else whole.with_seed(seed, 8)
 
 
-def finish(bench: ModuleType, name: str, rewards: list[float], second: float | None = None) -> None:
+def finish(
+    bench: ModuleType, name: str, rewards: list[float], second: float | None = None, seed: int | None = None
+) -> None:
     """A run folder whose evaluations are evenly spaced from the first to the last iteration."""
-    each = algorithm(bench, name)
+    each = algorithm(bench, name, seed)
     each.folder.mkdir(parents=True)
     (each.folder / "config.yaml").write_text(config_text(each.config))
     steps = np.linspace(0, each.config.train.max_steps, len(rewards)).astype(int).tolist()
@@ -78,6 +81,23 @@ def test_the_page_holds_what_the_runs_logged(bench, monkeypatch):
     assert "`objective.clip_range 0.0005`" in page and "[arXiv 2509.16117](https://arxiv.org/abs/2509.16117)" in page
     picture = bench.PICTURE.read_text()
     assert "0.58  Flow-GRPO-Fast" in picture and "0.75  DiffusionNFT" in picture
+
+
+def test_the_page_of_several_seeds_has_means_ranges_and_what_was_not_run(bench, monkeypatch):
+    monkeypatch.setattr(bench, "SEEDS_PAGE", bench.ROOT / "docs/seeds.md")
+    monkeypatch.setattr(bench, "SEEDS_PICTURE", bench.ROOT / "docs/images/seeds.svg")
+    made = {"git_commit": "0123456789", "date": "2026-11-26", "cpu_count": 2, "packages": {"torch": "2.13.0"}}
+    for seed, after in ((1, 0.5), (2, 0.7)):
+        finish(bench, "diffusion_nft", [0.4, 0.45, after], seed=seed)
+        (algorithm(bench, "diffusion_nft", seed).folder / "environment.json").write_text(json.dumps(made))
+    finish(bench, "flow_grpo_fast", [0.4, 0.6], seed=1)
+    monkeypatch.setattr(sys, "argv", ["compare_algorithms.py", "--only-page", "--seeds", "1", "2"])
+    bench.main()
+    page = bench.SEEDS_PAGE.read_text()
+    assert "| 0.40 [0.40, 0.40] | **0.60 [0.50, 0.70]** | 2 of 2 |" in page and "1,536 images: 8 iterations" in page
+    assert "Commit 01234567, 2026-11-26, on a machine with 2 CPU cores" in page
+    assert "Not run with several seeds: Flow-GRPO-Fast." in page and not bench.PAGE.exists()
+    assert "DiffusionNFT" in bench.SEEDS_PICTURE.read_text()
 
 
 def test_runs_that_are_not_finished_or_of_other_settings_are_left_out(bench, monkeypatch):

@@ -44,3 +44,14 @@ def test_the_index_of_papers_has_every_recipe() -> None:
     assert [
         name for name in {*DIFFUSION_RECIPES, *DIRECT_RECIPES, *TEXT_RECIPES} - of_one_model if f"`{name}" not in text
     ] == []
+
+
+def test_pages_have_the_figures_of_several_seeds() -> None:
+    text = (ROOT / "docs/algorithms_over_seeds.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \[.*?\]\(diffusion_rl/(\w+)\.md\) \| (\S+) \[.*?\] \| (\S+ \[.*?\]\*\*) \|", text, re.MULTILINE
+    )
+    assert rows
+    for name, before, after in rows:
+        shown = " ".join(PAGES[name].read_text(encoding="utf-8").split())
+        assert f"it rose from {before} to {after}" in shown and "images/algorithms_over_seeds.svg" in shown, name

@@ -30,6 +30,7 @@ def test_an_export_is_cast_and_loads(run, tmp_path, capsys):
     assert main(["export", str(run / "hf_ckpt"), str(out), "--dtype", "bf16"]) == 0
     assert "copy of" in capsys.readouterr().out
     assert dtypes_in(out) == {torch.bfloat16}
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*.safetensors")} == {0o644}
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16
     assert dtypes_in(run / "hf_ckpt") == {torch.float32}, "the run's own export stays"
     assert main(["export", str(run), str(tmp_path / "half"), "--dtype", "fp16"]) == 0
