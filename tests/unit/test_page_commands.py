@@ -224,9 +224,10 @@ RULES = [
     ),
     Rule(r"python (benchmarks/pipeline_model\.py|-m benchmarks\.weight_sync)", has_those_flags, SLOW),
     Rule(
-        r"python -m benchmarks\.(memory_of_configs|many_ranks)",
+        r"python -m benchmarks\.(memory_of_configs|many_ranks|studio)",
         has_those_flags,
-        "take minutes; a line of the first: tests/unit/test_check.py, heartbeats of many: tests/unit/test_peers.py",
+        "take minutes; a line of the first: tests/unit/test_check.py, heartbeats of many: tests/unit/test_peers.py, "
+        "the pages: tests/unit/test_studio_browser.py",
     ),
     Rule(
         r"python benchmarks/rollout_update\.py --measure .*--device cuda", has_those_flags, "needs a GPU and real sizes"
