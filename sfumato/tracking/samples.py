@@ -299,15 +299,22 @@ def find_wrong_field(row: Mapping[str, object]) -> str | None:
         elif name == "rewards":
             is_right = value is None or (isinstance(value, dict) and all(map(_is_value, value.values())))
         elif name in _LISTS:
-            is_right = isinstance(value, list) and len(value) <= _MOST_DECISIONS
-            is_right = is_right and all(isinstance(element, _LISTS[name]) for element in value)
-            if is_right and name == "trained_steps":  # a page lays out every step up to the last
-                is_right = all(0 <= step < _MOST_DENOISING_STEPS for step in value)
+            is_right = isinstance(value, list) and _are_decisions(name, value)
         else:
             is_right = True
         if not is_right:
             return name
     return None
+
+
+def _are_decisions(name: str, values: list[object]) -> bool:
+    """Whether a list of a row has the length and the types of what a run writes of a sample's decisions."""
+    if len(values) > _MOST_DECISIONS or not all(isinstance(value, _LISTS[name]) for value in values):
+        return False
+    # a page lays out every step up to the last
+    return name != "trained_steps" or all(
+        isinstance(value, int) and 0 <= value < _MOST_DENOISING_STEPS for value in values
+    )
 
 
 def _is_value(value: object) -> bool:
