@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.algorithms.decay import FROZEN
 from sfumato.commands.check_diffusion_rl import add_phases
@@ -14,6 +14,7 @@ from sfumato.commands.check_text_rl import add_critic, add_drawing, add_previous
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitDpoConfig
 from sfumato.config.load import load_maker
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
@@ -182,7 +183,7 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
     set_output(model, section.size, "rollout" if is_rl else "data", sizes)
     is_dpo = isinstance(config, TrainDitDpoConfig)
-    settings: dict[str, Any] = {
+    settings: Keywords = {
         "rows": train.micro_batch_size * (2 if is_dpo else 1),
         "size": max(sizes or [size], key=math.prod),  # of all buckets the one that takes most memory
         "keep_encoders": config.model.keep_encoders,

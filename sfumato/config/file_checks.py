@@ -8,8 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-JsonObject = dict[str, Any]
-"""A mapping as JSON gives it: what its values are is checked where they are used."""
+from sfumato.config.open_mappings import JsonObject
 
 KINDS = {
     stat.S_IFDIR: "a folder",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sfumato.config.paths import HUB_NAME, find_model_folder
 from sfumato.config.trust import trusts_code
@@ -41,7 +40,7 @@ def download_model(fields: object) -> object:
     return fields | {"model_path": _fetch(name)}
 
 
-def pin_revisions(fields: Any, recorded: Any, place: str = "") -> Any:
+def pin_revisions(fields: object, recorded: object, place: str = "") -> object:
     """A configuration in which names on the hub are the snapshots that an earlier one resolved them to.
 
     Args:

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from sfumato.config.file_checks import JsonObject, file_problem, read_json_object
+from sfumato.config.file_checks import file_problem, read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 
 LONGEST_NAME = 255

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.text_data import HEARD_PROBLEMS, SHOWN_PROBLEMS, SyntheticTextConfig
 
@@ -32,7 +33,7 @@ class TextPromptDataConfig(Section):
     chat_template: FilePath | None = None
     """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
     images); null takes the tokenizer's own; `none` leaves prompts as they are."""
-    chat_template_options: dict[str, Any] = {}
+    chat_template_options: Keywords = {}
     """Variables of the chat template, such as `{enable_thinking: false}`."""
     system_prompt: str | None = Field(None, min_length=1)
     """First message of each conversation that does not begin with one of role system."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -90,10 +91,10 @@ def run_tasks(
         bootstrap_iters=0,
     )
     assert report is not None  # this is the only process
-    return _collect(cast("dict[str, Any]", report))
+    return _collect(cast("JsonObject", report))
 
 
-def _collect(report: dict[str, Any]) -> HarnessResults:
+def _collect(report: JsonObject) -> HarnessResults:
     """Values of documents where their mean is what the harness reports, else what it reports."""
     results = HarnessResults()
     for task, samples in report["samples"].items():

@@ -13,6 +13,7 @@ from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.rollout.agents.turns import request_seed
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
@@ -113,7 +114,7 @@ class HarnessModel(TemplateLM):
         for index, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
         for indices in groups.values():
-            settings = cast("dict[str, Any]", normalize_gen_kwargs(dict(requests[indices[0]].args[1]), NEW_TOKENS))
+            settings = cast("Keywords", normalize_gen_kwargs(dict(requests[indices[0]].args[1]), NEW_TOKENS))
             stops = handle_stop_sequences(settings.pop("until", None), eos=eos)
             longest = int(settings.pop("max_gen_toks"))
             texts = [requests[index].args[0] for index in indices]
@@ -121,7 +122,7 @@ class HarnessModel(TemplateLM):
                 answers[index] = answer
         return answers
 
-    def _draw(self, texts: list[str], settings: dict[str, Any], stops: list[str], longest: int) -> list[str]:
+    def _draw(self, texts: list[str], settings: Keywords, stops: list[str], longest: int) -> list[str]:
         """Answers to texts with the same settings."""
         samples = settings.get("do_sample", False) or float(settings.get("temperature") or 0.0) > 0
         sampling = Sampling(

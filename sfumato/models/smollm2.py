@@ -13,8 +13,9 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import DataError, MissingDependencyError, UserError
@@ -55,7 +56,7 @@ def load_smollm2(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
     folder = str(path.parent)
     file = path.name
-    options: dict[str, Any] = {}
+    options: Keywords = {}
     if hasattr(transformers, "GgufConfig"):  # of versions that may keep weights packed, which no update can change
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     packed = load_pretrained(AutoModelForCausalLM, folder, gguf_file=file, dtype=torch.float32, **options)

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.optim.muon import Muon, hidden_matrices
@@ -202,7 +202,7 @@ def lr_at(step: int, total_steps: int, config: TrainConfig) -> float:
     return config.lr_min + (config.lr - config.lr_min) * DECAYS[config.lr_decay_style](progress)
 
 
-def say_unfinished_warmup(config: dict[str, Any], total_steps: int, say: Callable[[str], None]) -> None:
+def say_unfinished_warmup(config: JsonObject, total_steps: int, say: Callable[[str], None]) -> None:
     """Says when a run ends before its warm-up does.
 
     Args:

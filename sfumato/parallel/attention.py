@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import attend, attend_backward
 from sfumato.parallel.mesh import Mesh, range_of_rank
@@ -203,7 +204,7 @@ def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     }
 
 
-def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> Keywords:
     """This rank's part of the inputs of the language model inside a multimodal model, cut as by ``shard_sequence``.
 
     Args:
@@ -222,7 +223,7 @@ def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         # The k-th image token of all rows belongs to row k of each of the features, so its number is cut along with it.
         tensors |= {"seen": image_mask, "number": image_mask.flatten().cumsum(0).view_as(image_mask) - 1}
     shard = shard_sequence(tensors, mesh)
-    sharded: dict[str, Any] = {"inputs_embeds": shard["inputs_embeds"]}
+    sharded: Keywords = {"inputs_embeds": shard["inputs_embeds"]}
     sharded["position_ids"] = shard["position_ids"].movedim(1, -1)
     if image_mask is not None:
         image_numbers = shard["number"][shard["seen"]]

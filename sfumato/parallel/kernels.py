@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 
 CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
@@ -173,7 +174,7 @@ def packed_causal(
         **settings: Any,
     ) -> tuple[Tensor, None]:
         name = type(module).__name__
-        extra: dict[str, Any] = {}
+        extra: Keywords = {}
         if knows is not None:
             extra = {"pattern": None if isinstance(attention_mask, Tensor) else attention_mask}
             extra |= {setting: settings.pop(setting, None) for setting in knows}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.parallel.shards import Chunk
 from sfumato.parallel.splitmix import GAMMA, key_of, mix
 
@@ -50,7 +51,7 @@ class Operation:
     run: Callable[..., Tensor]
     arguments: tuple[Any, ...] = ()
     """Those after the tensor."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Keywords = field(default_factory=dict)
     start: int = 0
     """First element that was changed, in the flattened weight."""
     stop: int = 0
@@ -181,9 +182,7 @@ def _noticed(initialisation: Initialisation) -> Iterator[None]:
         return call
 
     noticed = {name: noticing(getattr(nn.init, name)) for name in NOT_ON_META}
-    replacements: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (nn.init.__dict__, {**noticed, "_no_grad_trunc_normal_": draw})
-    ]
+    replacements: list[tuple[Keywords, Keywords]] = [(nn.init.__dict__, {**noticed, "_no_grad_trunc_normal_": draw})]
     if (initialisations := sys.modules.get("transformers.initialization")) is not None:
         # it holds torch's functions in a table of its own
         replacements.append((initialisations.TORCH_INIT_FUNCTIONS, noticed))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.compiling import compiler_problem, first_paragraph
@@ -225,7 +226,7 @@ class BlockForward:
 
 def _compile(run: Callable[..., object], backend: str) -> Callable[..., object]:
     """A compiled function, which raises ConfigError where the compiler cannot compile it."""
-    compiled = torch.compile(run, backend=backend, **cast("dict[str, Any]", _compile_settings()))
+    compiled = torch.compile(run, backend=backend, **cast("Keywords", _compile_settings()))
     from torch._dynamo.exc import TorchDynamoException  # takes seconds; ``torch.compile`` has just loaded it
 
     def call(*args: object, **kwargs: object) -> object:
@@ -274,7 +275,7 @@ FORWARDS: dict[str, Callable[..., object]] = {"none": _plain, "full": _full, "se
 def _recompute(
     block: nn.Module,
     compiled: Callable[..., object] | None,
-    settings: dict[str, Any],
+    settings: Keywords,
     /,
     *args: object,
     **kwargs: object,

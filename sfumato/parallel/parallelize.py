@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.expert import apply_expert_parallel, apply_grouped_experts, expert_placement, has_experts
@@ -140,7 +141,7 @@ def shard_data_parallel(
     if config.data_parallel_mode == "fsdp1":
         return _wrap_fsdp1(module, mesh, weights, config, blocks, param_dtype)
     on_gpu = mesh.device.type == "cuda"
-    settings: dict[str, Any] = {
+    settings: Keywords = {
         "reshard_after_forward": config.enable_reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.enable_fsdp_offload else OffloadPolicy(),

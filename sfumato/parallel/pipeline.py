@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sfumato.algorithms.reading import Numbers
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import shard_sequence
@@ -75,7 +76,7 @@ A new shape costs some milliseconds: new buffers and two short messages between 
 """
 
 
-def positions_alone(batch: Batch, first: bool) -> dict[str, Any]:
+def positions_alone(batch: Batch, first: bool) -> Keywords:
     """The arguments of the stages of a model of text: position ids only."""
     return {"position_ids": batch["position_ids"]}
 

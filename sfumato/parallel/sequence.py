@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import (
     SIZES,
@@ -175,9 +176,7 @@ class _LanguageSequence(_Sequence):
                 "set it to 0 in the model's config.json"
             )
 
-    def _cut(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> tuple[tuple[Any, ...], Keywords]:
         """Hook before the language model inside a multimodal one: cuts its inputs, which hold images and text."""
         if args or kwargs.get("inputs_embeds") is None or kwargs.get("position_ids") is None:
             raise ConfigError(f"{self.name} is not given inputs_embeds and position_ids by name: {OFF}")

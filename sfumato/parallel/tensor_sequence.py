@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.tensor_styles import TensorRanks
 
@@ -27,7 +28,7 @@ class SharedSequence:
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: object, output: object) -> object:
+    def leave(self, block: nn.Module, args: object, output: Any) -> Any:
         """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 
@@ -54,7 +55,7 @@ class SequenceGroup(nn.Module):
         return _on_output(lambda states: keep(states.reshape(shape), 1, ranks), output)
 
 
-def _take_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+def _take_input(args: tuple[Any, ...], kwargs: Keywords) -> tuple[Tensor, tuple[Any, ...], Keywords]:
     """The hidden states, a layer's first input, and the other inputs."""
     if args:
         return args[0], args[1:], kwargs

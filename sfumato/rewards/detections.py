@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import DataError
 
 POSITIONS = ("left of", "right of", "above", "below")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import ModelPath
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, DataError

@@ -17,7 +17,8 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from sfumato.config.file_checks import JsonObject, outside_problem, read_json_object
+from sfumato.config.file_checks import outside_problem, read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import make_new_folder, remove, write_atomically
 from sfumato.errors import CheckpointError
 

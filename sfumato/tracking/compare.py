@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sfumato.config.file_checks import JsonObject, file_problem, outside_problem
+from sfumato.config.file_checks import file_problem, outside_problem
 from sfumato.config.load import flatten, read_yaml
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.bootstrap import NUM_RESAMPLES, paired_bootstrap

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.config.file_checks import JsonObject
 from sfumato.config.load import flatten
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import CheckpointError
 from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.file_checks import outside_problem
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.errors import DataError
 from sfumato.tracking.atomic_folders import flush
@@ -126,7 +127,7 @@ class JsonLines:
         return len(self._waiting)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """Reads a file of JSON objects, one per line; an absent file is an empty list.
 
     A broken last line is what a crash leaves behind and is dropped. Raises DataError, naming file and line, for a
@@ -172,7 +173,7 @@ def strict_json(value: object) -> str:
     return whole_characters(_STRICT.encode(_plain(value)))
 
 
-def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _parse_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
     """The lines of a file, each with its parsed record, without blank lines and without a broken last line."""
     problem = outside_problem(path.parent, path.name, MOST_BYTES)
     if problem == "does not exist":
@@ -198,7 +199,7 @@ def _parse_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 _STRICT = json.JSONEncoder(sort_keys=True, allow_nan=False, ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Numbers of numpy and torch as Python numbers, at any depth; non-finite floats as None."""
     kind = type(value)
     if kind is float:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from sfumato.config.characters import printable
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.tracking.progress import format_value
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import embedded_picture

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from sfumato.config.file_checks import JsonObject, path_inside
+from sfumato.config.file_checks import path_inside
+from sfumato.config.open_mappings import JsonObject
 from sfumato.tracking.progress import digits_after_point, format_value
 from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_tables import section

@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
-from sfumato.config.file_checks import JsonObject, file_problem, path_inside
+from sfumato.config.file_checks import file_problem, path_inside
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
 from sfumato.tracking.json_lines import is_number, read_jsonl, strict_json

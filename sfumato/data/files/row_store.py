@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import open_to_append, write_atomically
 from sfumato.data.files.stored import make_cache_folder
 from sfumato.errors import DataError
@@ -47,7 +48,7 @@ class RowStore:
         """
         self.folder = folder
         self._kind = kind
-        self.specs: dict[str, dict[str, Any]] = {}
+        self.specs: dict[str, JsonObject] = {}
         self.keys: np.ndarray = np.zeros(0, KEY)
         """V16 ``[N]``."""
         self.tensors: dict[str, torch.Tensor] = {}
@@ -76,7 +77,7 @@ class RowStore:
         places = {key: place for place, key in enumerate(self.keys.tolist())}  # not kept: it is larger than the index
         return np.array([places.get(key, -1) for key in keys], np.int64)
 
-    def _read_specs(self) -> dict[str, dict[str, Any]]:
+    def _read_specs(self) -> dict[str, JsonObject]:
         """Shape of a row and dtype by tensor. Raises DataError when the file is damaged, or made to do harm."""
         path = self.folder / SPECS
         try:

@@ -11,7 +11,8 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from sfumato.config.file_checks import JsonObject, read_json_object
+from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import open_lock
 from sfumato.errors import DataError
 

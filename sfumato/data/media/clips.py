@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.media.pictures import File, read_video
 from sfumato.errors import ConfigError, DataError
 
@@ -280,7 +281,7 @@ def build_videos(kind: str, images: Any, folder: Path | None) -> VideoProcessor 
     )
 
 
-def _read_video_settings(folder: Path | None) -> dict[str, Any]:
+def _read_video_settings(folder: Path | None) -> JsonObject:
     """The settings of videos in a model's folder; empty where it has none."""
     if folder is None:
         return {}

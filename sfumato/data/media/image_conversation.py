@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile

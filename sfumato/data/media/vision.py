@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.data.media.clips import Clip, VideoProcessor
 from sfumato.data.media.kinds import KIND_OF, NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.pictures import read_image
@@ -381,7 +382,7 @@ class ImageReader:
         clips = [medium for medium in media if isinstance(medium, Clip)]
         images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
         tokens = self.placeholders()
-        inputs: dict[str, Any] = {"images": images} if images else {}
+        inputs: Keywords = {"images": images} if images else {}
         if clips:
             inputs |= {
                 "videos": [clip.frames for clip in clips],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from PIL import Image
 
 from sfumato.algorithms.noise import keyed_generator
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_data import SyntheticTextConfig
 from sfumato.data.media.pictures import as_png
 from sfumato.data.synthetic import digits, keypad
@@ -121,7 +121,7 @@ class SyntheticRows:
     def __len__(self) -> int:
         return max(1, round(self.config.num_rows * self.config.held_out)) if self.held_out else self.config.num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> JsonObject:
         if not 0 <= index < len(self):
             raise IndexError(index)
         generator = keyed_generator(self.seed, "held-out problems" if self.held_out else "problems", index)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from sfumato.config.file_checks import JsonObject, read_json_object
+from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:

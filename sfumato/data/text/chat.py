@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.files.rows import read_text
 from sfumato.data.text.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
 from sfumato.data.text.chat_date import with_date

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.files.arrow_values import StructValue
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.errors import DataError

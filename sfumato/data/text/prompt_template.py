@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.config.characters import whole_characters
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject, Keywords
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
 from sfumato.data.text.chat import (
@@ -40,7 +40,7 @@ class PromptTemplate:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatTemplate | None = None
     """None leaves prompts unchanged."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Keywords = field(default_factory=dict)
     """Variables of the chat template."""
     system_prompt: str | None = None
     """Content of a system message in front of conversations that do not begin with one."""

@@ -286,7 +286,7 @@ def _bounded(pieces: Iterable[str]) -> Iterator[str]:
         yield piece
 
 
-def _multiply(first: Any, second: Any) -> Any:
+def _multiply(first: Any, second: Any) -> object:
     _count()
     if isinstance(first, int) and isinstance(second, int):
         if first.bit_length() + second.bit_length() > MAX_BITS:
@@ -298,7 +298,7 @@ def _multiply(first: Any, second: Any) -> Any:
     return measured(first * second)
 
 
-def _add(first: object, second: object) -> Any:
+def _add(first: object, second: object) -> object:
     _count()
     for kind in (str, bytes):
         if isinstance(first, kind) and isinstance(second, kind):
@@ -306,14 +306,14 @@ def _add(first: object, second: object) -> Any:
     return measured(cast(Any, first) + second)
 
 
-def _power(first: Any, second: Any) -> Any:
+def _power(first: Any, second: Any) -> object:
     _count()
     if isinstance(first, int) and isinstance(second, int) and first.bit_length() * abs(second) > MAX_BITS:
         _refuse(f"makes a number of more than {MAX_BITS:,} bits")
     return first**second
 
 
-def _modulo(first: Any, second: Any) -> Any:
+def _modulo(first: Any, second: Any) -> object:
     _count()
     if isinstance(first, (str, bytes)):
         _check_format(first, second.values() if isinstance(second, Mapping) else second, "%", "*")
@@ -380,7 +380,7 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
     """Puts the limits into an environment, for templates that are compiled afterwards."""
     call = environment.call
 
-    def limited_call(context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+    def limited_call(context: Any, function: Any, *arguments: Any, **named: object) -> object:
         _count()
         method = getattr(function, "__wrapped__", function)
         subject = getattr(method, "__self__", None)
@@ -411,7 +411,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., ob
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
-    def limited(*arguments: object, **named: object) -> Any:
+    def limited(*arguments: object, **named: object) -> object:
         _count()
         values = arguments[first:]
         subject = values[0] if values else None

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
+
+from sfumato.config.open_mappings import Keywords
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -57,7 +59,7 @@ class Encoder:
 
     def _encode_by_call(self, text: str) -> Tokens:
         """Encodes one text with a tokenizer whose class overrides how transformers encodes."""
-        options: dict[str, Any] = {
+        options: Keywords = {
             "add_special_tokens": False,
             "return_offsets_mapping": self.with_offsets,
             "verbose": False,

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from sfumato.config.open_mappings import Keywords
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -28,7 +30,7 @@ COMFYUI_FILE = "comfyui_lora_weights.safetensors"
 """Name of the second file, the one for ComfyUI."""
 
 
-def fold_scale(layers: Mapping[str, Tensor], adapter: LoraConfig) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def fold_scale(layers: Mapping[str, Tensor], adapter: LoraConfig) -> tuple[dict[str, Tensor], Keywords]:
     """Multiplies the scale of adapters into their up matrices.
 
     Args:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.scratch import section_of, start_at_zero, unknown_keys
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Blueprint:
     vae: Callable[..., nn.Module]
     texts: Mapping[str, TextPart]
     """Text encoders by the name of the component; the tokenizer of ``text_encoder_2`` is ``tokenizer_2``."""
-    infer: Callable[[dict[str, Any]], dict[str, object]]
+    infer: Callable[[Keywords], dict[str, object]]
     """Arguments of the denoiser that follow from the other components, by their names."""
     outputs: Callable[[Any], Iterable[nn.Linear]]
     """Layers of the denoiser that start at zero."""
@@ -79,7 +80,7 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
     denoiser = section_of(description, "transformer", blueprint.denoiser)
     vae = section_of(description, "vae", blueprint.vae)
     scheduler = {**blueprint.scheduler_settings, **section_of(description, "scheduler", make_scheduler)}
-    parts: dict[str, Any] = {"scheduler": make_scheduler(**scheduler)}
+    parts: Keywords = {"scheduler": make_scheduler(**scheduler)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, text in blueprint.texts.items():

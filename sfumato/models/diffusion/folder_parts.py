@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from sfumato.config.file_checks import JsonObject, read_json
+from sfumato.config.file_checks import read_json
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 
 WEIGHTS = (

@@ -6,12 +6,13 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; a token is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.algorithms.device import to_device
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.schedulers import (
     LARGEST_IMAGE,
@@ -259,7 +260,7 @@ class FlowSchedule(DiffusionModel):
         return None
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        settings: dict[str, Any] = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
+        settings: Keywords = {"largest_shift": self.largest_shift, "gives_sigmas": self.gives_sigmas}
         if self.pipeline.scheduler.config.get("use_dynamic_shifting"):
             settings["patch"] = self.patch  # a dynamic shift counts tokens
             settings["mu"] = self.dynamic_mu(num_tokens(latent_shape, self.patch), num_steps)

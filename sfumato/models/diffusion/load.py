@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from sfumato.config.file_checks import JsonObject, outside_problem, read_json, read_json_object
+from sfumato.config.file_checks import outside_problem, read_json, read_json_object
 from sfumato.config.load import read_yaml
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
@@ -242,7 +243,7 @@ def build_diffusion_model(
     return model
 
 
-def read_description(path: str) -> dict[str, Any]:
+def read_description(path: str) -> JsonObject:
     """Reads the description of a pipeline; words of its tokenizer stay strings where YAML would make other types."""
     description = read_yaml(path)
     as_strings = read_yaml(path, as_written=True)

@@ -16,12 +16,13 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ LARGEST_IMAGE = 4096
 """``max_image_seq_len`` of a scheduler that does not set it: tokens of the largest image."""
 
 
-def settings_of(scheduler: ConfigMixin) -> dict[str, Any]:
+def settings_of(scheduler: ConfigMixin) -> Keywords:
     """Values of the fields that a scheduler's class takes; its file may hold fields of other classes besides."""
     names = inspect.signature(type(scheduler).__init__).parameters
     return {name: scheduler.config[name] for name in names if name in scheduler.config}

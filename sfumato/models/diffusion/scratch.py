@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sfumato.config.load import suggest
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def unknown_keys(description: Mapping[str, object], allowed: Iterable[str], need
 
 def section_of(
     description: Mapping[str, object], name: str, target: Callable[..., object], reserved: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Keywords:
     """The arguments in a section of a description, checked against the signature of what they are passed to.
 
     Args:
@@ -295,7 +296,7 @@ def build_qwen_vl_encoder(
         "out_hidden_size": width,
         "fullatt_block_indexes": [vision_layers - 1],
     }
-    ids: dict[str, Any] = {
+    ids: Keywords = {
         f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for kind, token in {
             "image": "image_pad",
@@ -325,7 +326,7 @@ def build_qwen_vl_processor(
         ) from error
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
-    sizes: dict[str, Any] = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
+    sizes: Keywords = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}
     return Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(**sizes),
         tokenizer=tokenizer,
@@ -359,7 +360,7 @@ def build_qwen_autoencoder(
 
 def language_settings(
     tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int, num_heads: int, num_kv_heads: int
-) -> dict[str, Any]:
+) -> Keywords:
     """Settings that the configurations of Qwen's language models share."""
     return {
         "vocab_size": len(tokenizer),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.scratch import language_settings
 from sfumato.models.diffusion.scratch_encoders import build_gemma_tokenizer
 
@@ -110,14 +111,14 @@ def build_t5gemma_encoder(
     """A T5GemmaEncoderModel with random weights."""
     from transformers import T5GemmaConfig, T5GemmaEncoderModel, T5GemmaModuleConfig
 
-    settings: dict[str, Any] = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    settings: Keywords = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
     settings["bos_token_id"] = tokenizer.bos_token_id
     module = T5GemmaModuleConfig(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads)
     return T5GemmaEncoderModel(T5GemmaConfig(encoder=module, decoder=module, is_encoder_decoder=False))
 
 
 def build_duration_embedder(
-    parts: dict[str, Any], fourier_features: int = 16, longest_seconds: float = 384.0
+    parts: Keywords, fourier_features: int = 16, longest_seconds: float = 384.0
 ) -> StableAudio3DurationEmbedder:
     """A StableAudio3DurationEmbedder as wide as the text encoder, for sounds of up to ``longest_seconds``."""
     from diffusers.pipelines.stable_audio_3 import StableAudio3DurationEmbedder

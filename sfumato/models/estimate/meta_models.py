@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.flow_matching import flow_matching_loss
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
@@ -486,7 +487,7 @@ def _pipeline_on_meta(folder: Path, family: type[DiffusionModel]) -> DiffusionPi
     """Loads a pipeline folder with its networks on meta. Raises ConfigError."""
     pipeline_type = family.pipeline_type()
     index = read_index(folder)
-    components: dict[str, Any] = {}
+    components: Keywords = {}
     for name, value in index.items():
         if value == [None, None]:
             components[name] = None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def attention_by_part(config: PreTrainedConfig, attention: str, cls: type | None
     }
 
 
-def rope_settings(config: PreTrainedConfig) -> list[dict[str, Any]]:
+def rope_settings(config: PreTrainedConfig) -> list[Keywords]:
     """All settings of rotary positions: ``rope_parameters``, followed by those in it for single kinds of layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ def rounding_noise(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     half_ulp = torch.finfo(dtype).eps / 2
     generators: dict[torch.device, torch.Generator] = {}
 
-    def add_noise(value: Any) -> Any:
+    def add_noise(value: object) -> object:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value  # such as token ids
         generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(0))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
 from sfumato.data.media.vision import ImageReader, Tensors, Vision
@@ -257,7 +258,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     accepted = [key for key in settings if key in parameters and not key.endswith(("processor", "extractor"))]
     settings = {key: settings[key] for key in accepted}
     settings |= _derive_settings(described, parameters) if folder is None else {}
-    parts: dict[str, Any] = {"tokenizer": tokenizer}
+    parts: Keywords = {"tokenizer": tokenizer}
     if _sees(described):
         parts["image_processor"] = _make_image_processor(described) if folder is None else read_image_processor(folder)
     if "video_processor" in parameters:
@@ -284,7 +285,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     return processor
 
 
-def _derive_settings(described: PreTrainedConfig, parameters: Mapping[str, object]) -> dict[str, Any]:
+def _derive_settings(described: PreTrainedConfig, parameters: Mapping[str, object]) -> Keywords:
     """Settings of the processor of a model that is described, without a folder.
 
     Args:
@@ -415,9 +416,7 @@ def _make_image_processor(described: PreTrainedConfig) -> Any:
     names_of_sizes = ("patch_size", "temporal_patch_size", "pooling_kernel_size")
     sizes = {name: getattr(encoder, name, None) for name in names_of_sizes}
     sizes["merge_size"] = getattr(encoder, "spatial_merge_size", None)
-    settings: dict[str, Any] = {
-        name: value for name, value in sizes.items() if value is not None and hasattr(cls, name)
-    }
+    settings: Keywords = {name: value for name, value in sizes.items() if value is not None and hasattr(cls, name)}
     if hasattr(cls, "image_grid_pinpoints") and hasattr(described, "image_grid_pinpoints"):
         settings["image_grid_pinpoints"] = described.image_grid_pinpoints
     size = getattr(encoder, "image_size", None)

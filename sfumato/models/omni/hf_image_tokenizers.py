@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import check_weights
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.image_answers import CODE, ImageText
@@ -175,7 +176,7 @@ class OwnCodes(ABC):
         pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
         return self._encode_pixels(torch.from_numpy(pixels).float())[None].flatten().tolist()
 
-    unscaled: ClassVar[dict[str, Any]] = {"do_resize": False}
+    unscaled: ClassVar[Keywords] = {"do_resize": False}
     """Arguments with which the image processor does not resize an image."""
 
     @torch.no_grad()

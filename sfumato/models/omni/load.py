@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import safe_open
@@ -19,6 +19,7 @@ from torch import nn
 
 from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
@@ -280,7 +281,5 @@ def _tokenizer_config(model: OmniModelConfig) -> LanguageModelConfig:
     """The model section of a language model with the same tokenizer."""
     assert model.foundation is not None
     folder = model.foundation.model_path
-    source: dict[str, Any] = (
-        {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
-    )
+    source: Keywords = {"model_path": folder} if folder is not None else {"config_path": model.foundation.config_path}
     return LanguageModelConfig(**source, tokenizer_path=model.tokenizer_path)

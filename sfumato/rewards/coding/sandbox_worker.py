@@ -59,7 +59,7 @@ def receive(file: BinaryIO) -> Any:
 _LISTS = {"l": list, "t": tuple, "s": set, "z": frozenset}
 
 
-def encode(value: Any, other: Callable[[Any], Any]) -> Any:
+def encode(value: object, other: Callable[[Any], object]) -> object:
     """A value as JSON: plain data with a tag for its type, which JSON alone would lose.
 
     A subclass is sent as the builtin type that it derives from.

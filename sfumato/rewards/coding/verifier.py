@@ -18,6 +18,8 @@ import signal
 import sys
 from typing import Any
 
+from sfumato.config.open_mappings import JsonObject
+
 PR_SET_DUMPABLE = 4
 
 
@@ -41,7 +43,7 @@ def score(request: dict[str, object], problems: Any) -> float | str:
     return float(problems.score_answer(request["given"], entry))
 
 
-def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[float | str]:
+def score_all(requests: list[JsonObject], problems: JsonObject) -> list[float | str]:
     """A score for each request, or the reason why there is none.
 
     Equal requests are scored once: a policy that is sure gives the same answer many times in a group.
@@ -66,7 +68,7 @@ def score_all(requests: list[dict[str, Any]], problems: dict[str, Any]) -> list[
     return scores
 
 
-def in_own_process(request: dict[str, Any], problems: object) -> float | str:
+def in_own_process(request: JsonObject, problems: object) -> float | str:
     """``score`` in a forked process, which is killed after ``limit_s`` with all that it has started."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -104,6 +106,6 @@ if __name__ == "__main__":
     import reasoning_gym  # noqa: F401  (once, before the processes that use it)
 
     print(json.dumps("ready"), flush=True)
-    problems_of_tasks: dict[str, Any] = {}
+    problems_of_tasks: JsonObject = {}
     for line in sys.stdin:
         print(json.dumps(score_all(json.loads(line), problems_of_tasks)), flush=True)

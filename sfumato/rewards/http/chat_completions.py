@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.serving.bounded_json import load_json
 from sfumato.serving.outgoing import BadAnswerError
 

@@ -20,11 +20,11 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import DataError
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.http.message_reader import MessageReader, WireError, import_msgpack
@@ -243,7 +243,7 @@ def encode_description(description: ServerDescription) -> bytes:
 def decode_description(data: bytes) -> ServerDescription:
     """Reads the body that describes a server. Raises WireError."""
     reader = MessageReader(data)
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name in reader.fields("", ("version", "rewards", "max_batch_size", "max_request_mib")):
         if name == "version":
             _read_version(reader)
@@ -272,14 +272,14 @@ def _read_version(reader: MessageReader) -> None:
 
 
 def _read_served(reader: MessageReader, label: str) -> ServedReward:
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name in reader.fields(f"rewards.{label[:40]}", ("groupwise", "fingerprint")):
         fields[name] = reader.value(f"rewards.{label[:40]}.{name}", bool if name == "groupwise" else str)
     return ServedReward(**fields)
 
 
 def _read_sample(reader: MessageReader, place: str) -> EncodedSample:
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for name in reader.fields(place, tuple(SAMPLE_FIELDS)):
         field_place = f"{place}.{name}"
         if name == "image" and reader.is_list():

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 from sfumato.rewards.networks.folder import check_folder, load_model, load_tokenizer, loader_of, read_json
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from sfumato.config.file_checks import JsonObject, read_json_object
+from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import check_weights, hub_hint
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError

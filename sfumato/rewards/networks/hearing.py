@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.networks.folder import check_folder, check_model_type, load_model, load_tokenizer, loader_of
@@ -115,7 +116,7 @@ class Transcriber:
         features = self.extractor(
             [window for parts in windows for window in parts], sampling_rate=rate, return_tensors="pt"
         ).input_features
-        options: dict[str, Any] = {"language": language, "task": "transcribe"} if language else {}
+        options: Keywords = {"language": language, "task": "transcribe"} if language else {}
         try:
             tokens = self.model.generate(
                 features.to(self.device, self.model.dtype),

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError
 from sfumato.rewards.scoring.calls import describe_error

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.rewards.base import Sample
 from sfumato.tracking.samples import SampleRecord
 

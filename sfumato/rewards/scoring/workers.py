@@ -18,9 +18,10 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, cast
+from typing import cast
 
 from sfumato import errors
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, Checked, Outcome, failed
@@ -114,7 +115,7 @@ class Worker:
         os.close(self._requests)
         os.close(self._replies)
 
-    def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> dict[str, Any]:
+    def _ask(self, request: bytes, num_samples: int, timeout_s: float) -> JsonObject:
         """Sends a pickle and returns the answer; see ``score`` for the errors.
 
         Writing waits as reading does: a process that hangs before it reads leaves the pipe full.

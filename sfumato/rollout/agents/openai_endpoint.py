@@ -20,7 +20,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import MissingDependencyError
 from sfumato.rollout.agents.recorded_calls import PolicyReply, RefusedCallError, Session
 from sfumato.serving.bounded_json import load_json

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.agents.calculator import CalculationError, calculate

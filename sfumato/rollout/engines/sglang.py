@@ -10,10 +10,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine
@@ -177,7 +178,7 @@ class SglangServer(ServedEngine):
         self.http.close()
 
 
-def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+def sampling_params(request: GenerationRequest, sampling: Sampling) -> JsonObject:
     """SGLang's parameters of a request.
 
     Raises:

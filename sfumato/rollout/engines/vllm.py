@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from torch import nn
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.media.vision import ImageReader
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
@@ -124,7 +125,7 @@ class VllmEngine(ServedEngine):
         self.calls.close()
 
 
-def sampling_params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
+def sampling_params(request: GenerationRequest, sampling: Sampling) -> JsonObject:
     """vLLM's parameters of a request.
 
     Raises:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
@@ -111,7 +112,7 @@ def _read(result: Any) -> tuple[str | None, dict[str, object], str]:
         The answer, or None if it returned none; metadata for rewards; and what is wrong, empty if nothing is.
     """
     text = None
-    metadata: dict[str, Any] = {}
+    metadata: JsonObject = {}
     if isinstance(result, Mapping):
         metadata = dict(result)
         text = metadata.pop("text", None)

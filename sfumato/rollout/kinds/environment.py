@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
@@ -34,7 +35,7 @@ class Environment(RolloutKind):
     """Import path of a class, my_module:MyEnvironment. For each sample one is made with `arguments`; `reset(prompt)`
     returns the first observation (None: the prompt as it stands), `step(action)` returns (observation, reward, done).
     Both may be async; `close()` is called at the end where there is one."""
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
     """Named arguments of the class."""
     max_turns: int = 8
     """Most steps."""
@@ -129,7 +130,7 @@ class _Play:
         self.rewards: list[float] = []
 
     @property
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> JsonObject:
         """Metadata for rewards."""
         rewards = {"environment_reward": math.fsum(self.rewards), "environment_rewards": self.rewards}
         return rewards | {"environment_done": self.is_done}

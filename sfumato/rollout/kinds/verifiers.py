@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.text.prompt_formats.verifiers import KEY, load_environment, load_tasks
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError
@@ -26,7 +26,7 @@ class Verifiers(ChatAgent):
 
     type: ClassVar[str] = "verifiers"
 
-    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+    async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> JsonObject:
         import verifiers.v1 as verifiers
 
         task = cast("JsonObject | None", prompt.metadata.get(KEY))
@@ -45,7 +45,7 @@ class Verifiers(ChatAgent):
         return _outcome(episode)
 
 
-def _outcome(episode: Any) -> dict[str, Any]:
+def _outcome(episode: Any) -> JsonObject:
     """Reward, rewards and metrics of an episode. Raises EpisodeError when it failed or had several agents."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

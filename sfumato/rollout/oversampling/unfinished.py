@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Completion
 from sfumato.rollout.text.growing_sequence import GrowingSequence
@@ -71,7 +71,7 @@ class UnfinishedRollouts:
         ]
         return {"under_way": {"iteration": self.groups.iteration, "begun": self.groups.begun, "groups": groups}}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: JsonObject) -> None:
         """See ``Resumable``."""
         if "under_way" not in state:
             raise DataError(
@@ -100,7 +100,7 @@ def _encode_answer(answer: GrowingSequence) -> dict[str, object]:
     return state
 
 
-def _decode_answer(state: dict[str, Any]) -> GrowingSequence:
+def _decode_answer(state: JsonObject) -> GrowingSequence:
     """The answer of ``_encode_answer``; all of its tokens were drawn, so which ones were is not kept."""
     values = {name: np.frombuffer(base64.b64decode(state[name]), dtype).tolist() for name, dtype in _ARRAYS.items()}
     answer = GrowingSequence(finish_reason=state["finish_reason"])

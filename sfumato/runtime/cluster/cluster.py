@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.rl import RLConfig
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
@@ -249,7 +250,7 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
         raise MissingDependencyError("runtime.backend ray needs Ray: pip install 'sfumato[ray]'") from error
     if ray.is_initialized():
         raise RuntimeError("this process has started or joined a Ray cluster already; close that one first")
-    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
+    options: Keywords = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": True}
     variables = {**_WORKER_ENVIRONMENT, **only_here, **choose_kernels(), **_import_path()}
     variables |= choose_allocator(shares_memory=config.shares_gpu_memory)
     with _own_signals():

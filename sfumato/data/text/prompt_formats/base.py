@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from sfumato.config.file_checks import JsonObject
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.rows import RowTable, open_rows, text_field
 from sfumato.data.text.messages import Messages, read_messages

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.rows import RowTable, open_rows, text_field
 from sfumato.data.text.format import find_key
@@ -94,7 +95,7 @@ class Verl(PromptFormat):
     type: ClassVar[str] = "verl"
     columns: ClassVar[str] = "verl and DAPO (prompt, reward_model.ground_truth)"
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: JsonObject, where: str) -> PromptRow:
         key = find_key(row, ["prompt"], where)
         reward_model = row.get("reward_model")
         if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.rows import RowTable
 from sfumato.data.synthetic.reasoning_gym import load
@@ -21,7 +22,7 @@ class ReasoningGymTasks(PromptFormat):
 
     task: str
     """Name in reasoning-gym, such as basic_arithmetic."""
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: JsonObject = field(default_factory=dict)
     """Fields of the task's configuration, such as `{max_digits: 2}`."""
     size: int = 2000
     """Problems that are made for training."""
@@ -48,7 +49,7 @@ class ReasoningGymTasks(PromptFormat):
             )
         return _MadeRows(rows, f"reasoning-gym {self.task}")
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: JsonObject, where: str) -> PromptRow:
         del where
         return PromptRow(row["question"], {"answer": row["answer"], "metadata": row["metadata"]})
 
@@ -57,7 +58,7 @@ class ReasoningGymTasks(PromptFormat):
 class _MadeRows:
     """Problems as a table of rows."""
 
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     name: str
 
     def __len__(self) -> int:

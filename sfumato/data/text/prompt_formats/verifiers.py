@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.config.trust import refuse_code
 from sfumato.data.files.rows import RowTable
@@ -26,7 +27,7 @@ class VerifiersTasks(PromptFormat):
 
     environment: str
     """Name of the installed package that holds the tasks (its taskset id)."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     """Further settings of the environment, as its `env` section has them, such as `{taskset: {num_tasks: 100}}`.
     Without others the agent is verifiers' own chat program (`null`) in a process of this machine."""
     num_eval: int = 64
@@ -44,7 +45,7 @@ class VerifiersTasks(PromptFormat):
             )
         return _TaskRows(self.environment, self.config, tasks, numbers)
 
-    def read(self, row: dict[str, Any], where: str) -> PromptRow:
+    def read(self, row: JsonObject, where: str) -> PromptRow:
         del where
         return PromptRow(row["prompt"], {KEY: row[KEY]})
 
@@ -54,14 +55,14 @@ class _TaskRows:
     """A part of an environment's tasks as a table of rows."""
 
     environment: str
-    config: dict[str, Any]
+    config: JsonObject
     tasks: list[Any]
     numbers: range
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> JsonObject:
         number = self.numbers[index]
         task_key = {"environment": self.environment, "config": self.config, "task": number}
         return {"prompt": self.tasks[number].data.prompt_text.strip() or f"task {number}", KEY: task_key}

@@ -9,11 +9,12 @@ A guidance_scale g of its pipeline is g + 1 here, so that the scale means the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.families.qwen_image import QwenLatents
@@ -47,7 +48,7 @@ class Krea2(QwenLatents):
         import diffusers
 
         layers = cast("Sequence[int] | None", description.get("text_encoder_select_layers"))
-        parts: dict[str, Any] = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
+        parts: Keywords = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
         # A pipeline without components is made only to read its template.
         empty = diffusers.Krea2Pipeline(**parts)
         template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix

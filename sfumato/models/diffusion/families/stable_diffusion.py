@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sfumato.algorithms.device import to_device
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.conditioning import Conditioning
@@ -100,7 +101,7 @@ class StableDiffusion(KLLatents, VariancePreserving):
         return pipeline(scheduler=diffusers.DDIMScheduler(**scheduler), **parts)
 
     @classmethod
-    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, object]:
+    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> dict[str, object]:
         """Arguments of the pipeline besides UNet, autoencoder and scheduler: tokenizers, text encoders, flags."""
         return {
             "tokenizer": tokenizer,
@@ -111,7 +112,7 @@ class StableDiffusion(KLLatents, VariancePreserving):
         }
 
     @classmethod
-    def _unet_settings(cls, settings: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    def _unet_settings(cls, settings: Keywords, parts: Keywords) -> Keywords:
         """Arguments of the UNet: ``settings``, and widths that follow from the text encoders in ``parts``."""
         return {"cross_attention_dim": parts["text_encoder"].config.hidden_size, **settings}
 
@@ -140,7 +141,7 @@ class StableDiffusion(KLLatents, VariancePreserving):
         config = self.pipeline.vae.config
         mean = getattr(config, "latents_mean", None) or [0.0]
         std = getattr(config, "latents_std", None) or [1.0]
-        placement: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+        placement: Keywords = {"dtype": torch.float32, "device": like.device}
         scale = config.scaling_factor / torch.tensor(std, **placement)
         return torch.tensor(mean, **placement)[:, None, None], scale[:, None, None]
 
@@ -186,7 +187,7 @@ class StableDiffusionXL(StableDiffusion):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
 
     @classmethod
-    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> dict[str, object]:
+    def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> dict[str, object]:
         return {
             "tokenizer": tokenizer,
             "tokenizer_2": copy.deepcopy(tokenizer),
@@ -196,7 +197,7 @@ class StableDiffusionXL(StableDiffusion):
         }
 
     @classmethod
-    def _unet_settings(cls, settings: dict[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    def _unet_settings(cls, settings: Keywords, parts: Keywords) -> Keywords:
         first = parts["text_encoder"].config
         second = parts["text_encoder_2"].config
         time_width = settings.get("addition_time_embed_dim", 8)

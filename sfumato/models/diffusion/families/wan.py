@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
@@ -138,7 +139,7 @@ class Wan(VideoLatents, FlowSchedule):
         settings = {name: description[name] for name in SETTINGS if name in description}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            parts: dict[str, Any] = {
+            parts: Keywords = {
                 "tokenizer": tokenizer,
                 "text_encoder": build_umt5_encoder(tokenizer, **text),
                 "vae": build_wan_autoencoder(**vae_settings),
@@ -153,7 +154,7 @@ class Wan(VideoLatents, FlowSchedule):
         return getattr(diffusers, cls.pipeline_class)(scheduler=scheduler, **parts, **settings)
 
     @classmethod
-    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, object]) -> dict[str, object]:
+    def _infer_settings(cls, parts: Keywords, expands: bool, settings: dict[str, object]) -> dict[str, object]:
         """Arguments of the transformers that follow from the other components.
 
         Args:
@@ -275,7 +276,7 @@ class WanImageToVideo(Wan):
             )
 
     @classmethod
-    def _infer_settings(cls, parts: dict[str, Any], expands: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    def _infer_settings(cls, parts: Keywords, expands: bool, settings: Keywords) -> Keywords:
         inferred = super()._infer_settings(parts, expands, settings)
         vae = parts["vae"].config
         vision = parts.get("image_encoder")
@@ -374,7 +375,7 @@ class WanImageToVideo(Wan):
         super().parallelize(mesh, config)
 
 
-def _build_transformer(settings: dict[str, Any]) -> nn.Module:
+def _build_transformer(settings: Keywords) -> nn.Module:
     """A WanTransformer3DModel with random weights, whose output is zero at first."""
     from diffusers import WanTransformer3DModel
 

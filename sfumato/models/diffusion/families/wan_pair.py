@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ class WanPair(nn.Module):
         self.mesh: Mesh | None = None
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """The argument of ``from_config``."""
         return {name: transformer.config for name, transformer in self.named_children()} | {"boundary": self.boundary}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> WanPair:
+    def from_config(cls, config: JsonObject) -> WanPair:
         """A pair with random weights."""
         from diffusers import WanTransformer3DModel
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from sfumato.algorithms.device import to_device
+from sfumato.config.open_mappings import Keywords
 from sfumato.data.media.vision import Images, MultimodalInputs, Tensors, Vision
 from sfumato.models.language.document_rows import forget_lengths
 
@@ -141,7 +142,7 @@ class Forward:
         forget_lengths(self.module)
         picked = None if columns is None else torch.tensor(columns, device=input_ids.device)
         can_pick = picked is not None and "logits_to_keep" in self.arguments
-        arguments: dict[str, Any] = {"logits_to_keep": picked} if can_pick else {}
+        arguments: Keywords = {"logits_to_keep": picked} if can_pick else {}
         if self.vision is not None:
             count, width = input_ids.shape
             beside = self.vision.beside_rows(input_ids.tolist(), media or [{}] * count, width)
