@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -352,7 +352,7 @@ def _with_revisions_of_run(fields: dict[str, Any]) -> dict[str, Any]:
     if CHECKPOINT_NAME.fullmatch(folder.name):
         folder = folder.absolute().parent.parent
     recorded = folder / "config.yaml"
-    return pin_revisions(fields, read_yaml(recorded)) if recorded.is_file() else fields
+    return cast("dict[str, Any]", pin_revisions(fields, read_yaml(recorded))) if recorded.is_file() else fields
 
 
 def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:

@@ -215,7 +215,7 @@ def test_a_reply_tells_the_memory_of_the_process_and_the_peak_of_its_device(tmp_
         faulthandler.disable()
     worker.state, worker.peak_flops = SimpleNamespace(value=3), 1e12
     worker.is_built.set()
-    packed = worker.run(1, "digest", pickle.dumps(OnState(operator.attrgetter("value"))), pack(()), 0, True, False)
+    packed = worker.run(1, "digest", pickle.dumps(OnState(operator.attrgetter("value"))), pack(()), 0, True, False, 0)
     reply, value = (unpack(part) for part in packed)
     assert reply.error is None and value == 3 and reply.peak_flops == 1e12
     assert min(reply.memory["memory/process_peak_mib"], reply.memory["memory/process_mib"]) > 50

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -64,7 +64,7 @@ def save_for_diffusers(
         layers, metadata: what ``fold_scale`` returns.
     """
     if hasattr(pipeline, "save_lora_weights"):
-        arguments: dict[str, Any] = {f"{name}_lora_layers": layers, f"{name}_lora_adapter_metadata": metadata}
+        arguments: Keywords = {f"{name}_lora_layers": layers, f"{name}_lora_adapter_metadata": metadata}
         pipeline.save_lora_weights(folder, **arguments)  # pyright: ignore[reportAttributeAccessIssue]
         return
     from diffusers.loaders.lora_base import LoraBaseMixin
