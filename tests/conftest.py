@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if nodeid.startswith("tests/dist/") else nodeid.partition("::")[0]
 
     return FilesTogether(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_what_stands() -> None:
+    """Takes what stands before a file's tests out of the sight of Python's garbage collector: with torch, transformers
+    and diffusers imported, each full collection takes more than a second."""
+    gc.collect()
+    gc.freeze()
 
 
 LONG_FILES = Path(__file__).parent / "unit" / "long_files.txt"

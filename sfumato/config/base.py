@@ -111,6 +111,12 @@ def shared_names(source: str) -> frozenset[str]:
     return frozenset(shared - {"type"} if "label" in shared else shared)  # a reward's label does without a type
 
 
+@functools.lru_cache(maxsize=512)
+def _adapter_of(cls: type) -> TypeAdapter[object]:
+    """The validator of a class, which takes pydantic milliseconds to make."""
+    return TypeAdapter(cls)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """Marks a field whose value is an object of a class chosen by ``type:``, the other keys being its fields.
@@ -179,7 +185,7 @@ class Variant:
         built = None
         # in JSON mode, which is strict about types and still takes a list for a tuple
         try:
-            built = TypeAdapter(cls).validate_json(
+            built = _adapter_of(cls).validate_json(
                 json.dumps({key: item for key, item in fields.items() if key in names}, default=str), strict=True
             )
             errors = unknown

@@ -5,7 +5,9 @@ YAML is read strictly; what is made to unpack without end, or to nest without en
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import json
 import re
 import sys
@@ -120,9 +122,7 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{name}: has {len(text):,} characters, more than the {MAX_BYTES:,} that are read")
     try:
-        loader = (_TextLoader if as_written else _Loader)(text)
-        loader.name = name
-        return loader.get_single_data()
+        return copy.deepcopy(_construct(text, name, _TextLoader if as_written else _Loader))
     except ConfigError:
         raise
     except yaml.YAMLError as error:
@@ -133,6 +133,14 @@ def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         # what the constructors of dates, numbers and tags raise for a text that is none
         raise ConfigError(f"{name} is not valid YAML: a value that its tag or form does not allow: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _construct(text: str, name: str, loader_class: type[_Loader]) -> object:
+    """The value of a YAML text. It is remembered: a configuration whose task is looked for is read once for each."""
+    loader = loader_class(text)
+    loader.name = name
+    return loader.get_single_data()
 
 
 def _format_mark(mark: yaml.Mark) -> str:
