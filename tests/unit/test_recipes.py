@@ -141,8 +141,8 @@ class Watched:
 
     model: Any = None
     before: dict[str, torch.Tensor] = field(default_factory=dict)
-    reached: list[set[str]] = field(default_factory=list)
-    """Parameters with a gradient other than zero, by iteration."""
+    reached: list[dict[str, float]] = field(default_factory=list)
+    """Parameters with a gradient other than zero, by iteration: its largest element."""
 
     def changed(self) -> set[str]:
         """Parameters that are not what they were."""
@@ -169,11 +169,11 @@ def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
         return actor
 
     def update_watched(*arguments: Any) -> Any:
-        reached: set[str] = set()
+        reached: dict[str, float] = {}
 
         def note(parameter: torch.Tensor, name: str) -> None:
             if parameter.grad is not None and parameter.grad.any():
-                reached.add(name)
+                reached[name] = float(parameter.grad.abs().max())
 
         hooks = [
             each.register_post_accumulate_grad_hook(functools.partial(note, name=name))
@@ -220,14 +220,19 @@ def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
     assert all("lora_" in name for name in trained)
     assert all(each.grad is None for name, each in parameters.items() if name not in trained)
     first, second = watched.reached
-    assert watched.changed() == first | second
+    changed = watched.changed()
+    assert changed <= first.keys() | second.keys()
+    unmoved = (first.keys() | second.keys()) - changed
+    largest = max([*first.values(), *second.values()])
+    # Adam's epsilon leaves of a tiny gradient a step below the parameter's rounding
+    assert all(max(first.get(name, 0), second.get(name, 0)) < 1e-6 * largest for name in unmoved)
     parts = model.split_denoiser(model.denoiser)
     prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{each}" for each in parts]
     used = 0
     for prefix in prefixes:  # a part that no trained noise level needs is left alone; a first update moves B, not A
         own = {name for name in trained if name.startswith(f"{prefix}.")}
-        if own & first and own & second:
-            assert {name for name in own - first - second if not re.search(row.never_used, name)} == set()
+        if own & first.keys() and own & second.keys():
+            assert {name for name in own - first.keys() - second.keys() if not re.search(row.never_used, name)} == set()
             used += 1
     assert used > 0
 
