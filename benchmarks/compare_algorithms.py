@@ -30,6 +30,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from seed_curves import draw_seed_curves
+
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.load import load_config, parse_overrides, read_yaml
@@ -351,39 +353,8 @@ of an iteration. Run one that learns from trajectories by
 
 def draw_seeds(by_name: dict[str, list[Algorithm]], path: Path) -> None:
     """Held-out reward over images: mean and range over the seeds, a panel for each algorithm."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
-    columns = min(4, len(by_name))
-    rows = -(-len(by_name) // columns)
-    with plt.rc_context(style):
-        figure, panels = plt.subplots(
-            rows,
-            columns,
-            figsize=(2.6 * columns, 2.2 * rows),
-            sharex=True,
-            sharey=True,
-            layout="constrained",
-            squeeze=False,
-        )
-        for panel, runs in zip(panels.flat, by_name.values(), strict=False):
-            images = [images_seen for images_seen, _ in runs[0].curve()]
-            rewards = list(zip(*([reward for _, reward in run.curve()] for run in runs), strict=True))
-            panel.fill_between(images, list(map(min, rewards)), list(map(max, rewards)), alpha=0.25, linewidth=0)
-            panel.plot(images, list(map(statistics.mean, rewards)), marker="o", markersize=3)
-            panel.set_title(runs[0].heading["title"])
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-        for panel in list(panels.flat)[len(by_name) :]:
-            panel.set_visible(False)
-        figure.supxlabel("images sampled and scored")
-        figure.supylabel("mean OCR reward, held out")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
+    curves_of = {runs[0].heading["title"]: [run.curve() for run in runs] for runs in by_name.values()}
+    draw_seed_curves(curves_of, path, ("images sampled and scored", "mean OCR reward, held out"))
 
 
 def page_of_seeds(by_name: dict[str, list[Algorithm]], missing: Sequence[Algorithm], picture: str) -> str:

@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from seed_curves import draw_seed_curves
+
 from sfumato.config.load import load_config, parse_overrides
 from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
@@ -153,35 +155,8 @@ def _start(command: list[str]) -> None:
 
 def draw(by_recipe: dict[str, list[TextRun]], path: Path) -> None:
     """Held-out accuracy over iterations: mean and range over the seeds, a panel for each recipe."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
-    columns = min(4, len(by_recipe))
-    rows = -(-len(by_recipe) // columns)
-    with plt.rc_context(style):
-        figure, panels = plt.subplots(
-            rows, columns, figsize=(2.6 * columns, 2.0 * rows), sharex=True, sharey=True, layout="constrained"
-        )
-        places = list(getattr(panels, "flat", [panels]))
-        for panel, (recipe, runs) in zip(places, by_recipe.items(), strict=False):
-            steps = [step for step, _ in runs[0].curve(GREEDY)]
-            values = list(zip(*([value for _, value in each.curve(GREEDY)] for each in runs), strict=True))
-            panel.fill_between(steps, list(map(min, values)), list(map(max, values)), alpha=0.25, linewidth=0)
-            panel.plot(steps, list(map(statistics.mean, values)), marker="o", markersize=3)
-            panel.set_title(recipe)
-            panel.set_ylim(0, 1)
-            panel.grid(alpha=0.3)
-            panel.spines[["top", "right"]].set_visible(False)
-        for panel in places[len(by_recipe) :]:
-            panel.set_visible(False)
-        figure.supxlabel("iterations")
-        figure.supylabel("greedy accuracy, held out")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
+    curves_of = {recipe: [run.curve(GREEDY) for run in runs] for recipe, runs in by_recipe.items()}
+    draw_seed_curves(curves_of, path, ("iterations", "greedy accuracy, held out"), 2.0, (0, 1))
 
 
 def page(by_recipe: dict[str, list[TextRun]], missing: Iterable[str], picture: str) -> str:

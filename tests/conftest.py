@@ -28,7 +28,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_what_stands() -> None:
+def leave_imports_out_of_garbage_collection() -> None:
     """Takes what stands before a file's tests out of the sight of Python's garbage collector: with torch, transformers
     and diffusers imported, each full collection takes more than a second."""
     gc.collect()

@@ -259,11 +259,9 @@ def read_step(output_dir: Path, step: int) -> list[JsonObject]:
     return _read_checked(step_folder(output_dir, step) / "samples.jsonl")
 
 
-_TEXTS, _WHOLE, _VALUES = (
-    ("kind", "prompt", "text", "file", "source", "sound", "damage"),
-    ("seed", "sample_id", "policy_version"),
-    ("total", "advantage", "group_mean", "group_std"),
-)
+_TEXTS = ("kind", "prompt", "text", "file", "source", "sound", "damage")
+_WHOLE = ("seed", "sample_id", "policy_version")
+_VALUES = ("total", "advantage", "group_mean", "group_std")
 _LISTS: dict[str, type | tuple[type, ...]] = {
     "trained_steps": int,
     "token_ids": int,
@@ -272,7 +270,9 @@ _LISTS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("log_ratio", "noise_levels", "log_probs", "token_advantages"), (int, float, NoneType)),
 }
 """Fields of a sample's decisions, with the types of their values."""
-_MOST_DECISIONS, _MOST_DENOISING_STEPS = 2**16, 10_000
+_MOST_DECISIONS = 2**16
+"""Far above what is saved of a sample: of a text its first 4,096 tokens."""
+_MOST_DENOISING_STEPS = 10_000
 
 
 def _read_checked(path: Path) -> list[JsonObject]:

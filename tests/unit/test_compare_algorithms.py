@@ -24,6 +24,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as when the script is run
     spec.loader.exec_module(module)
     for name, value in {"ROOT": tmp_path, "CONFIGS": tmp_path / "configs"}.items():
         monkeypatch.setattr(module, name, value)

@@ -221,8 +221,10 @@ class ImageTextDataset:
         where = self.describe(index)
         mask = read_image(find_file(self.rows[index], key, self.rows.folder(index), where, "mask"), where).convert("L")
         if mask.size != image.size:
-            sides = [f"{each.height} x {each.width}" for each in (mask, image)]
-            raise DataError(f"{where}: its mask has {sides[0]} pixels (height x width), and its image {sides[1]}")
+            raise DataError(
+                f"{where}: its mask has {mask.height} x {mask.width} pixels (height x width), and its image "
+                f"{image.height} x {image.width}"
+            )
         inside = torch.from_numpy(self._fitted(mask, size)).float() / 255
         inside = 1 - inside if self.config.invert_mask else inside
         if self.config.mask_outside == 0 and not inside.any():

@@ -1,0 +1,63 @@
+"""A picture of curves over seeds, for the benchmarks that compare algorithms."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Curve = Sequence[tuple[int, float]]
+"""Places on the x axis, and values."""
+
+
+def draw_seed_curves(
+    curves_of: Mapping[str, Sequence[Curve]],
+    path: Path,
+    labels: tuple[str, str],
+    panel_height: float = 2.2,
+    value_range: tuple[float, float] | None = None,
+) -> None:
+    """Draws mean and range over the seeds, a panel for each algorithm.
+
+    Args:
+        curves_of: for each title the curves of its seeds, which share their places on the x axis.
+        path: of the SVG file, whose bytes depend on the curves alone.
+        labels: of the x axis and of the y axis.
+        panel_height: in inches.
+        value_range: of the y axis; None fits it to the values.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
+    columns = min(4, len(curves_of))
+    rows = -(-len(curves_of) // columns)
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(
+            rows,
+            columns,
+            figsize=(2.6 * columns, panel_height * rows),
+            sharex=True,
+            sharey=True,
+            layout="constrained",
+            squeeze=False,
+        )
+        for panel, (title, curves) in zip(panels.flat, curves_of.items(), strict=False):
+            places = [place for place, _ in curves[0]]
+            values = list(zip(*([value for _, value in curve] for curve in curves), strict=True))
+            panel.fill_between(places, list(map(min, values)), list(map(max, values)), alpha=0.25, linewidth=0)
+            panel.plot(places, list(map(statistics.mean, values)), marker="o", markersize=3)
+            panel.set_title(title)
+            if value_range is not None:
+                panel.set_ylim(*value_range)
+            panel.grid(alpha=0.3)
+            panel.spines[["top", "right"]].set_visible(False)
+        for panel in list(panels.flat)[len(curves_of) :]:
+            panel.set_visible(False)
+        figure.supxlabel(labels[0])
+        figure.supylabel(labels[1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
