@@ -313,8 +313,9 @@ def note_decisions(
     has_gradient = rows_with_gradient(
         lambda values: objective.loss(values, advantages, mask, sequences)[0], log_ratio, advantages
     )
-    samples = batch.sample_index.flatten()[mask]
-    update.decisions.add(batch.sample_ids, samples, log_ratio[mask], has_gradient[mask])
+    # other tokens belong to no sample: choosing by a mask here would wait for the device
+    samples = torch.where(mask, batch.sample_index.flatten(), -1)
+    update.decisions.add(batch.sample_ids, samples, log_ratio, has_gradient)
 
 
 def critic_loss(values: torch.Tensor, batch: TokenBatch, clip_range: float | None) -> torch.Tensor:

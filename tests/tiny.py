@@ -44,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
 
 DEVICE = os.environ.get("SFUMATO_TEST_DEVICE", "cpu")
+MESH_DEVICE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+"""That of a mesh, which names the GPU of its rank."""
 """Where runs compute, and the tests that ask for it: cpu, or cuda on a machine that has a GPU."""
 
 

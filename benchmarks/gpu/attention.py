@@ -21,7 +21,8 @@ from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.packed_attention import register_packed_attention
 
 NARROW: dict[str, Any] = {"vocab_size": 256, "num_hidden_layers": 1, "intermediate_size": 256, "pad_token_id": 0}
-GPT_OSS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 64}
+# all experts of each token: in bf16 a router chooses another one for some tokens, whatever computes the attention
+GPT_OSS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 2, "head_dim": 64}
 GEMMA: dict[str, Any] = {"head_dim": 256, "query_pre_attn_scalar": 256}
 MLA: dict[str, Any] = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 MLA |= {"v_head_dim": 128, "first_k_dense_replace": 1, "n_routed_experts": 8}

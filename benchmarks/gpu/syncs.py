@@ -79,7 +79,7 @@ TASKS = {
 }
 
 EAGER = ("train_autoencoder",)
-"""Tasks that are neither compiled nor recomputed, and refuse such settings."""
+"""Tasks that are neither compiled nor recomputed nor computed in bf16, and refuse such settings."""
 
 OFFLOADED = {"activation_checkpointing": "full", "enable_activation_offload": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ def count(setting: Setting, name: str, mode: str) -> dict[str, Any]:
     config = run.config(setting.scratch / f"{name}_{mode}".replace(" ", "_"))
     settings = {"lr_warmup_steps": 0, "lr_decay_style": "constant"}
     config["train"] |= {"device": setting.device, **settings, **MODES[mode]}
-    if setting.on_gpu and not run.task.startswith("rl_"):
+    if setting.on_gpu and name not in EAGER and not run.task.startswith("rl_"):
         config["train"]["mixed_precision"] = "bf16"
     config["train"].pop("max_steps")
     if run.task.startswith("rl_"):

@@ -101,6 +101,9 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 MIN_OFFLOAD_BYTES = 256 * 2**10
 """Smaller tensors stay: a copy of them takes longer to start than to run."""
 
+ROW_PADDING = 16
+"""Elements to a multiple of which torch pads the rows of masks."""
+
 INDICES = (torch.int32, torch.int64)
 """Types of tensors that stay: the host remembers the values of position ids by the tensor on the device."""
 
@@ -471,6 +474,24 @@ class _Call:
         arrived.synchronize()
 
 
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One entry of each dimension that repeats one, as of a mask that all heads share."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _has_padded_rows(tensor: Tensor) -> bool:
+    """Whether rows stand further apart than they are long, by less than ``ROW_PADDING`` elements.
+
+    torch pads the masks of its attention so, and its backward kernel refuses a mask whose rows are not aligned.
+    """
+    if tensor.ndim < 2 or tensor.stride(-1) != 1 or tensor.shape[-2] == 1:
+        return False
+    return 0 < tensor.stride(-2) - tensor.shape[-1] < ROW_PADDING
+
+
 class _HostCopy:
     """A copy of a tensor in pinned CPU memory, which can be copied back to the tensor's device."""
 
@@ -480,6 +501,9 @@ class _HostCopy:
         self.call = call
         self._back: Tensor | None = None
         self._ready: torch.Event | None = None
+        self._shape = tensor.shape
+        tensor = _without_repeats(tensor)
+        self._strides = tensor.stride() if _has_padded_rows(tensor) else None
         backend = torch.get_device_module(self.device)
         stream.wait_stream(backend.current_stream(self.device))  # the tensor may still be computed
         with backend.stream(stream):
@@ -492,8 +516,13 @@ class _HostCopy:
         """Starts the copy back."""
         if self._back is None:
             with torch.get_device_module(self.device).stream(self.stream):
-                self._back = torch.empty_like(self._host, device=self.device)
-                self._back.copy_(self._host, non_blocking=True)
+                if self._strides is None:
+                    back = torch.empty_like(self._host, device=self.device)
+                else:
+                    back = torch.empty_strided(
+                        self._host.shape, self._strides, dtype=self._host.dtype, device=self.device
+                    )
+                self._back = back.copy_(self._host, non_blocking=True).expand(self._shape)
             self._ready = _event_on(self.stream, self.device)
 
     def take(self) -> Tensor:

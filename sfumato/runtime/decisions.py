@@ -44,7 +44,8 @@ class Decisions:
 
         Args:
             sample_ids: of the B samples.
-            sample_of_row: int64 ``[R]``: which of the B samples a row belongs to; rows of a sample in their order.
+            sample_of_row: int64 ``[R]``: which of the B samples a row belongs to, -1 for none; rows of a sample in
+                their order.
             log_ratio: ``[R]``.
             has_gradient: bool ``[R]``.
             about: what is written of each of the samples besides.

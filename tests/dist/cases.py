@@ -210,17 +210,18 @@ def flux_row(index: int) -> dict[str, torch.Tensor]:
 
 def flux_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
     del mesh
+    device = row["sigma"].device
     image_ids = torch.stack(
         [torch.zeros(15), torch.arange(5).repeat_interleave(3), torch.arange(3).repeat(5)], dim=1
     ).float()
     velocity = module(
         hidden_states=_noisy(row),
         timestep=row["sigma"],
-        guidance=torch.full((1,), 3.5),
+        guidance=torch.full((1,), 3.5, device=device),
         encoder_hidden_states=row["text"],
         pooled_projections=row["pooled"],
-        img_ids=image_ids,
-        txt_ids=torch.zeros(7, 3),
+        img_ids=image_ids.to(device),
+        txt_ids=torch.zeros(7, 3, device=device),
         return_dict=False,
     )[0]
     return _flow(velocity, row)
@@ -340,7 +341,7 @@ def qwen_image_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh)
         hidden_states=torch.cat([_noisy(row), row["latents"][:, :6]], dim=1),
         timestep=row["sigma"],
         encoder_hidden_states=row["text"],
-        encoder_hidden_states_mask=torch.arange(7)[None] < 5,
+        encoder_hidden_states_mask=torch.arange(7, device=row["text"].device)[None] < 5,
         img_shapes=[[(1, 5, 3), (1, 2, 3)]],
         return_dict=False,
     )[0]

@@ -11,7 +11,7 @@ from sfumato.config.dit import DitTrainConfig
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from tests.tiny import DEVICE
+from tests.tiny import DEVICE, MESH_DEVICE
 
 pytest.importorskip("torchao")
 
@@ -72,7 +72,7 @@ def test_what_is_decompressed_has_the_bits_it_came_from(is_signed, scale):
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
-    mesh = Mesh(Layout(), torch.device(DEVICE))
+    mesh = Mesh(Layout(), MESH_DEVICE)
     truth, optimizer, schedule = build("adamw8bit")
     train(truth, optimizer, schedule, range(8))
     saving = Saving(tmp_path, TrainState(truth, optimizer, schedule, step=8), mesh)

@@ -20,9 +20,9 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion.self_check import Replay, replay_errors
 from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests import tiny_families
-from tests.tiny import DEVICE
+from tests.tiny import DEVICE, MESH_DEVICE
 
-ALONE = Mesh(Layout(), torch.device(DEVICE))
+ALONE = Mesh(Layout(), MESH_DEVICE)
 TRAINED = [0, 2]
 
 FAMILIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {

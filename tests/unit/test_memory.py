@@ -69,6 +69,8 @@ def truth(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def assert_same(found: Any, expected: Any, tolerance: float) -> None:
+    if DEVICE == "cuda":  # where backward passes add in no fixed order, and convolutions are rounded to TF32
+        tolerance = max(tolerance, 3e-4)
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert found[1].keys() == expected[1].keys()
     for name, each in found[1].items():
@@ -183,8 +185,8 @@ def test_selective_keeps_attention_and_every_second_product():
         with Products() as products:
             products.counts = {}
             run("dense", prepare("dense", activation_checkpointing=mode), rows=1)
-        attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
-        return products.counts["aten::mm"], products.counts[attention]
+        attention = sum(number for name, number in products.counts.items() if name in memory.ATTENTION)
+        return products.counts["aten::mm"], attention
 
     (none, once), (selective, kept), (full, twice) = count("none"), count("selective"), count("full")
     assert (once, kept, twice) == (4, 4, 8)
@@ -248,6 +250,31 @@ def test_indices_and_small_tensors_without_gradients_come_back_as_they_are():
     assert again[0].data_ptr() != forward[0].data_ptr() and torch.equal(hidden.grad, 2.0 * positions)
 
 
+@pytest.mark.parametrize("entries", [39, 7])
+def test_a_mask_comes_back_with_its_strides(entries):
+    """The backward kernel of attention refuses a mask whose rows are not aligned, as torch had made them."""
+    padded = torch.randn(2, 1, entries, entries + -entries % 16)[..., :entries].expand(2, 4, -1, -1)
+    x = torch.ones(2, 4, entries, entries, requires_grad=True)
+    seen = []
+
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, scores, mask):
+            ctx.save_for_backward(mask)
+            return scores * mask
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(ctx.saved_tensors[0])
+            return gradient * ctx.saved_tensors[0], None
+
+    with ActivationOffload(min_bytes=64, stay=()).hold(nn.Identity()):
+        result = Masked.apply(x, padded)
+    result.sum().backward()
+    assert seen[0].stride() == padded.stride() and seen[0].data_ptr() != padded.data_ptr()
+    assert torch.equal(seen[0], padded) and torch.equal(x.grad, padded)
+
+
 def test_a_changed_tensor_is_copied_again():
     offload, x = ActivationOffload(min_bytes=0, stay=()), torch.ones(8, requires_grad=True)
     with offload.hold(nn.Identity()):
@@ -275,4 +302,4 @@ def test_what_does_not_go_together_is_refused():
         prepare("dense", prepare("dense", activation_checkpointing="full"), activation_checkpointing="full")
     module = prepare("dense", activation_checkpointing="full")
     with pytest.raises(ConfigError, match="use_cache=False"):
-        module(input_ids=torch.arange(5)[None], use_cache=True)
+        module(input_ids=torch.arange(5, device=DEVICE)[None], use_cache=True)

@@ -73,11 +73,11 @@ def test_bf16_steps_are_those_of_torch_bit_for_bit():
 
 
 def test_on_a_cpu_the_steps_run_in_float32():
-    module, settings = layers(), config(lr=0.02, weight_decay=0.1)
+    module, settings = layers().cpu(), config(lr=0.02, weight_decay=0.1)
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     optimizer, _ = build_optimizer(module, settings, 1)
     for index, each in enumerate(module.parameters()):
-        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(index)).to(DEVICE)
+        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(index))
     optimizer.step()
     for name in ("layers.0.weight", "layers.1.weight"):
         parameter = module.get_parameter(name)

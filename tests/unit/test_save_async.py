@@ -23,7 +23,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.cluster.worker import RoleRun
 from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.run import Run
-from tests.tiny import DEVICE, Position
+from tests.tiny import DEVICE, MESH_DEVICE, Position
 
 TOTAL_STEPS = 20
 
@@ -65,7 +65,7 @@ def test_the_thread_takes_the_gpu_of_its_rank(monkeypatch):
 def make(output_dir: Path, **settings) -> tuple[Checkpointer, TrainState]:
     settings = {"save_steps": 2, "save_async": True, **settings}
     config = DitTrainConfig(output_dir=str(output_dir), max_steps=TOTAL_STEPS, **settings)
-    mesh = Mesh(Layout(), torch.device(DEVICE))
+    mesh = Mesh(Layout(), MESH_DEVICE)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).to(DEVICE)
     run = Run(output_dir, "test", mesh)
