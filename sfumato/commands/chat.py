@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         ((_, model),) = text_models([source], settings)
         prepare_chat(model, source, settings)
         conversation = ChatSession(model)
-        say("before the first answer the engine compares itself with the model, half a minute or more on a CPU")
+        say("before the first answer the engine compares itself with the model: seconds on a GPU, longer on a CPU")
         if not sys.stdin.isatty():
             return _answer_lines(conversation)
         say(f"{source.label}: {model.settings.describe()}. /help lists commands.")
