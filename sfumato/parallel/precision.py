@@ -94,14 +94,16 @@ def with_weights_in(
     layer: nn.Module, dtype: torch.dtype, forward: Callable[..., object], *args: object, **kwargs: object
 ) -> object:
     """As ``converted``, without the exception for embeddings."""
-    # Attributes in the instance's dictionary are found before parameters of the same name, which stay registered.
-    converted_weights = {name: weight.to(dtype) for name, weight in layer._parameters.items() if _is_single(weight)}
-    vars(layer).update(converted_weights)
+    weights = {name: weight for name, weight in layer._parameters.items() if _is_single(weight)}
+    # In the dictionary of parameters, since torch 2.11 compiles no other way of putting a tensor in a parameter's place
+    # and taking it away again.
+    for name, weight in weights.items():
+        layer._parameters[name] = cast("nn.Parameter", weight.to(dtype))
     try:
         return forward(*args, **kwargs)
     finally:
-        for name in converted_weights:
-            del vars(layer)[name]
+        for name, weight in weights.items():
+            layer._parameters[name] = weight
 
 
 def _is_single(weight: nn.Parameter | None) -> TypeGuard[nn.Parameter]:

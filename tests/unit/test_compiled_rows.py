@@ -11,8 +11,10 @@ import torch._dynamo
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.models.language import probe
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_model import COMPILED_MULTIPLE, row_multiple
+from sfumato.models.language.probe_documents import make_documents
 from sfumato.parallel import memory, parallelize
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.layout import Layout
@@ -97,6 +99,21 @@ def test_an_older_compiler_is_told_how_many_variants_there_are(monkeypatch):
         assert memory._compile_settings() == {}
         assert torch._dynamo.config.recompile_limit == memory.RECOMPILE_LIMIT
         monkeypatch.undo()
+
+
+def test_the_reference_of_the_probe_is_not_compiled(compiler, tmp_path, monkeypatch):
+    """Of a model too large for a copy beside it, the reference comes from the model itself, document by document."""
+    monkeypatch.setattr(probe, "LARGEST_COPY", 0)
+    train = load_config(
+        TextTrainConfig, overrides={"output_dir": "unused", "compile": True, "pad_to_multiple_of": 128}
+    )
+    model = build(describe(tmp_path), compile=True, pad_to_multiple_of=128)
+    checks = probe.Checks(model, make_documents(model, train, 32), train, copies=1)
+    with model.probed():
+        expected = checks.reference()
+        assert expected is not None and not compiler["unique_graphs"]
+        measured = checks.measure()
+    assert compiler["unique_graphs"] and measured.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 def test_a_cache_of_keys_and_values_is_not_compiled(compiler, tmp_path):
