@@ -104,9 +104,7 @@ def test_an_older_compiler_is_told_how_many_variants_there_are(monkeypatch):
 def test_the_reference_of_the_probe_is_not_compiled(compiler, tmp_path, monkeypatch):
     """Of a model too large for a copy beside it, the reference comes from the model itself, document by document."""
     monkeypatch.setattr(probe, "LARGEST_COPY", 0)
-    train = load_config(
-        TextTrainConfig, overrides={"output_dir": "unused", "compile": True, "pad_to_multiple_of": 128}
-    )
+    train = load_config(TextTrainConfig, overrides={"output_dir": "unused", "compile": True, "pad_to_multiple_of": 128})
     model = build(describe(tmp_path), compile=True, pad_to_multiple_of=128)
     checks = probe.Checks(model, make_documents(model, train, 32), train, copies=1)
     with model.probed():
