@@ -37,12 +37,16 @@ quickstart: setup
 
 EXACT_TESTS = $(shell grep -l "mark.exact" tests/unit/*.py)
 
+# Tests start some two hundred processes, each of which would compile the library where the environment says that Python
+# is to write no bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
 test: setup lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --no-loadscope-reorder
-	MKL_ENABLE_INSTRUCTIONS=AVX2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "exact and not slow" $(EXACT_TESTS)
+	$(PYTEST) -n auto --no-loadscope-reorder
+	MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -n auto -m "exact and not slow" $(EXACT_TESTS)
 
 quick-test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --quick tests/unit tests/golden
+	$(PYTEST) -n auto --quick tests/unit tests/golden
 
 # Whether what tiny runs of every task compute is what it was: metrics, weights, exports, reports.
 same: setup

@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import yaml
+from diffusers.configuration_utils import ConfigMixin
 from safetensors.torch import load_file
 
 from sfumato.config.load import load_config, merge, parse_overrides
@@ -39,6 +40,8 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.rollout.diffusion import policy
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import release_locks
+from sfumato.tracking.run import Run
+from tests.forked import ForkedScript
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
@@ -206,7 +209,11 @@ def tiny_text_rl_config(tmp_path: Path, kind: str = "qwen3", **overrides: Any) -
     base = tiny_text_config(tmp_path, kind)
     base = {
         "model": base["model"],
-        "data": {"synthetic": {"problem": "add", "max_length": 2}, "max_prompt_tokens": 64, "chat_template": "none"},
+        "data": {
+            "synthetic": {"problem": "add", "max_length": 2, "num_rows": 400},  # a start encodes all prompts
+            "max_prompt_tokens": 64,
+            "chat_template": "none",
+        },
         "rollout": {"num_prompts": 4, "n": 4, "max_new_tokens": 8},
         "reward": {"rewards": [{"type": "tests.text_rewards:Ascii"}]},
         "algorithm": {"recipe": "grpo"},
@@ -246,12 +253,13 @@ def load_task(task: str) -> ModuleType:
     return module
 
 
-def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
+def run_task_here(task: str | ModuleType, config: dict[str, Any], with_report: bool = False) -> Path:
     """Runs a task in this process; its errors rise here, where ``python tasks/X.py`` would make exit codes of them.
 
     Args:
         task: a name in ``tasks/``, or a module of ``load_task``.
         config: the configuration.
+        with_report: write ``report.html``, too, whose curves may take longer than the rest of a tiny run.
 
     Returns:
         The run folder.
@@ -264,6 +272,8 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any]) -> Path:
         with contextlib.ExitStack() as stack:
             for each in counting:
                 stack.enter_context(mock.patch.object(each, "denoiser_flops", flops_counted_once))
+            if not with_report:
+                stack.enter_context(mock.patch.object(Run, "write_report"))
             module.main(load_config(schema, overrides=config))
     finally:  # a run listens to signals, and holds its folder, for as long as its process lives
         release_locks()
@@ -276,7 +286,11 @@ def flops_counted_once(model: DiffusionModel, height: int, width: int) -> Denois
     """``denoiser_flops``, which takes as long as the rest of a tiny run, once for each kind of model in a process."""
     sizes = {name: tuple(each.shape) for name, each in model.example_embeddings(height, width).items()}
     latents = model.latent_shape(height, width, model.frames)
-    configs = [str(each.config) for each in model.denoiser.modules() if hasattr(each, "config")]
+    configs = [
+        {name: value for name, value in each.config.items() if name != "_name_or_path"}
+        for each in model.denoiser.modules()
+        if isinstance(each, ConfigMixin)
+    ]
     weights = [(name, tuple(each.shape), each.requires_grad) for name, each in model.denoiser.named_parameters()]
     key = str((type(model), latents, sizes, configs, weights))
     if key not in _FLOPS:
@@ -323,14 +337,13 @@ def run_task_process(
             going on then, so give it steps enough.
         kill_signal: SIGKILL, or SIGTERM to be stopped in good order.
         num_processes: data-parallel processes.
-        env: environment variables laid over this process's own.
+        env: environment variables laid over this process's own; with some, one process is a new python, else a copy
+            of one that has imported what it needs (``tests/forked.py``).
         timeout_s: seconds after which the run is killed and the test fails.
     """
     settings = merge(yaml.safe_load(config_path.read_text(encoding="utf-8")), parse_overrides(list(overrides)))
     output_dir = Path(settings["train"]["output_dir"])
-    command = [sys.executable, f"tasks/{task}.py", str(config_path), *overrides]
-    if num_processes > 1:
-        command = ["bash", "train.sh", *command[1:]]
+    arguments = [f"tasks/{task}.py", str(config_path), *overrides]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -342,9 +355,13 @@ def run_task_process(
     log = config_path.with_suffix(".log")
     earlier_log = _inode(output_dir / "metrics.jsonl")  # a run that begins or resumes replaces the file
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        if num_processes == 1 and not env:
+            process = ForkedScript(arguments, ROOT, environment, log)
+        else:
+            command = [sys.executable, *arguments] if num_processes == 1 else ["bash", "train.sh", *arguments]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
         deadline = time.monotonic() + timeout_s
         try:
             while process.poll() is None:
@@ -360,7 +377,7 @@ def run_task_process(
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    return TaskResult(process.returncode, log.read_text(encoding="utf-8", errors="replace"), output_dir)
+    return TaskResult(process.wait(), log.read_text(encoding="utf-8", errors="replace"), output_dir)
 
 
 def weights_in(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:

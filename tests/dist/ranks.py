@@ -12,12 +12,12 @@ import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
+
+from tests.forked import fork_server
 
 NATIVE_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 
@@ -110,15 +110,13 @@ class RankPool:
         self._workers = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
-        with mock.patch.dict(
-            os.environ, OMP_NUM_THREADS="1"
-        ):  # as torchrun does; a call within comes too late for some
-            for _ in range(self.size):
-                inbox, outbox = context.Queue(), context.Queue()
-                process = context.Process(target=_serve, args=(inbox, outbox, self._store.port), daemon=True)
-                process.start()
-                self._workers.append((process, inbox, outbox))
+        context = fork_server()
+        for _ in range(self.size):
+            inbox, outbox = context.Queue(), context.Queue()
+            arguments = (inbox, outbox, self._store.port, dict(os.environ))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._workers.append((process, inbox, outbox))
 
 
 def _share_one_loop() -> None:
@@ -137,7 +135,8 @@ def _share_one_loop() -> None:
     distributed_c10d.ProcessGroupGloo = SharedGloo
 
 
-def _serve(inbox: Any, outbox: Any, port: int) -> None:
+def _serve(inbox: Any, outbox: Any, port: int, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     faulthandler.enable()
     torch.set_num_threads(1)
     _share_one_loop()

@@ -23,6 +23,7 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
+from tests.forked import fork_server
 from tests.rows import ROUNDING
 from tests.tiny import run_task_here, run_task_process, tiny_dit_config, tiny_rl_config, write_config
 
@@ -98,7 +99,8 @@ def work(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory):
     """What the two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(work, args=(str(folder),), nprocs=2)
+    fork_server()
+    torch.multiprocessing.start_processes(work, args=(str(folder),), nprocs=2, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -113,7 +113,7 @@ def test_rl(name: str, recipe: str, pipelines: Callable[[str], Path], tmp_path: 
     if recipe == "diffusion_nft":
         config["algorithm"] = {"recipe": recipe}
         config["rollout"] |= {"guidance_scale": 1.0, "guidance_scale_2": None}
-    run = run_task_here(rl_task(recipe), config)
+    run = run_task_here(rl_task(recipe), config, with_report=True)
 
     lines = read_jsonl(run / "metrics.jsonl")[1:]
     assert len(lines) == 2
@@ -148,7 +148,7 @@ def test_supervised_training_online_and_from_a_cache(
     name: str, pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = dit_config(name, pipelines(name), tmp_path)
-    online = run_task_here("train_dit", config)
+    online = run_task_here("train_dit", config, with_report=True)
     lines = read_jsonl(online / "metrics.jsonl")
     assert len(lines) == 3 and all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
     assert_samples(online, name, step=3)

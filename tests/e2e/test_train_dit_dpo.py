@@ -82,7 +82,7 @@ def test_every_family_starts_as_its_own_reference_and_is_exported(tmp_path: Path
     data = {"num_frames": frames, "cache_dir": str(tmp_path / "cache")}
     more = {"data": data, "dpo": {"beta": 1000.0}, "eval": {"num_rows": 2}}
     config = tiny_dit_dpo_config(tmp_path, model=model, train=train, **more)
-    folder = run_task_here("train_dit_dpo", config)
+    folder = run_task_here("train_dit_dpo", config, with_report=family == "wan")
     start, first, second = read_jsonl(folder / "metrics.jsonl")
     for kind, line in (("eval", start), ("pairs", first)):
         assert line[f"{kind}/reward_chosen"] == line[f"{kind}/reward_rejected"] == line[f"{kind}/margin"] == 0
@@ -95,7 +95,9 @@ def test_every_family_starts_as_its_own_reference_and_is_exported(tmp_path: Path
     if adapters:
         pipeline.load_lora_weights(folder / "hf_ckpt")
         assert pipeline.get_active_adapters()
-    assert (folder / "report.html").is_file() and (folder / "samples" / "step_000002" / "samples.jsonl").is_file()
+    if family == "wan":
+        assert (folder / "report.html").is_file()
+    assert (folder / "samples" / "step_000002" / "samples.jsonl").is_file()
 
 
 def test_the_better_images_become_likelier(tmp_path: Path) -> None:

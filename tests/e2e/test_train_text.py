@@ -53,7 +53,7 @@ def held_out(config, count):
 
 def test_it_learns_what_it_was_not_shown(tmp_path):
     config = learner(tmp_path)
-    run = run_task_here("train_text", config)
+    run = run_task_here("train_text", config, with_report=True)
     scores = {
         line["step"]: line["eval/exact_match"] for line in read_jsonl(run / "metrics.jsonl") if "eval/loss" in line
     }

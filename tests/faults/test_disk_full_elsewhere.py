@@ -152,7 +152,7 @@ def test_an_export_that_fits_is_made_though_the_last_checkpoint_does_not(tmp_pat
     monkeypatch.setattr(Saving, "write", full_at_the_end)
     config = tiny_dit_config(tmp_path, train={"max_steps": 4, "save_steps": 2})
     with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*of step 2$") as error:
-        run_task_here("train_dit", config)
+        run_task_here("train_dit", config, with_report=True)
     assert error.value.exit_code == 3
     assert weights_in(tmp_path / "run" / "hf_ckpt") and (tmp_path / "run" / "report.html").is_file()
     assert list(list_checkpoints(tmp_path / "run" / "checkpoints")) == [2]

@@ -159,7 +159,7 @@ def write_model(folder: Path, always: int | None = None) -> dict[str, Any]:
 @pytest.mark.slow
 def test_empty_answers_are_answers(tmp_path: Path) -> None:
     config = config_of(tmp_path, model=write_model(tmp_path / "model", always=2))
-    folder = run_task_here("rl_text", config)
+    folder = run_task_here("rl_text", config, with_report=True)
     assert values(folder, "rollout/tokens") == [16.0, 16.0] and values(folder, "updates") == [0.0, 0.0]
     rows = [json.loads(line) for line in (folder / "samples/step_000002/samples.jsonl").read_text().splitlines()]
     assert {row["text"] for row in rows} == {""} and "empty" in (folder / "report.html").read_text()

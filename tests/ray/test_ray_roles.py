@@ -103,11 +103,15 @@ def test_values_stay_where_they_are_made(cluster: Cluster, group: RayGroup, pool
     assert small == large < 10_000
 
 
-def test_a_value_can_be_fetched(cluster: Cluster, tensor_parallel: RayGroup) -> None:
-    (((first, second)),) = tensor_parallel.map_remote(functions.make, [5], 70_000, num_values=2)
-    before = cluster.loop.driver_bytes["actor"]
+@pytest.mark.parametrize(
+    ("processes", "role"), [("group", "sampler"), pytest.param("tensor_parallel", "actor", marks=pytest.mark.slow)]
+)
+def test_a_value_can_be_fetched(processes: str, role: str, cluster: Cluster, request: pytest.FixtureRequest) -> None:
+    group = request.getfixturevalue(processes)
+    (first, second), *_ = group.map_remote(functions.make, [5] * group.num_data_ranks, 70_000, num_values=2)
+    before = cluster.loop.driver_bytes[role]
     assert torch.equal(first.fetch()["tensor"], torch.full((70_000,), 6.0, dtype=torch.bfloat16))
-    assert cluster.loop.driver_bytes["actor"] - before > 140_000
+    assert cluster.loop.driver_bytes[role] - before > 140_000
     assert second.nbytes > 280_000
 
 

@@ -64,7 +64,7 @@ def record_run(run: RecordedRun, folder: Path) -> Record:
             ended_early = {"train": {**SAVED, "max_steps": run.resumed_after, "lr_decay_style": "constant"}}
             run_task_here(run.task, merge(config, ended_early))
             config = merge(config, {"train": {**SAVED, "lr_decay_style": "constant", "load_checkpoint_path": "auto"}})
-        return read_run(run_task_here(run.task, config))
+        return read_run(run_task_here(run.task, config, with_report=True))
     path = write_config(config, folder / "run.yaml")
     result = run_task_process(run.task, path, num_processes=run.num_ranks, timeout_s=TIMEOUT_S)
     if result.returncode != 0:

@@ -38,6 +38,7 @@ LORA: Config = {"model": {"lora": {"rank": 4, "alpha": 8}}}
 EMA: Config = {"train": {"ema_decay": 0.9}}
 _preference = partial(tiny_text_config, data={"data_type": "preference"})
 _unpaired = partial(tiny_text_config, data={"data_type": "unpaired"})
+_text_rl = partial(tiny_text_rl_config, data={"synthetic": {"num_rows": 20_000}})
 FAMILIES: dict[str, Callable[[], Config]] = {
     "flux": tiny_flux,
     "stable_diffusion": tiny_stable_diffusion,
@@ -80,7 +81,7 @@ def _with_teacher(folder: Path) -> Config:
     """On-policy distillation, whose teacher is a run of the same kind of model."""
     teacher = tiny_text_config(folder / "teacher", train={"max_steps": 2}, eval={"every_steps": 0})
     run_task_here("train_text", teacher)
-    return merge(tiny_text_rl_config(folder), {"algorithm": {"teacher": str(folder / "teacher" / "run" / "hf_ckpt")}})
+    return merge(_text_rl(folder), {"algorithm": {"teacher": str(folder / "teacher" / "run" / "hf_ckpt")}})
 
 
 def _runs() -> dict[str, RecordedRun]:
@@ -115,10 +116,10 @@ def _runs() -> dict[str, RecordedRun]:
         "rl_diffusion, ray": RecordedRun("rl_diffusion", tiny_rl_config, COLOCATED, on_ray=True),
         "rl_diffusion, ray, own pools": RecordedRun("rl_diffusion", tiny_rl_config, SEPARATE, on_ray=True),
         "rl_diffusion, ray, one step off": RecordedRun("rl_diffusion", tiny_rl_config, ONE_STEP_OFF, on_ray=True),
-        "rl_text, lora": RecordedRun(rl_text, tiny_text_rl_config, LORA),
-        "rl_text, two ranks": RecordedRun(rl_text, tiny_text_rl_config, num_ranks=2),
-        "rl_text, resumed": RecordedRun(rl_text, tiny_text_rl_config, resumed_after=2),
-        "rl_text, ray": RecordedRun(rl_text, tiny_text_rl_config, COLOCATED, on_ray=True),
+        "rl_text, lora": RecordedRun(rl_text, _text_rl, LORA),
+        "rl_text, two ranks": RecordedRun(rl_text, _text_rl, num_ranks=2),
+        "rl_text, resumed": RecordedRun(rl_text, _text_rl, resumed_after=2),
+        "rl_text, ray": RecordedRun(rl_text, _text_rl, COLOCATED, on_ray=True),
         "rl_text, vision": RecordedRun(rl_text, tiny_vision_rl_config),
     }
     for kind in ("llama", "qwen3_moe", "deepseek_v3"):
@@ -129,7 +130,7 @@ def _runs() -> dict[str, RecordedRun]:
         task = rl_task(recipe)
         runs[f"{task}, {recipe}"] = RecordedRun(task, partial(_diffusion_recipe, recipe))
     for recipe in TEXT_RECIPES:
-        config = _with_teacher if recipe == "distillation" else tiny_text_rl_config
+        config = _with_teacher if recipe == "distillation" else _text_rl
         runs[f"rl_text, {recipe}"] = RecordedRun(rl_text, config, {"algorithm": {"recipe": recipe}})
     return runs
 

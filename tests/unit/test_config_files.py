@@ -1,6 +1,7 @@
 """Every shipped YAML file is valid, and no typo in any of its keys goes unnoticed."""
 
 import copy
+import functools
 import json
 import re
 from functools import partial
@@ -41,16 +42,19 @@ from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 ROOT = Path(__file__).parents[2]
 
 
-def is_task(path):
-    return "train" in read_yaml(path)
-
-
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
-TASKS = [path for path in FILES if is_task(path)]
-DESCRIPTIONS = [path for path in FILES if "pipeline" in read_yaml(path)]
-LANGUAGE_MODELS = [path for path in FILES if "model_type" in read_yaml(path)]
-IMAGE_TOKENIZERS = [path for path in FILES if "num_vq_embeddings" in read_yaml(path)]
-FLOW_HEADS = [path for path in FILES if "caption_projection_dim" in read_yaml(path)]
+KEYS = {path: read_yaml(path).keys() for path in FILES}
+
+
+def files_with(key):
+    return [path for path in FILES if key in KEYS[path]]
+
+
+TASKS = files_with("train")
+DESCRIPTIONS = files_with("pipeline")
+LANGUAGE_MODELS = files_with("model_type")
+IMAGE_TOKENIZERS = files_with("num_vq_embeddings")
+FLOW_HEADS = files_with("caption_projection_dim")
 
 
 def relative(path):
@@ -105,6 +109,7 @@ def test_the_walk_reaches_every_depth():
     assert typos("type") == ["typex", "tpye"]
 
 
+@functools.cache
 def task_of(path):
     return load_for_task(path, {})[0]
 

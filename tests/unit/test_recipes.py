@@ -27,16 +27,16 @@ from sfumato.config.recipes import DIFFUSION_RECIPES, FORWARD_RECIPES, TRAJECTOR
 from sfumato.config.sections import ModelConfig
 from sfumato.models.diffusion.adapter_files import load_from_diffusers, unload_adapters
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.flops import DenoiserFlops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.json_lines import read_jsonl
-from sfumato.tracking.run import Run
 from tests.family_rows import ROWS, Row, wake
 from tests.rows import ROUNDING
 from tests.tiny import ROOT, load_task, rl_task, run_task_here, tiny_rl_config
 
-STEPS = 11
-"""Denoising steps: DanceGRPO trains nine of them, and never the last."""
+FEW_STEPS, MANY_STEPS = 6, 11
+"""Denoising steps; many where a recipe trains six steps or noise levels or more, and never the last."""
 HOME = {"ddpo": "stable_diffusion", "dpok": "stable_diffusion", "flow_grpo_wan": "wan"}
 """Recipes of a family with dynamics of its own: these cells are run always, too."""
 
@@ -46,6 +46,17 @@ def kind_of(recipe: str) -> str:
     if recipe in TRAJECTORY_RECIPES:
         return "trajectories"
     return "groups" if ForwardAlgorithmConfig(recipe=recipe, **FORWARD_RECIPES[recipe]).whole_groups else "forward"
+
+
+def steps_of(recipe: str) -> int:
+    """As many denoising steps as a recipe needs."""
+    parts = DIFFUSION_RECIPES[recipe]
+    trained = max(
+        part.get(name, 1)
+        for part, name in ((parts.get("window", {}), "size"), (parts.get("timesteps", {}), "num"))
+        if isinstance(part, dict)
+    )
+    return FEW_STEPS if trained < FEW_STEPS else MANY_STEPS
 
 
 def quick_cells() -> set[tuple[str, str]]:
@@ -116,8 +127,9 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
 
 
 @pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "write_report", lambda run, **_: None)  # its curves would take most of the time
+def no_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations, which ``test_families.py`` counts for every family, go into rates alone."""
+    monkeypatch.setattr("tests.tiny.flops_counted_once", lambda *_: DenoiserFlops(forward=1, training=3))
 
 
 def config_of(recipe: str, family: Family, folder: Path, **overrides: Any) -> dict[str, Any]:
@@ -126,7 +138,7 @@ def config_of(recipe: str, family: Family, folder: Path, **overrides: Any) -> di
     config = tiny_rl_config(
         folder,
         model={"lora": {"rank": 4, "alpha": 8}, "max_sequence_length": family.row.tokens},
-        rollout={"num_prompts": 2, "micro_batch_size": 4, "num_inference_steps": STEPS},
+        rollout={"num_prompts": 2, "micro_batch_size": 4, "num_inference_steps": steps_of(recipe)},
         train={"max_steps": 2, "global_batch_size": None},
         eval={"every_steps": 2, "num_prompts": 1, "num_inference_steps": 1},
     )

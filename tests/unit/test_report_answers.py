@@ -76,7 +76,7 @@ def test_texts_without_rewards_need_no_table(tmp_path: Path) -> None:
 
 
 def test_a_run_has_both_tables(tmp_path: Path) -> None:
-    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, train={"max_steps": 2}))
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, train={"max_steps": 2}), with_report=True)
     page = Page((folder / "report.html").read_text(encoding="utf-8"))
     assert page.values("data-kind", "table") == ["eval", "train"]
     assert "Step 2 · 16 of the 16 samples that were kept" in page.text, "all of the iteration"

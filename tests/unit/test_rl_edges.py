@@ -166,7 +166,7 @@ def test_a_run_that_learned_nothing_does_not_end_as_if_it_had(task: str, tmp_pat
         config = tiny_rl_config(tmp_path, train={"max_steps": 2}, rollout={"num_prompts": 2})
     if task == "rl_diffusion_forward":
         config["algorithm"] = {"recipe": "diffusion_nft"}
-    run = run_task_here(task, {**config, "reward": reward})
+    run = run_task_here(task, {**config, "reward": reward}, with_report=True)
     assert [line["updates"] for line in read_jsonl(run / "metrics.jsonl") if line["step"]] == [0.0, 0.0]
     log, report = (run / "log.txt").read_text(), (run / "report.html").read_text()
     assert "step 1: nothing was learned: no group has samples of different rewards" in log

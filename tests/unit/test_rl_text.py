@@ -43,7 +43,7 @@ def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path)
     settings = {"algorithm": {"recipe": recipe}, "train": {"max_steps": 2, "global_batch_size": 8}}
     if recipe == "distillation":
         settings["algorithm"]["teacher"] = str(whole / "hf_ckpt")
-    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    folder = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings), with_report=True)
     assert max(values(folder, "mismatch/log_ratio_max")) < 1e-5
     assert values(folder, "updates") == [2.0, 2.0] and all(norm > 0 for norm in values(folder, "grad_norm"))
     assert all(math.isfinite(value) for line in read_jsonl(folder / "metrics.jsonl") for value in line.values())

@@ -64,7 +64,8 @@ def loaded(tmp_path: Path, kind: str = "qwen3_vl", **overrides: Any) -> tuple[An
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two iterations that keeps what it drew."""
     settings = {"rollout": {"dump": True}, "train": {"max_steps": 2, "lr": 0.01}}
-    return run_task_here("rl_text", tiny_vision_rl_config(tmp_path_factory.mktemp("rl"), **settings))
+    config = tiny_vision_rl_config(tmp_path_factory.mktemp("rl"), **settings)
+    return run_task_here("rl_text", config, with_report=True)
 
 
 def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:

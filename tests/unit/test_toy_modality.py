@@ -59,7 +59,7 @@ def toy_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in this process."""
-    return run_task_here(task, toy_config(tmp_path_factory.mktemp("toy")))
+    return run_task_here(task, toy_config(tmp_path_factory.mktemp("toy")), with_report=True)
 
 
 def values(folder: Path, name: str) -> list[float]:
