@@ -44,7 +44,7 @@ def run_tests(setting: Setting, path: str) -> dict[str, Any]:
     except ImportError as error:
         raise NotHereError("pytest is not installed") from error
     limit = setting.left_s - 5
-    options = ["-p", "no:cacheprovider", "-m", "not slow" if setting.tiny else "slow or not slow", "-rf", "--tb=short"]
+    options = ["-p", "no:cacheprovider", "-m", "not slow" if setting.tiny else "slow or not slow", "-rf", "--tb=short", "--maxfail=3"]
     if setting.tiny:
         options.append(TINY[path])
     command = [sys.executable, "-m", "pytest", path, *options, f"--basetemp={setting.scratch / 'pytest'}"]
@@ -63,6 +63,7 @@ def run_tests(setting: Setting, path: str) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
+        print(output, flush=True)
         raise TimeoutError(f"not done in {limit:.0f} s: {output[-300:]}") from None
     print(output, flush=True)
     counts = {
