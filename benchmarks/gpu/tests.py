@@ -44,7 +44,8 @@ def run_tests(setting: Setting, path: str) -> dict[str, Any]:
     except ImportError as error:
         raise NotHereError("pytest is not installed") from error
     limit = setting.left_s - 5
-    options = ["-p", "no:cacheprovider", "-m", "not slow" if setting.tiny else "slow or not slow", "-rf", "--tb=short", "--maxfail=3"]
+    marks = "not slow" if setting.tiny else "slow or not slow"
+    options = ["-p", "no:cacheprovider", "-m", marks, "-rf", "--tb=short", "--maxfail=3"]
     if setting.tiny:
         options.append(TINY[path])
     command = [sys.executable, "-m", "pytest", path, *options, f"--basetemp={setting.scratch / 'pytest'}"]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+NOTICES = ("TensorFloat32 tensor cores for float32", r"\s*Online softmax is disabled")
+"""Beginnings of the compiler's warnings that ask nothing of a user: the log says what precision there is."""
 
 NEEDS = {
     "cpu": "a C++ compiler (g++; the environment variable CXX names another)",
@@ -29,6 +33,8 @@ def compiler_problem(device: str, backend: str = "inductor") -> str | None:
     """
     from torch._dynamo.utils import counters
 
+    for notice in NOTICES:
+        warnings.filterwarnings("ignore", notice, UserWarning)
     stats = dict(counters["stats"])
     try:
         inputs = [torch.full(shape, 0.5, device=device, requires_grad=True) for shape in ((8, 16), (32, 16), (16, 32))]

@@ -244,17 +244,11 @@ def _compile(run: Callable[..., object], backend: str) -> Callable[..., object]:
     return call
 
 
-COMPILER_NOTICES = ("TensorFloat32 tensor cores for float32", "\nOnline softmax is disabled")
-"""Beginnings of the compiler's warnings that ask nothing of a user: precision is what the log says of it."""
-
-
 def _compile_settings() -> dict[str, int]:
     """Arguments of ``torch.compile`` that raise its limit of recompilations.
 
     All blocks share one cache, which holds each kind of block with and without gradients, of fixed and of any size.
     """
-    for notice in COMPILER_NOTICES:
-        warnings.filterwarnings("ignore", notice, UserWarning)
     if hasattr(torch._dynamo.config, KEEPS_EFFECTS):
         # Layers of ``compute_in`` convert their weights and take the converted ones away again; else the compiler would
         # refuse to recompute them.
