@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
