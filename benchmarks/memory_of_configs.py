@@ -186,7 +186,7 @@ def write_pipeline(name: str, root: Path) -> Path:
             TOKENIZERS[class_name]().save_pretrained(place)
             continue
         settings = described["components"][rest[0][1:]] if isinstance(rest[0], str) else rest[0]
-        title = {"_class_name": class_name} if library == "diffusers" else {"architectures": [class_name]}
+        title = {"architectures": [class_name]} if library == "transformers" else {"_class_name": class_name}
         file = f"{part}_config.json" if part in ("scheduler", "guider") else "config.json"
         (place / file).write_text(json.dumps({**title, **settings}), encoding="utf-8")
     (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")

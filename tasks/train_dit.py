@@ -134,7 +134,9 @@ def denoising_losses(
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout
     conditioning = model.with_framing(batch.conditioning, batch.framing).without_prompt(dropped)
     velocity = model.predict_velocity(add_noise(batch.latents, noise, sigma), sigma, conditioning)
-    return flow_matching_loss(velocity, batch.latents, noise, batch.loss_weights) * model.loss_weight(sigma)
+    part_lengths = model.part_lengths(batch.latents.shape[1:])  # of video and sound
+    losses = flow_matching_loss(velocity, batch.latents, noise, batch.loss_weights, part_lengths)
+    return losses * model.loss_weight(sigma)
 
 
 if __name__ == "__main__":

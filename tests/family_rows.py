@@ -232,6 +232,37 @@ def call_hunyuan_image(
     return pipeline(prompt=prompts, latents=latents, **more).images
 
 
+def call_ltx2(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    """The frames, and as last latents both parts. ``test_video_with_sound.py`` compares what the pipeline decodes."""
+    height, width = row.size
+    video, sound = latents.mT.split([latents.shape[2] - 1, 1], dim=1)
+    vae, audio_vae = pipeline.vae, pipeline.audio_vae
+    drawn, drawn_sound = pipeline(
+        prompt=prompts,
+        height=height,
+        width=width,
+        num_frames=1,
+        num_inference_steps=STEPS,
+        max_sequence_length=row.tokens,
+        latents=video,
+        audio_latents=pipeline._denormalize_audio_latents(sound, audio_vae.latents_mean, audio_vae.latents_std),
+        output_type="latent",
+        return_dict=False,
+        **ltx2_guidance(scale),
+    )
+    tokens = pipeline._normalize_latents(drawn, vae.latents_mean, vae.latents_std, vae.config.scaling_factor).flatten(2)
+    packed = pipeline._pack_audio_latents(drawn_sound)
+    sound = pipeline._normalize_audio_latents(packed, audio_vae.latents_mean, audio_vae.latents_std).mT
+    pipeline.last_latents = torch.cat([tokens, sound], dim=2)
+    return pipeline.video_processor.postprocess_video(vae.decode(drawn)[0].detach(), output_type="np")[:, 0]
+
+
+def ltx2_guidance(scale: float) -> dict[str, float]:
+    """Guidance by two branches alone, of both parts."""
+    off = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+    return {name: value for each, value in {"guidance_scale": scale, **off}.items() for name in (each, f"audio_{each}")}
+
+
 def unpack_pixels(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Latents of tokens that are one latent pixel each."""
     return tokens.transpose(1, 2).unflatten(2, (height, width))
@@ -403,6 +434,32 @@ ROWS = {
     ),
     "krea2": Row(
         tiny_families.tiny_krea2, call_krea2, (4, 8, 12), 4, size=(16, 24), tokens=24, velocity=unpacked, brief=True
+    ),
+    "ltx2": Row(
+        tiny_families.tiny_ltx2,
+        call_ltx2,
+        (4, 65),
+        4,
+        size=(32, 32),
+        tokens=24,
+        num_frames=13,
+        exact=False,
+        unpack=lambda latents, *_: latents,
+        velocity=lambda output, shape: output.mT,
+        brief=True,
+    ),
+    "ltx23": Row(
+        tiny_families.tiny_ltx23,
+        call_ltx2,
+        (4, 65),
+        4,
+        size=(32, 32),
+        tokens=24,
+        num_frames=13,
+        exact=False,
+        unpack=lambda latents, *_: latents,
+        velocity=lambda output, shape: output.mT,
+        brief=True,
     ),
     "wan_image_pair": Row(
         tiny_families.tiny_wan_image_pair, call_wan, (4, 1, 4, 4), 8, num_frames=5, batched=False, brief=True

@@ -34,6 +34,7 @@ MODELS = {
     "SanaVideoPipeline": ("Sana-Video 480p", "2 B"),
     "CogVideoXPipeline": ("CogVideoX, 1.5", "2 B, 5 B"),
     "HunyuanVideo15Pipeline": ("HunyuanVideo 1.5", "8.3 B"),
+    "LTX2Pipeline": ("LTX-2, LTX-2.3", "19 B, 22 B"),
     "StableAudio3Pipeline": ("Stable Audio 3", "1.4 B (medium)"),
     "StableDiffusionPipeline": ("Stable Diffusion 1.5, 2", "0.9 B"),
     "StableDiffusionXLPipeline": ("Stable Diffusion XL", "2.6 B"),
@@ -60,10 +61,11 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     makes_videos = any(len(row.latent_shape) == 4 for row in rows)
     takes = "text" if not family.takes_image else "text and the first frame" if makes_videos else "text and an image"
     plan = family.parallel_plan
+    pictures = "videos, images" if makes_videos else "images"
     cells = (
         *MODELS[pipeline_class],
         f"`{pipeline_class}`",
-        "sound" if family.makes_sound else "videos, images" if makes_videos else "images",
+        "videos with sound" if family.makes_video_with_sound else "sound" if family.makes_sound else pictures,
         takes,
         guidance_of(family, rows),
         "equal" if plan.tensor else "refused",

@@ -383,3 +383,35 @@ def tiny_hunyuan_image() -> dict[str, Any]:
         "tokenizer": {"words": ["write"]},
         "scheduler": {"shift": 3.0},
     }
+
+
+def tiny_ltx2() -> dict[str, Any]:
+    """LTX-2: a frame of 32 x 32 pixels is 8 x 8 tokens, and its sound one."""
+    return {
+        "pipeline": "LTX2Pipeline",
+        "transformer": {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 8,
+            "audio_cross_attention_dim": 16,
+            "num_layers": 2,
+        },
+        "text_encoder": {"width": 32},
+        "tokenizer": {"words": ["write"]},
+    }
+
+
+def tiny_ltx23() -> dict[str, Any]:
+    """LTX-2.3: gated attention, text modulated and projected for each part, and a vocoder in two stages."""
+    description = tiny_ltx2()
+    description["transformer"] |= {
+        "gated_attn": True,
+        "audio_gated_attn": True,
+        "cross_attn_mod": True,
+        "audio_cross_attn_mod": True,
+        "perturbed_attn": True,
+        "rope_type": "split",
+    }
+    return description | {"connectors": {"sound_width": 16}, "vocoder": {"extends_bandwidth": True}}

@@ -49,6 +49,7 @@ def flow_matching_loss(
     latents: Float[Tensor, "batch *latent"],
     noise: Float[Tensor, "batch *latent"],
     weights: Float[Tensor, "batch height width"] | None = None,
+    part_lengths: tuple[int, ...] = (),
 ) -> Float[Tensor, "batch"]:
     """Mean squared error to eps - x0 over a sample's elements: float32 ``[B]``.
 
@@ -56,8 +57,14 @@ def flow_matching_loss(
         velocity, latents, noise: ``[B, ..., h, w]``.
         weights: of each latent pixel; None counts all alike. The mean is over the weights, so that a sample of which a
             small part counts is as important as others.
+        part_lengths: of the parts of a sample along its last dimension, such as video and sound, which take no weights;
+            the loss is then the sum of the parts' means. Empty: a sample is one part.
     """
     squares = (velocity.float() - (noise - latents)) ** 2
+    if part_lengths:
+        assert weights is None, "parts of a sample have no weights"
+        means = [mean_over_sample(part) for part in squares.split(part_lengths, dim=-1)]
+        return torch.stack(means).sum(dim=0)
     if weights is None:
         return mean_over_sample(squares)
     weights = weights.reshape(len(weights), *[1] * (squares.ndim - 3), *weights.shape[1:])

@@ -23,6 +23,7 @@ from sfumato.data.media.kinds import check_head
 from sfumato.data.media.pictures import is_enlarged
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
+from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.data.text.answer_end import AnswerEnd, facts_of
 from sfumato.data.text.format import TextTransform, build_transform, has_media
@@ -50,6 +51,9 @@ FIRST_ROWS = 64
 
 LOOKED_AT_RATE = 16000
 """Samples per second at which files of sound are read; any rate shows whether they can be read."""
+
+LOOKED_AT_FRAME_RATE = 24.0
+"""Frames per second at which videos with sound are read: that of LTX-2, on which their least length depends."""
 
 NAMED = 5
 """Bad rows that are named."""
@@ -286,6 +290,8 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
     enlarged: list[bool] = []
     if isinstance(dataset, SoundTextDataset):
         return _look_at_sounds(name, dataset, notes)
+    if isinstance(dataset, VideoSoundDataset):
+        dataset.take_format(LOOKED_AT_RATE, 1, LOOKED_AT_FRAME_RATE)
 
     def look(index: int, findings: SourceFindings) -> None:
         dataset.caption(index)

@@ -22,6 +22,7 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError, UserError
 from sfumato.models.diffusion.base import set_output
+from sfumato.models.diffusion.encoders import check_data_type
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
 from sfumato.models.estimate.meta_models import (
@@ -34,6 +35,7 @@ from sfumato.models.estimate.meta_models import (
 )
 from sfumato.parallel.dropout import refuse_unkeyed_dropout
 from sfumato.parallel.layout import Layout
+from sfumato.rollout.diffusion.policy import check_rewards
 from sfumato.tracking.progress import Progress
 
 if TYPE_CHECKING:
@@ -182,6 +184,10 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     size = section.size[:2]
     sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
     set_output(model, section.size, "rollout" if is_rl else "data", sizes)
+    if isinstance(config, DiffusionRLConfig):
+        check_rewards(model, config)
+    else:
+        check_data_type(model, config.data)
     is_dpo = isinstance(config, TrainDitDpoConfig)
     settings: Keywords = {
         "rows": train.micro_batch_size * (2 if is_dpo else 1),

@@ -150,21 +150,26 @@ def _described(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, ob
 
 
 def _write(answer: PlaygroundAnswer, folder: Path, number: int) -> str:
-    """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written."""
+    """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written.
+
+    The sound of a video is a file beside it.
+    """
     from sfumato.config.writing import write_atomically
     from sfumato.evaluation.samples_folder import folder_name
-    from sfumato.tracking.samples import write_picture
+    from sfumato.tracking.samples import FRAME_MS, write_picture
 
     sound = answer.sample.sound
     if sound is not None:
         path = folder / f"{number:04d}_{folder_name(answer.label)}.wav"
         write_atomically(path, sound.wav())
-        return str(path.absolute())
+        if answer.sample.image is None:
+            return str(path.absolute())
     image = answer.sample.image
     if image is None:
         return ""
     path = folder / f"{number:04d}_{folder_name(answer.label)}{'.png' if image.ndim == 3 else '.webp'}"
-    write_picture(image, path)
+    frame_rate = answer.sample.frame_rate
+    write_picture(image, path, round(1000 / frame_rate) if frame_rate else FRAME_MS)
     return str(path.absolute())
 
 

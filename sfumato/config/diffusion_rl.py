@@ -183,6 +183,11 @@ class DiffusionRLConfig(RecipeRLConfig):
         return "image" if self.rollout.seconds is None else "sound"
 
     @property
+    def scored_modalities(self) -> tuple[str, ...]:
+        """As of ``RLConfig``; whether a video has a sound is seen when the model is loaded."""
+        return ("image", "sound") if self.rollout.num_frames > 1 else (self.modality,)
+
+    @property
     def trained_guidance_scale(self) -> float:
         """Classifier-free guidance of what the update predicts."""
         raise NotImplementedError

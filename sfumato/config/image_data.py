@@ -126,8 +126,9 @@ class ImageDataConfig(Section):
 class ImageTextDataConfig(ImageDataConfig):
     """Images, videos or sounds with captions."""
 
-    data_type: Literal["image_text", "sound_text", "glyphs"] = "image_text"
-    """image_text reads images or videos of train_path; sound_text reads sounds; glyphs renders words in code."""
+    data_type: Literal["image_text", "sound_text", "video_sound_text", "glyphs"] = "image_text"
+    """image_text reads images or videos of train_path; sound_text reads sounds; video_sound_text reads videos with the
+    sound that they have; glyphs renders words in code."""
     image_key: str = "image"
     """Column of the image, or of the video: a path relative to the file, or in parquet the bytes."""
     mask_key: str | None = None
@@ -138,7 +139,7 @@ class ImageTextDataConfig(ImageDataConfig):
     invert_mask: bool = False
     """Whether black is inside."""
     sound_key: str = "audio"
-    """Column of the sound: a path relative to the file, or in parquet the bytes."""
+    """Column of the sound: a path relative to the file, or in parquet the bytes; a video without it has its own."""
     seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Length of the sounds that are trained on: longer ones are cut, shorter ones filled up with silence."""
 
@@ -159,6 +160,13 @@ class ImageTextDataConfig(ImageDataConfig):
                 *MASK,
             )
             refuse_needless(self, "data", names, "on sounds (data.data_type sound_text): remove it")
+        elif self.data_type == "video_sound_text":
+            if self.num_frames < 2:
+                raise ValueError(
+                    "data.num_frames: the frames of a video are required for data.data_type video_sound_text"
+                )
+            names = ("seconds", "source_image_key", "buckets", "glyphs", *MASK)
+            refuse_needless(self, "data", names, "on videos with sound (data.data_type video_sound_text): remove it")
         else:
             why = f"with data.data_type {self.data_type}: remove it, or set data.data_type sound_text"
             refuse_needless(self, "data", ("seconds", "sound_key"), why)
@@ -180,6 +188,8 @@ class ImageTextDataConfig(ImageDataConfig):
 
     def refuse_sound(self, what: str) -> None:
         """Raises ValueError where images are needed."""
+        if self.data_type == "video_sound_text":
+            raise ValueError(f"data.data_type video_sound_text: {what} is trained on images: take image_text")
         if self.seconds is not None:
             raise ValueError(f"data.data_type sound_text: {what} is trained on images: take image_text")
 

@@ -216,13 +216,18 @@ class RLConfig(Section):
             raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
         return self
 
+    @property
+    def scored_modalities(self) -> tuple[str, ...]:
+        """The kinds of samples that rewards may score here."""
+        return (self.modality,)
+
     @model_validator(mode="after")
     def _rewards_fit(self) -> RLConfig:
         if not self.rollout.with_reward:
             why = "with rollout.with_reward false, where nothing is generated while rewards are awaited: remove it"
             refuse_needless(self.reward, "reward", ("max_pending",), why)
         for number, reward in enumerate(self.reward.rewards):
-            if self.modality and not reward.scores(self.modality):
+            if self.modality and not any(map(reward.scores, self.scored_modalities)):
                 raise ValueError(
                     f"reward.rewards.{number}: {reward.type} scores samples of another kind ({reward.kinds}) than this "
                     f"task generates ({self.modality}): remove it"

@@ -69,7 +69,7 @@ class ModelConfig(Section):
     """Train low-rank adapters; null trains all weights of the denoiser."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: text encoders, autoencoder, and with LoRA the denoiser's base weights."""
-    max_sequence_length: int = Field(256, ge=0, le=512)
+    max_sequence_length: int = Field(256, ge=0, le=1024)
     """Tokens of the prompt embedding (T5, UMT5 or Qwen), as in the diffusers pipeline; 0 leaves T5 out of Stable
     Diffusion 3."""
     keep_encoders: bool = True

@@ -61,7 +61,7 @@ def evaluate_samples(
     scorer = None
     if rewards or network is None:
         scorer = SampleScorer(choose_rewards(rewards, sources))
-        scorer.check_modality(sources[0].modality)
+        scorer.check_modality(sources[0].modalities)
     evaluation = Evaluation([source.label for source in sources])
     scored: list[ScoredSample] = []
     seen: list[Tensor] = []

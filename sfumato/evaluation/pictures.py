@@ -240,7 +240,8 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
         PictureSettings(
             default("height", side),
             default("width", side),
-            default("num_frames", 1),
+            # LTX-2's pipeline takes so many where it is not told
+            default("num_frames", 121 if model.makes_video_with_sound else 1),
             default("num_inference_steps", 28),
             float(default("guidance_scale", 4.5)),
             DEFAULT_SEED,

@@ -153,7 +153,7 @@ def _compare_content(recorded: RecordedSample, redrawn: Redrawn, folder: Path) -
         parts.append(Part("damage", is_equal, f"{row.get('damage') or 'none'} then, {sample.damage or 'none'} now"))
     if sample.sound is not None:
         parts.append(_compare_sounds(recorded, sample.sound))
-    elif sample.image is not None:
+    if sample.image is not None:
         parts.append(_compare_pictures(recorded, sample.image, folder))
     elif sample.text is not None:
         # what no file can hold is written as a question mark

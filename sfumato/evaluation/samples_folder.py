@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from html import escape
 from pathlib import Path
 from typing import cast
@@ -23,6 +25,7 @@ from sfumato.tracking.report_answers import folded, in_html
 from sfumato.tracking.report_samples import audio_player
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
+from sfumato.tracking.waveforms import VideoWithSound
 
 PAGE = "index.html"
 ROWS = "samples.jsonl"
@@ -30,6 +33,8 @@ MAX_PIXELS = 256
 MOST_SHOWN = 64
 """Samples of each model on the page; all are in files."""
 FRAMES_PER_S = 1000 // FRAME_MS
+AAC_RATE = 48000
+"""Samples per second of the sound in MP4 files; AAC knows few rates."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,9 @@ class SamplesFolder:
         name = f"{folder_name(named.model)}/{named.prompt_id:04d}_seed{named.seed}"
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
+        content = sample.content
+        if isinstance(content, VideoWithSound):
+            return self._write_video_with_sound(content, path)
         if sample.sound is not None:
             write_picture(sample.shown, path.with_name(f"{path.name}.png"))  # which pages embed
             with open_new(path.with_name(f"{path.name}.wav")) as file:
@@ -174,6 +182,14 @@ class SamplesFolder:
         write_picture(sample.image, path.with_name(f"{path.name}.webp"))  # which pages embed
         ending = ".mp4" if write_video(sample.image, path.with_name(f"{path.name}.mp4")) else ".webp"
         return f"{name}{ending}"
+
+    def _write_video_with_sound(self, content: VideoWithSound, path: Path) -> str:
+        """Writes an animation, which pages embed, a WAV file, and both as one MP4 file where PyAV is installed."""
+        write_picture(content.frames, path.with_name(f"{path.name}.webp"), round(1000 / content.frame_rate))
+        with open_new(path.with_name(f"{path.name}.wav")) as file:
+            file.write(content.sound.wav())
+        ending = ".mp4" if write_sounding_video(content, path.with_name(f"{path.name}.mp4")) else ".webp"
+        return f"{path.parent.name}/{path.name}{ending}"
 
     def _row(self, named: NamedSample, file: str) -> dict[str, object]:
         sample = named.sample
@@ -212,8 +228,9 @@ class SamplesFolder:
             path = self.folder / written.file
             # browsers show the animation beside a video; there may be none of the other kinds
             content = _picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
-            if path.suffix == ".wav":
-                content += audio_player(path, written.file)
+            sound = path.with_suffix(".wav")
+            if sound.is_file():
+                content += audio_player(sound, str(Path(written.file).with_suffix(".wav")))
         damage = f'<span class="warn">{escape(written.damage)}</span>' if written.damage else ""
         rewards = "".join(
             f"<br><small>{escape(printable(name))} {'failed' if math.isnan(value) else format_value(value)}</small>"
@@ -261,6 +278,41 @@ def write_video(frames: np.ndarray, path: Path) -> bool:
     for frame in frames:
         writer.write(np.ascontiguousarray(frame[..., ::-1]))  # OpenCV has blue first
     writer.release()
+    return True
+
+
+def write_sounding_video(content: VideoWithSound, path: Path) -> bool:
+    """Writes a video with its sound as MP4 with H.264 and AAC; without PyAV (the extra ``video``) nothing.
+
+    A side of an odd number of pixels loses one, which H.264 has no colours for.
+
+    Returns:
+        Whether it was written.
+    """
+    try:
+        import av
+    except ImportError:
+        return False
+    frames = content.frames if content.frames.ndim == 4 else content.frames[None]
+    height, width = (side - side % 2 for side in frames.shape[1:3])
+    content_of_file = io.BytesIO()
+    with av.open(content_of_file, "w", format="mp4") as container:
+        video = container.add_stream("libx264", rate=Fraction(content.frame_rate).limit_denominator(1001))
+        video.width, video.height, video.pix_fmt = width, height, "yuv420p"
+        layout = "stereo" if len(content.sound.samples) == 2 else "mono"
+        audio = container.add_stream("aac", rate=AAC_RATE, layout=layout)
+        for frame in frames:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame[:height, :width]), format="rgb24")
+            container.mux(video.encode(picture))
+        container.mux(video.encode())
+        interleaved = np.ascontiguousarray(content.sound.samples.T).reshape(1, -1)
+        sound = av.AudioFrame.from_ndarray(interleaved, format="s16", layout=layout)
+        sound.sample_rate = content.sound.rate
+        for converted in av.AudioResampler(format="fltp", layout=layout, rate=AAC_RATE).resample(sound):
+            container.mux(audio.encode(converted))
+        container.mux(audio.encode())
+    with open_new(path) as file:
+        file.write(content_of_file.getvalue())
     return True
 
 

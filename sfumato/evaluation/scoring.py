@@ -62,10 +62,10 @@ class SampleScorer:
         self.scorer = Scorer(self.rewards, require_objective=False)
         self.scorer.prepare()
 
-    def check_modality(self, kind: str) -> None:
-        """Raises ConfigError for a reward of another kind of samples than "image", "text" or "sound"."""
+    def check_modality(self, kinds: Sequence[str]) -> None:
+        """Raises ConfigError for a reward of other kinds of samples than these of "image", "text" and "sound"."""
         for reward in self.rewards:
-            if not reward.scores(kind):
+            if not any(map(reward.scores, kinds)):
                 raise ConfigError(f"--reward {reward.label} scores samples of another kind ({reward.kinds})")
 
     def score(self, samples: Sequence[NamedSample]) -> tuple[list[NamedSample], list[str]]:

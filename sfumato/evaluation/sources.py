@@ -91,21 +91,23 @@ class ModelSource:
         return self.kind in ("run", "checkpoint") and self.run is not None and self.run.is_diffusion
 
     @property
-    def modality(self) -> str:
-        """What it draws, as rewards name it: "image", videos too, "text" or "sound"."""
+    def modalities(self) -> tuple[str, ...]:
+        """What it draws, as rewards name it: "image", videos too, "text" or "sound"; of videos with sound both."""
         if not self.draws_pictures:
-            return "text"
-        if self.run is not None:
-            config = self.run.config
-            section = config.rollout if hasattr(config, "rollout") else config.data
-            return "image" if getattr(section, "seconds", None) is None else "sound"
-        if self.kind != "pipeline":
-            return "image"
+            return ("text",)
+        if self.run is None and self.kind != "pipeline":
+            return ("image",)
+        if self.run is not None and not self.is_diffusion:
+            return ("image",)
         from sfumato.models.diffusion.load import family_of
 
-        return (
-            "sound" if family_of(ModelConfig.model_validate({"model_path": str(self.folder)})).makes_sound else "image"
+        model = (
+            ModelConfig.model_validate({"model_path": str(self.folder)}) if self.run is None else self.run.config.model
         )
+        family = family_of(model)
+        if family.makes_video_with_sound:
+            return ("image", "sound")
+        return ("sound",) if family.makes_sound else ("image",)
 
     @property
     def draws_pictures(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
-from sfumato.tracking.waveforms import Waveform, spectrum_picture
+from sfumato.tracking.waveforms import VideoWithSound, Waveform, spectrum_picture
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -77,7 +77,9 @@ class Sample:
     text: str | None = None
     """What a language model answered; None for an image."""
     sound: Waveform | None = None
-    """The sound, int16 ``[channels, N]`` with its sampling rate; None for an image or a text."""
+    """The sound, int16 ``[channels, N]`` with its sampling rate, alone or of a video; None where there is none."""
+    frame_rate: float = 0.0
+    """Frames per second of a video with sound; 0 for all other samples."""
     messages: list[JsonObject] | None = None
     """The whole conversation with ``role`` and ``content``, tools included, where there were several turns."""
     num_tokens: int = 0
@@ -92,7 +94,8 @@ class Sample:
 
     def __post_init__(self) -> None:
         contents = [part for part in (self.image, self.text, self.sound) if part is not None]
-        assert len(contents) == 1, "a sample is an image, a text or a sound"
+        with_sound = self.image is not None and self.sound is not None and self.frame_rate > 0
+        assert len(contents) == 1 + with_sound, "a sample is an image, a text, a sound, or a video with sound"
         for image, dimensions in ((self.image, (3, 4)), (self.source, (3,))):
             assert image is None or (image.dtype == np.uint8 and image.ndim in dimensions and image.shape[-1] == 3), (
                 f"a sample must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}"
@@ -109,8 +112,10 @@ class Sample:
         return self.image
 
     @property
-    def content(self) -> np.ndarray | str | Waveform:
-        """The image, the text or the sound."""
+    def content(self) -> np.ndarray | str | Waveform | VideoWithSound:
+        """The image, the text or the sound, or the video with its sound."""
+        if self.image is not None and self.sound is not None:
+            return VideoWithSound(self.image, self.sound, self.frame_rate)
         return next(part for part in (self.image, self.text, self.sound) if part is not None)
 
     @property
@@ -122,7 +127,7 @@ class Sample:
     @property
     def shown(self) -> np.ndarray:
         """The image or video, or the spectrum of a sound as a picture."""
-        return self.pixels if self.sound is None else spectrum_picture(self.sound)
+        return self.pixels if self.image is not None or self.sound is None else spectrum_picture(self.sound)
 
     @property
     def frames(self) -> np.ndarray:
@@ -253,9 +258,11 @@ class Reward(ABC):
 
     def seen(self, sample: Sample) -> list[Sample]:
         """The samples that ``score`` is given for one: itself, or every ``frame_step``-th frame of a video as image."""
+        if self.modality == "sound" and sample.image is not None:
+            return [dataclasses.replace(sample, image=None)]
         if self.takes_video or sample.image is None or sample.image.ndim == 3:
             return [sample]
-        return [dataclasses.replace(sample, image=frame) for frame in sample.frames[:: self.frame_step]]
+        return [dataclasses.replace(sample, image=frame, sound=None) for frame in sample.frames[:: self.frame_step]]
 
     def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Indices of the samples of each call of ``score``: all samples at once, or one group in each call."""

@@ -50,6 +50,10 @@ class FunctionReward(Reward):
         if self.memory_mib < 0 or (self.memory_mib and not self.process):
             raise ConfigError(f"memory_mib of reward {self.label!r} must be at least 0, and 0 without process")
 
+    def seen(self, sample: Sample) -> list[Sample]:
+        """As ``Reward.seen``; a video with sound is given whole."""
+        return [sample] if sample.sound is not None else super().seen(sample)
+
     def scores(self, modality: str) -> bool:
         """Any kind: the function is given the whole sample."""
         return True

@@ -24,7 +24,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import make_new_folder, open_new, remove, replace_file
 from sfumato.errors import DataError
 from sfumato.tracking.json_lines import is_number, read_jsonl, strict_json
-from sfumato.tracking.waveforms import Waveform, spectrum_picture
+from sfumato.tracking.waveforms import VideoWithSound, Waveform, spectrum_picture
 
 FRAME_MS = 1000 // 16
 """Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
@@ -51,7 +51,7 @@ class SampleRecord:
     """One generated sample with its prompt, seed, rewards and file.
 
     Attributes:
-        content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], a text, or a sound.
+        content: an image, uint8 [H, W, 3], a video, uint8 [F, H, W, 3], a text, a sound, or a video with its sound.
         source: the image that was edited or animated, uint8 [H, W, 3].
         kind: "eval" samples keep sample_id, prompt and seed at every step, so they can be compared over training;
             "watched" ones are of prompts that were asked for while the run was under way.
@@ -63,7 +63,7 @@ class SampleRecord:
         damage: why the content is not what was sampled, such as NaN that became black; empty where it is.
     """
 
-    content: np.ndarray | str | Waveform
+    content: np.ndarray | str | Waveform | VideoWithSound
     kind: Literal["eval", "train", "watched"]
     prompt: str
     seed: int
@@ -80,9 +80,9 @@ class SampleRecord:
     def __post_init__(self) -> None:
         if self.kind not in ("eval", "train", "watched"):
             raise ValueError(f'kind must be "eval", "train" or "watched", not {self.kind!r}')
-        image = self.content
-        if isinstance(image, str | Waveform):
+        if isinstance(self.content, str | Waveform):
             return
+        image = self.picture
         if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:
             raise ValueError(f"image must be uint8 [H, W, 3] or [F, H, W, 3], not {image.dtype} {list(image.shape)}")
 
@@ -97,7 +97,21 @@ class SampleRecord:
     def picture(self) -> np.ndarray:
         """The image or video, or the spectrum of a sound."""
         assert not isinstance(self.content, str), "a text has no picture"
+        if isinstance(self.content, VideoWithSound):
+            return self.content.frames
         return spectrum_picture(self.content) if isinstance(self.content, Waveform) else self.content
+
+    @property
+    def sound(self) -> Waveform | None:
+        """The sound, alone or of a video; None where there is none."""
+        if isinstance(self.content, VideoWithSound):
+            return self.content.sound
+        return self.content if isinstance(self.content, Waveform) else None
+
+    @property
+    def frame_ms(self) -> int:
+        """Milliseconds for which a frame of a video is shown."""
+        return round(1000 / self.content.frame_rate) if isinstance(self.content, VideoWithSound) else FRAME_MS
 
     @property
     def still(self) -> np.ndarray:
@@ -115,7 +129,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: b
     """Writes all samples of one step, and ``samples.jsonl`` with their rows and texts. NaN becomes null.
 
     Images are PNG files, videos are animated WebP, which browsers show; equal source images share a file. A sound is a
-    WAV file, with a picture of its spectrum beside it.
+    WAV file, with a picture of its spectrum beside it; that of a video lies beside the animation.
 
     The step's folder is complete or absent. Saving a step again, as a resumed run does, replaces the folder, so one
     call has to pass all samples of the step, of both kinds.
@@ -148,9 +162,9 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: b
                 file.write(strict_json(row).encode() + b"\n")
             for name, sample in zip(names, samples, strict=True):
                 if sample.file_ending:
-                    write_picture(sample.picture, tmp / f"{name}{sample.file_ending}")
-                if isinstance(sample.content, Waveform):
-                    (tmp / f"{name}.wav").write_bytes(sample.content.wav())
+                    write_picture(sample.picture, tmp / f"{name}{sample.file_ending}", sample.frame_ms)
+                if sample.sound is not None:
+                    (tmp / f"{name}.wav").write_bytes(sample.sound.wav())
                 if sample.source is not None:
                     write_picture(sample.source, tmp / _source_name(sample.source))
                 file.write(strict_json(_row(name, sample)).encode() + b"\n")
@@ -227,13 +241,16 @@ def read_frames(path: Path) -> np.ndarray:
         return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(opened)])
 
 
-def write_picture(content: np.ndarray, path: Path) -> None:
-    """Writes an image, uint8 [H, W, 3], or a video [F, H, W, 3] as an endless animation, as the ending says."""
+def write_picture(content: np.ndarray, path: Path, frame_ms: int = FRAME_MS) -> None:
+    """Writes an image, uint8 [H, W, 3], or a video [F, H, W, 3] as an endless animation, as the ending says.
+
+    A frame is shown for ``frame_ms`` milliseconds.
+    """
     frames = [Image.fromarray(frame) for frame in np.ascontiguousarray(content[None] if content.ndim == 3 else content)]
     if len(frames) == 1:
         frames[0].save(path)
     else:
-        options = {"save_all": True, "append_images": frames[1:], "duration": FRAME_MS, "loop": 0, **WEBP}
+        options = {"save_all": True, "append_images": frames[1:], "duration": frame_ms, "loop": 0, **WEBP}
         frames[0].save(path, **options)
 
 
@@ -447,6 +464,7 @@ def thumbnail_data_uri(path: Path, max_pixels: int) -> tuple[str, int, int]:
 
 def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
     """A file of the image at another size; every second, fourth, ... frame of a video that is too large."""
+    frame_ms = int(image.info.get("duration", FRAME_MS))
     iterator = ImageSequence.Iterator(image)
     frames = [frame.convert("RGB").resize(size, Image.Resampling.LANCZOS) for frame in iterator]
     buffer = io.BytesIO()
@@ -457,7 +475,7 @@ def _smaller_copy(image: Image.Image, size: tuple[int, int]) -> bytes:
     while True:
         kept_frames = frames[::step]
         buffer = io.BytesIO()
-        save_options = {"save_all": True, "append_images": kept_frames[1:], "duration": FRAME_MS * step, "loop": 0}
+        save_options = {"save_all": True, "append_images": kept_frames[1:], "duration": frame_ms * step, "loop": 0}
         kept_frames[0].save(buffer, "WEBP", quality=75, method=0, **save_options)
         if buffer.tell() <= EMBEDDED_BYTES or len(kept_frames) == 1:
             return buffer.getvalue()
@@ -484,7 +502,7 @@ def _source_name(image: np.ndarray) -> str:
 def _row(name: str, sample: SampleRecord) -> dict[str, object]:
     """The row of a sample in ``samples.jsonl``."""
     content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
-    if isinstance(sample.content, Waveform):
+    if sample.sound is not None:
         content["sound"] = f"{name}.wav"
     source = {} if sample.source is None else {"source": _source_name(sample.source)}
     return {

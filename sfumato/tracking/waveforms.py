@@ -1,4 +1,4 @@
-"""Sounds as samples: WAV files of 16 bits, and pictures of their spectrum."""
+"""Sounds as samples, alone or with a video: WAV files of 16 bits, and pictures of their spectrum."""
 
 from __future__ import annotations
 
@@ -64,6 +64,17 @@ class Waveform:
             file.setframerate(self.rate)
             file.writeframes(np.ascontiguousarray(self.samples.T).astype("<i2").tobytes())
         return buffer.getvalue()
+
+
+@dataclass(frozen=True, eq=False)
+class VideoWithSound:
+    """A video and the sound that belongs to it."""
+
+    frames: np.ndarray
+    """uint8 ``[F, H, W, 3]``; a single frame may be ``[H, W, 3]``."""
+    sound: Waveform
+    frame_rate: float
+    """Frames per second."""
 
 
 def spectrum_picture(sound: Waveform) -> np.ndarray:

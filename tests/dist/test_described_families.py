@@ -22,9 +22,11 @@ from tests.dist.ranks import RankPool
 from tests.family_rows import ROWS, wake
 
 TOLERANCE = 2e-5
-NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2", "hunyuan_image", "hunyuan_video15")
+NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2", "hunyuan_image", "hunyuan_video15", "ltx2")
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, and
-text that is dropped before the last layer."""
+text that is dropped before the last layer; of LTX-2 there are two sequences."""
+NO_TENSOR = ("ltx2",)
+"""Families whose layers cannot be cut: rotary embeddings come with all heads."""
 FAMILIES = ("flux2_klein", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
@@ -54,7 +56,7 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     model.denoiser.train()
     images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size)
     conditioning = model.encode_prompts(PROMPTS, images=images)
-    latents = keyed_normal(row.latent_shape, 1, "latent", 0, range(len(PROMPTS)))
+    latents = keyed_normal(model.latent_shape(*row.size), 1, "latent", 0, range(len(PROMPTS)))
     target = keyed_normal(row.latent_shape, 2, "latent", 0, range(len(PROMPTS)))
     sigma = torch.tensor([0.9, 0.3])
     mesh, _ = make_mesh(**config)
@@ -94,8 +96,8 @@ def truth(request: pytest.FixtureRequest) -> tuple[bool, dict[str, dict[str, tor
 )
 def test_a_step_equals_that_of_one_process(mode: str, truth: Any, ranks: RankPool) -> None:
     lora, expected = truth
-    sequence = mode in ("ulysses", "ring")
-    names = tuple(name for name in FAMILIES if not (sequence and name in NO_SEQUENCE))
+    refused = {"ulysses": NO_SEQUENCE, "ring": NO_SEQUENCE, "tp": NO_TENSOR}.get(mode, ())
+    names = tuple(name for name in FAMILIES if name not in refused)
     for outcomes in ranks.run(2, steps_of, names, lora, MODES[mode]):
         for name in names:
             assert outcomes[name].keys() == expected[name].keys(), name
@@ -108,3 +110,9 @@ def test_a_step_equals_that_of_one_process(mode: str, truth: Any, ranks: RankPoo
 def test_a_sequence_that_cannot_be_cut_is_refused(name: str, ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"ConfigError: .*give its plan a sequence"):
         ranks.run(2, step_of, name, False, MODES["ulysses"])
+
+
+@pytest.mark.parametrize("name", NO_TENSOR)
+def test_layers_that_cannot_be_cut_are_refused(name: str, ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: .*tensor_parallel"):
+        ranks.run(2, step_of, name, False, MODES["tp"])

@@ -402,6 +402,7 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "Sana": (tiny_families.tiny_sana, (32, 64), 10, None),
     "CogVideoX": (tiny_families.tiny_cogvideox, (16, 16, 5), 7, None),
     "HunyuanVideo-1.5": (tiny_families.tiny_hunyuan_video15, (16, 16, 5), 80, None),
+    "LTX-2": (tiny_families.tiny_ltx2, (32, 32, 5), 24, None),
     "stable-diffusion-xl": (tiny_families.tiny_stable_diffusion_xl, (16, 16), 7, None),
     "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }

@@ -49,7 +49,9 @@ class Built:
     def load(self, **config: Any) -> DiffusionModel:
         precision = config.pop("mixed_precision", "no")
         config = ModelConfig(model_path=str(self.folder), max_sequence_length=self.row.tokens, **config)
-        return build_diffusion_model(config, mixed_precision=precision)
+        model = build_diffusion_model(config, mixed_precision=precision)
+        model.latent_shape(*self.row.size)  # as ``set_output`` does in every task
+        return model
 
     def pipeline(self) -> Any:
         pipeline = getattr(diffusers, self.model.pipeline_class).from_pretrained(self.folder)
@@ -60,7 +62,7 @@ class Built:
         return model.encode_prompts(PROMPTS[rows], images=None if self.images is None else self.images[rows])
 
     def velocity(self, model: DiffusionModel, scale: float = 1.0, rows: slice = slice(None)) -> torch.Tensor:
-        latents = keyed_normal(self.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
+        latents = keyed_normal(model.latent_shape(*self.row.size), SEED, "latent", 0, range(len(PROMPTS)))
         sigma = torch.tensor([0.9, 0.3])
         return model.predict_velocity(latents[rows], sigma[rows], self.conditioning(model, rows), scale)
 
@@ -72,7 +74,7 @@ class Built:
         latents, _ = sample_trajectories(
             model, conditioning, ids, dynamics=EulerODE(), trained_steps=(), iteration=0, **common
         )
-        return np.stack(images), latents
+        return np.stack([getattr(image, "frames", image) for image in images]), latents
 
     def by_diffusers(self, pipeline: Any, scale: float, together: bool) -> tuple[np.ndarray, torch.Tensor]:
         """The same of diffusers' own sampling loop."""
@@ -97,6 +99,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config = ModelConfig(config_path=str(folder / "tiny.yaml"), max_sequence_length=row.tokens)
     model = build_diffusion_model(config)
     wake(model)
+    model.latent_shape(*row.size)
     model.save_pipeline(folder / "pipe")
     images = None
     if model.takes_image:
@@ -147,7 +150,8 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
     args, kwargs = calls[0]
     target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])
     pipeline.transformer.requires_grad_(True)
-    plain = (row.velocity(pipeline.transformer(*args, **kwargs)[0], row.latent_shape) - target).square().mean()
+    output = torch.cat(pipeline.transformer(*args, **kwargs), dim=1)  # several parts: of video and sound
+    plain = (row.velocity(output, row.latent_shape) - target).square().mean()
     plain.backward()
     model = built.load()
     latents = keyed_normal(row.latent_shape, SEED, "latent", 0, [0])

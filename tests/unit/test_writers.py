@@ -48,6 +48,7 @@ EXCEPTIONS = {
     "data/files/row_store.py": READS,
     "data/text/token_store.py": READS,
     "evaluation/replay.py": PRIVATE,
+    "evaluation/samples_folder.py": INTO_AN_OPEN_FILE,
     "launcher.py": PRIVATE,
     "models/diffusion/adapter_files.py": IN_A_NEW_FOLDER,
     "models/diffusion/base.py": IN_A_NEW_FOLDER,

@@ -95,6 +95,8 @@ class Picture(NamedTuple):
     """int32 ``[4]``, of pairs ``[2, 4]``: what ``framing_of`` says of the image, or of the first frame."""
     loss_weights: Tensor | None = None
     """float32 ``[height, width]``, from 0 to 1, of its mask; None where the loss counts everywhere alike."""
+    sound: Tensor | None = None
+    """int16 ``[channels, N]``, of a video with sound."""
 
 
 def read_image(source: File, where: str) -> Image.Image:

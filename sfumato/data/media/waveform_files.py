@@ -42,8 +42,8 @@ def read_waveform(source: File, rate: int, channels: int, milliseconds: int, whe
         DataError: when it is broken, empty, truncated, silent, too short, or has other channels.
         MissingDependencyError: when soundfile or soxr is missing.
     """
-    shown = describe_file(source)
     with open_sound(source, where) as file:
+        shown = describe_file(source)
         file_rate = file.samplerate
         stated = file.frames
         file_channels = file.channels
@@ -54,25 +54,46 @@ def read_waveform(source: File, rate: int, channels: int, milliseconds: int, whe
         wanted = min(stated, -(-milliseconds * file_rate // 1000))
         samples = file.read(wanted, dtype="float32", always_2d=True)
     check_all_there(source, samples, wanted, where)
+    waveform = to_waveform(samples, file_rate, rate, channels, milliseconds, f"{where}: sound ({shown})")
+    return waveform, stated * 1000 // file_rate
+
+
+def to_waveform(
+    samples: np.ndarray, file_rate: int, rate: int, channels: int, milliseconds: int, named: str
+) -> np.ndarray:
+    """Samples of a file, brought to a rate, a number of channels and a length.
+
+    Args:
+        samples: float32 ``[N, C]``, 1 or 2 channels or as many as are wanted.
+        file_rate: samples per second of the file.
+        rate, channels, milliseconds: that are wanted, as of ``read_waveform``.
+        named: row and file, for messages.
+
+    Returns:
+        int16 ``[channels, N]``.
+
+    Raises:
+        DataError: when it is silent, too short, or of another scale.
+    """
+    import soxr
+
     largest = float(np.abs(samples).max())
     if largest > LARGEST:
-        raise DataError(f"{where}: sound ({shown}) with samples of up to {largest:g}: scale it to -1 to 1")
+        raise DataError(f"{named} with samples of up to {largest:g}: scale it to -1 to 1")
     if largest == 0:
-        raise DataError(f"{where}: sound ({shown}) that is silent: its first {milliseconds / 1000:g} s are zeros")
+        raise DataError(f"{named} that is silent: its first {milliseconds / 1000:g} s are zeros")
     if len(samples) < LEAST_FILLED * milliseconds * file_rate / 1000:
         raise DataError(
-            f"{where}: sound ({shown}) of {len(samples) / file_rate:.2f} s for {milliseconds / 1000:g} s: at least "
+            f"{named} of {len(samples) / file_rate:.2f} s for {milliseconds / 1000:g} s: at least "
             f"{LEAST_FILLED:.0%} must be there: leave it out, or set a smaller data.seconds"
         )
     waveform = _with_channels(samples, channels)
     if file_rate != rate:
-        import soxr
-
         waveform = soxr.resample(waveform, file_rate, rate)
     length = milliseconds * rate // 1000
     waveform = np.pad(waveform[:length], ((0, max(length - len(waveform), 0)), (0, 0)))
     rounded = (waveform.clip(-1, 1) * FULL_SCALE).round().astype(np.int16)
-    return np.ascontiguousarray(rounded.T), stated * 1000 // file_rate
+    return np.ascontiguousarray(rounded.T)
 
 
 def _with_channels(samples: np.ndarray, channels: int) -> np.ndarray:

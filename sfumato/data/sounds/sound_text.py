@@ -13,6 +13,7 @@ from sfumato.data.files.file_columns import find_file
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
 from sfumato.data.media.pictures import Picture
 from sfumato.data.media.waveform_files import SOUND_ENDINGS, VERSION, read_waveform
+from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError
 
@@ -79,11 +80,11 @@ class SoundTextDataset(ImageTextDataset):
 def open_captioned(
     config: ImageTextDataConfig, seed: int, say: Callable[[str], None] | None = None
 ) -> ImageTextDataset | GlyphDataset:
-    """The dataset of images or of sounds that the configuration describes; arguments and errors of
+    """The dataset of images, sounds or videos with sound that the configuration describes; arguments and errors of
     ``open_image_text``."""
-    if config.data_type != "sound_text":
+    if config.data_type not in ("sound_text", "video_sound_text"):
         return open_image_text(config, seed, say)
-    dataset = SoundTextDataset(config)
+    dataset = SoundTextDataset(config) if config.data_type == "sound_text" else VideoSoundDataset(config)
     if say is not None:
         for line in dataset.unused_files():
             say(line)

@@ -189,6 +189,13 @@ class DiffusionModel(FrozenParts):
         """The timestep shift for training at a resolution: ``shift`` unless the scheduler's depends on the size."""
         return self.shift
 
+    def part_lengths(self, latent_shape: Sequence[int]) -> tuple[int, ...]:
+        """Lengths of the parts of a latent along its last dimension, such as video and sound; empty for a single one.
+
+        The loss of flow matching is the sum of the parts' means.
+        """
+        return ()
+
     @property
     def embeds_guidance(self) -> bool:
         """Whether the denoiser takes the guidance scale as an input, ``embeddings["guidance"]``, instead of running an

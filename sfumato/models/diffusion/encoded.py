@@ -65,6 +65,8 @@ class ReadRows:
     """See ``EncodedBatch``."""
     loss_weights: torch.Tensor | None = None
     """float32 ``[B, H, W]``, see ``Picture``; None without masks."""
+    sounds: torch.Tensor | None = None
+    """int16 ``[B, A, N]`` of videos with sound; None for all others."""
 
     def usable(self, bad_rows: BadRows) -> tuple[torch.Tensor, list[int]] | None:
         """Pixels and sample ids, or None if no row could be read.
@@ -102,13 +104,25 @@ def read_rows(
         return rows
     pixels = torch.stack([picture.pixels for picture in pictures])
     framing = torch.stack([picture.framing for picture in pictures])
-    return replace(rows, pixels=pixels, framing=framing, loss_weights=stack_loss_weights(pictures))
+    return replace(
+        rows,
+        pixels=pixels,
+        framing=framing,
+        loss_weights=stack_loss_weights(pictures),
+        sounds=stack_sounds(pictures),
+    )
 
 
 def stack_loss_weights(pictures: Sequence[Picture]) -> torch.Tensor | None:
     """The weights of some pictures' pixels in the loss, float32 ``[B, H, W]``; None where they have none."""
     weights = [picture.loss_weights for picture in pictures if picture.loss_weights is not None]
     return torch.stack(weights) if weights else None
+
+
+def stack_sounds(pictures: Sequence[Picture]) -> torch.Tensor | None:
+    """The sounds of some videos, int16 ``[B, A, N]``; None where they have none."""
+    sounds = [picture.sound for picture in pictures if picture.sound is not None]
+    return torch.stack(sounds) if sounds else None
 
 
 def shrink_loss_weights(weights: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor | None:
@@ -188,7 +202,7 @@ class OnlineEncoder:
         pixels, sample_ids = rows
         self._count_enlarged(read)
         conditioning = self.model.encode_prompts(read.captions, images=read.sources)
-        latents = encode_rows(self.dataset, self.model, pixels)
+        latents = encode_rows(self.dataset, self.model, pixels, read.sounds)
         loss_weights = shrink_loss_weights(read.loss_weights, latents)
         is_finite = finite_rows(latents, *conditioning.tensors.values())
         if not is_finite.all():
@@ -262,10 +276,12 @@ def not_finite_error(dataset: Dataset, index: int) -> DataError:
     )
 
 
-def encode_rows(dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor) -> torch.Tensor:
-    """Encodes the pixels of B rows: latents ``[B, *latent_shape]``, or ``[B, 2, *latent_shape]`` of pairs."""
+def encode_rows(
+    dataset: Dataset, model: DiffusionModel, pixels: torch.Tensor, sounds: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Encodes the pixels, and sounds, of B rows: latents ``[B, *latent_shape]``, of pairs ``[B, 2, *latent_shape]``."""
     if not dataset.is_paired:
-        return model.encode_pixels(pixels)
+        return model.encode_pixels(pixels) if sounds is None else model.encode_pixels(pixels, sounds)
     return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 

@@ -14,6 +14,8 @@ from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.images.buckets import Buckets, OneSize
 from sfumato.data.loader import IndexBatch
 from sfumato.data.sounds.sound_text import SoundTextDataset
+from sfumato.data.sounds.video_sound import VideoSoundDataset
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
@@ -57,6 +59,20 @@ class BucketEncoder:
 Encoder = OnlineEncoder | LatentCache | BucketEncoder
 
 
+def check_data_type(model: DiffusionModel, config: ImageDataConfig) -> None:
+    """Raises ConfigError where a model that makes videos with sound, or one that makes none, has other data."""
+    has_sound = config.data_type == "video_sound_text"
+    if model.makes_video_with_sound and not has_sound:
+        raise ConfigError(
+            f"data.data_type {config.data_type}: {model.pipeline_class} makes videos with sound: take video_sound_text"
+        )
+    if has_sound and not model.makes_video_with_sound:
+        raise ConfigError(
+            f"data.data_type video_sound_text: {model.pipeline_class} makes no videos with sound: take image_text, or "
+            "another model"
+        )
+
+
 def open_encoder(
     dataset: Dataset,
     model: DiffusionModel,
@@ -78,12 +94,21 @@ def open_encoder(
         buckets: the buckets of the rows, if there are any; each has a cache of its own.
 
     Raises:
+        ConfigError: when the model takes no data of this kind.
         DataError: as ``open_cache``.
     """
+    check_data_type(model, config)
     if isinstance(dataset, SoundTextDataset):
         dataset.take_format(model.sampling_rate, model.num_channels)
         length = dataset.size[1] / 1000
         say(f"sounds become {length:g} s of {model.sampling_rate:,} Hz, {model.num_channels} channel(s)")
+    if isinstance(dataset, VideoSoundDataset):
+        dataset.take_format(model.encoded_rate, model.num_channels, model.frame_rate)
+        seconds = dataset.size[2] / model.frame_rate
+        say(
+            f"videos are cut to {seconds:.2f} s of {model.frame_rate:g} frames a second, with sound of "
+            f"{model.encoded_rate:,} Hz, {model.num_channels} channel(s)"
+        )
     bad_rows = BadRows(bad_row_limit(config.max_bad_rows, len(dataset)), say)
     encoders: EncoderIdentity | None = None
     if config.cache_dir is not None:

@@ -23,8 +23,12 @@ WEIGHTS = (
 
 
 def component_class(library: str, name: str) -> Any:
-    """The class that model_index.json names for a component; None where its library was not imported or lacks it."""
-    return getattr(sys.modules.get(library), name, None)
+    """The class that model_index.json names for a component; None where its library was not imported or lacks it.
+
+    A library may be a package of diffusers' pipelines, such as ``ltx2``.
+    """
+    module = sys.modules.get(library) or sys.modules.get(f"diffusers.pipelines.{library}")
+    return getattr(module, name, None)
 
 
 def names_part(value: object) -> TypeGuard[list[Any]]:

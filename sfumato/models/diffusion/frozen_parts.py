@@ -54,6 +54,10 @@ class FrozenParts(ABC):
     """Whether every sample starts from an image of its own besides the prompt (editing, image to video)."""
     makes_sound: ClassVar[bool] = False
     """Whether samples are sounds, int16 ``[A, N]`` of A channels, in place of pixels."""
+    makes_video_with_sound: ClassVar[bool] = False
+    """Whether samples are videos with sound, whose latents hold both (``video_with_sound.py``)."""
+    frame_rate: ClassVar[float] = 0.0
+    """Frames per second of videos with sound."""
     max_sequence_length: int
     """Tokens of the longest text encoder."""
 
@@ -129,13 +133,15 @@ class FrozenParts(ABC):
             for component in moved:
                 component.to(self.idle_device)
 
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
+    def encode_pixels(self, pixels: Tensor, sound: Tensor | None = None) -> Tensor:
         """Encodes uint8 pixels to float32 latents ``[B, *latent_shape]``, the mode of the posterior.
 
         Args:
             pixels: ``[B, 3, H, W]`` of images, or ``[B, 3, F, H, W]`` of videos for a family that makes them; of a
                 family that makes sound int16 ``[B, A, N]``.
+            sound: int16 ``[B, A, N]`` of ``encoded_rate``, for a family that makes videos with sound; None is silence.
         """
+        assert sound is None, f"{type(self).__name__} makes no sound beside pixels"
         with self.at_work(*self.autoencoder_names):
             return self.pixels_to_latents(pixels)
 
@@ -159,19 +165,29 @@ class FrozenParts(ABC):
 
         Rounding to uint8 turns NaN into an ordinary black pixel, so it must be looked for before.
         """
+        return self._decode_chunks(latents, self.latents_to_pixels, self.round_decoded)
+
+    def decode_sound(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Decodes the sound of videos: int16 ``[B, A, N]``, and which were finite before rounding, bool ``[B]``."""
+        raise NotImplementedError(f"{type(self).__name__} makes no videos with sound")
+
+    def _decode_chunks(
+        self, latents: Tensor, compute: Callable[[Tensor], Tensor], rounded: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Decodes as many latents at a time as their shape allows: what was rounded, and what was finite before."""
         chunk_size = self.decoded_at_a_time(latents)
-        pixels = []
+        outputs = []
         is_finite = []
         with torch.no_grad(), self.at_work(*self.autoencoder_names):
             for chunk in latents.split(chunk_size):
                 padding = chunk[-1:].expand(chunk_size - len(chunk), *chunk.shape[1:])
-                decoded = self.latents_to_pixels(torch.cat([chunk, padding]))[: len(chunk)]
+                decoded = compute(torch.cat([chunk, padding]))[: len(chunk)]
                 if not decoded.is_floating_point():
                     raise TypeError(f"{type(self).__name__}.latents_to_pixels must return pixels before rounding")
                 decoded = decoded.float()
-                pixels.append(self.round_decoded(decoded))
+                outputs.append(rounded(decoded))
                 is_finite.append(finite_rows(decoded))
-        return torch.cat(pixels), torch.cat(is_finite)
+        return torch.cat(outputs), torch.cat(is_finite)
 
     def decode_differentiably(self, latents: Tensor) -> Tensor:
         """Decodes latents ``[B, *latent_shape]`` so that gradients flow to them.
@@ -222,8 +238,13 @@ class FrozenParts(ABC):
 
     @property
     def sampling_rate(self) -> int:
-        """Samples of sound per second; 0 for a family that makes none."""
+        """Samples per second of a sound that is drawn; 0 for a family that makes none."""
         return 0
+
+    @property
+    def encoded_rate(self) -> int:
+        """Samples per second of a sound that is encoded."""
+        return self.sampling_rate
 
     @property
     def num_channels(self) -> int:

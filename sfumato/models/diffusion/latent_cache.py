@@ -50,6 +50,7 @@ from sfumato.models.diffusion.encoded import (
     not_finite_error,
     shrink_loss_weights,
     stack_loss_weights,
+    stack_sounds,
 )
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
 from sfumato.parallel.finite import finite_rows
@@ -350,7 +351,8 @@ class _Builder:
         index_of_new = dict(reversed(index_of_new.items()))
         if index_of_new:
             new_pictures = [pictures[index] for index in index_of_new.values()]
-            latents = encode_rows(dataset, model, torch.stack([picture.pixels for picture in new_pictures]))
+            pixels = torch.stack([picture.pixels for picture in new_pictures])
+            latents = encode_rows(dataset, model, pixels, stack_sounds(new_pictures))
             tensors = {"latents": latents, "framing": torch.stack([picture.framing for picture in new_pictures])}
             loss_weights = shrink_loss_weights(stack_loss_weights(new_pictures), latents)
             tensors |= {} if loss_weights is None else {"loss_weights": loss_weights}

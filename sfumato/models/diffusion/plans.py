@@ -307,3 +307,6 @@ HUNYUAN_IMAGE = ParallelPlan(
 
 # The projections hold several matrices, of which each process would need a part.
 STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))
+
+# Its rotary embeddings come with all heads, and each part has a sequence of its own.
+LTX2 = ParallelPlan(blocks=("LTX2VideoTransformerBlock",))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import (
         ByT5Tokenizer,
         Gemma2Model,
+        Gemma3ForConditionalGeneration,
         GemmaTokenizer,
         Mistral3ForConditionalGeneration,
         Mistral3Model,
@@ -74,6 +75,25 @@ def build_gemma2_encoder(
     settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
     settings["bos_token_id"] = tokenizer.bos_token_id
     return Gemma2Model(Gemma2Config(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads))
+
+
+def build_gemma3_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> Gemma3ForConditionalGeneration:
+    """A Gemma3ForConditionalGeneration with random weights, and a vision tower that reads no prompt."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+
+    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+    settings["bos_token_id"] = tokenizer.bos_token_id
+    text = Gemma3TextConfig(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads)
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
 
 
 def build_mistral3_encoder(

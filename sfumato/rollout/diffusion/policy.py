@@ -10,6 +10,7 @@ import numpy as np
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.images.prompts import Prompt
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
@@ -38,17 +39,28 @@ def build_policy(config: DiffusionRLConfig, mesh: Mesh, say: Callable[[str], Non
         say: shows the user a line.
 
     Raises:
-        ConfigError: when the model cannot make images or videos of that size.
+        ConfigError: when the model cannot make images or videos of that size, or a reward does not suit them.
     """
     precision = config.train.mixed_precision
     seed = config.train.seed
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = say
     set_output(model, config.rollout.size, "rollout")
+    check_rewards(model, config)
     if config.rollout.guidance_scale_2 is not None:
         model.set_second_guidance(config.rollout.guidance_scale_2)
     model.denoiser.eval()
     return model
+
+
+def check_rewards(model: DiffusionModel, config: DiffusionRLConfig) -> None:
+    """Raises ConfigError for rewards that hear, of a model whose videos have no sound."""
+    for number, reward in enumerate(config.reward.rewards):
+        if config.modality == "image" and not model.makes_video_with_sound and not reward.scores("image"):
+            raise ConfigError(
+                f"reward.rewards.{number}: {reward.type} scores sounds, and {model.pipeline_class} makes none: "
+                "remove it"
+            )
 
 
 def encode_prompts(

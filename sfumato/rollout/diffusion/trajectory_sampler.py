@@ -22,10 +22,10 @@ from sfumato.parallel.finite import finite_rows
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Rollout, SampleRequest
 from sfumato.rollout.diffusion.policy import encode_prompts
-from sfumato.tracking.waveforms import Waveform
+from sfumato.tracking.waveforms import VideoWithSound, Waveform
 
-Content = np.ndarray | Waveform
-"""An image, uint8 ``[H, W, 3]``, a video, ``[F, H, W, 3]``, or a sound."""
+Content = np.ndarray | Waveform | VideoWithSound
+"""An image, uint8 ``[H, W, 3]``, a video, ``[F, H, W, 3]``, a sound, or a video with its sound."""
 
 LATENTS_NOT_FINITE = "its latents are NaN or infinite"
 PICTURE_NOT_FINITE = (
@@ -177,12 +177,19 @@ class EncodedRequests:
 
 
 def sample_of(prompt: Prompt, content: Content, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
-    """A sample as rewards see it; ``content`` is uint8 ``[H, W, 3]``, of a video ``[F, H, W, 3]``, or a sound."""
-    is_sound = isinstance(content, Waveform)
+    """A sample as rewards see it."""
+    frame_rate = 0.0
+    if isinstance(content, VideoWithSound):
+        image, sound, frame_rate = content.frames, content.sound, content.frame_rate
+    elif isinstance(content, Waveform):
+        image, sound = None, content
+    else:
+        image, sound = content, None
     return Sample(
         prompt=prompt.text,
-        image=None if is_sound else content,
-        sound=content if is_sound else None,
+        image=image,
+        sound=sound,
+        frame_rate=frame_rate,
         metadata=prompt.metadata,
         group_id=group_id,
         source=source,
@@ -214,6 +221,10 @@ def decode_samples(
         For each sample its image, uint8, or sound, and what is wrong with it, an empty text where nothing is.
     """
     pixels, has_picture = model.decode_marked(latents)
+    waveforms = None
+    if model.makes_video_with_sound:
+        waveforms, has_sound = model.decode_sound(latents)
+        has_picture &= has_sound
     has_latents = finite_rows(latents)
     if replay_data is not None:
         has_latents &= replay_data.is_finite()
@@ -225,6 +236,9 @@ def decode_samples(
         sounds = [Waveform(sound, model.sampling_rate) for sound in pixels.cpu().numpy()]
         return list(zip(sounds, problems, strict=True))
     images = pixels.movedim(-3, -1).contiguous().cpu().numpy()  # [B, H, W, 3], or [B, F, H, W, 3]
+    if waveforms is not None:
+        sounds = [Waveform(sound, model.sampling_rate) for sound in waveforms.cpu().numpy()]
+        images = [VideoWithSound(*parts, model.frame_rate) for parts in zip(images, sounds, strict=True)]
     return list(zip(images, problems, strict=True))
 
 

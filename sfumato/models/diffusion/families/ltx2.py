@@ -1,0 +1,206 @@
+"""LTX-2 (arXiv 2601.03233) and LTX-2.3: videos with sound from text, by LTX2VideoTransformer3DModel.
+
+Gemma 3 reads a prompt; connectors, which are frozen with it, make an embedding for the video and one for the sound. An
+autoencoder makes the latents of the sound of its mel spectrogram, and a vocoder makes the waveform of a spectrogram.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.mel_spectrogram import log_mel_spectrogram
+from sfumato.models.diffusion.scratch_encoders import build_gemma3_encoder, build_gemma_tokenizer
+from sfumato.models.diffusion.scratch_ltx2 import (
+    build_ltx2_audio_autoencoder,
+    build_ltx2_autoencoder,
+    build_ltx2_connectors,
+    build_ltx2_vocoder,
+    infer_ltx2_transformer,
+)
+from sfumato.models.diffusion.video_with_sound import PartSizes, VideoSoundFamily
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+
+class LTX2(VideoSoundFamily):
+    """LTX-2 and LTX-2.3 from text."""
+
+    pipeline_class: ClassVar[str] = "LTX2Pipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.LTX2
+    # of the self-attention and text of both parts, and of what each takes from the other, as LTX-2's own trainer has it
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "connectors")
+    autoencoder_names: ClassVar[tuple[str, ...]] = ("vae", "audio_vae", "vocoder")
+    frame_rate: ClassVar[float] = 24.0  # the pipeline's default
+    largest_shift: ClassVar[float] = 2.05
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for parts that are not LTX-2's, and lengths of prompts that do not
+        divide."""
+        super().__init__(pipeline, *args, **kwargs)
+        config = pipeline.transformer.config
+        if (config.patch_size, config.patch_size_t, config.in_channels) != (1, 1, config.audio_in_channels):
+            raise ConfigError(
+                f"model.model_path: a transformer of patches {config.patch_size_t} x {config.patch_size} with "
+                f"{config.in_channels} features for video and {config.audio_in_channels} for sound is not LTX-2's"
+            )
+        if pipeline.vae.config.timestep_conditioning:
+            raise ConfigError(
+                "model.model_path: an autoencoder that takes a noise level (timestep_conditioning) is not read"
+            )
+        registers = pipeline.connectors.config.video_connector_num_learnable_registers
+        if registers and self.max_sequence_length % registers:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: must be a multiple of {registers}, as many "
+                "registers fill up a prompt; LTX-2 was trained with 1024"
+            )
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; ``connectors``, ``audio_vae`` and ``vocoder`` are sections, too."""
+        import diffusers
+
+        blueprint = Blueprint(
+            pipeline=diffusers.LTX2Pipeline,
+            denoiser=diffusers.LTX2VideoTransformer3DModel,
+            vae=build_ltx2_autoencoder,
+            texts={"text_encoder": TextPart(build_gemma3_encoder, build_gemma_tokenizer)},
+            infer=infer_ltx2_transformer,
+            outputs=lambda transformer: [transformer.proj_out, transformer.audio_proj_out],
+            scheduler_settings={
+                "use_dynamic_shifting": True,
+                "base_shift": 0.95,
+                "max_shift": 2.05,
+                "base_image_seq_len": 1024,
+                "max_image_seq_len": 4096,
+                "shift_terminal": 0.1,
+            },
+            further={
+                "audio_vae": build_ltx2_audio_autoencoder,
+                "vocoder": build_ltx2_vocoder,
+                "connectors": build_ltx2_connectors,
+            },
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    @torch.no_grad()
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` for the video, ``sound_prompt_embeds`` ``[B, T, E]``, and ``prompt_mask``."""
+        pipeline = self.pipeline
+        embeds, mask = pipeline._get_gemma_prompt_embeds(
+            prompts, max_sequence_length=self.max_sequence_length, device=self.device
+        )
+        video, sound, mask = pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side)
+        return {"prompt_embeds": video, "sound_prompt_embeds": sound, "prompt_mask": mask}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        connectors = self.pipeline.connectors
+        length = self.max_sequence_length
+        return {
+            "prompt_embeds": ((length, connectors.video_connector.inner_dim), connectors.dtype),
+            "sound_prompt_embeds": ((length, connectors.audio_connector.inner_dim), connectors.dtype),
+            "prompt_mask": ((length,), torch.int64),
+        }
+
+    @property
+    def spatial_unit(self) -> int:
+        return self.pipeline.vae.spatial_compression_ratio
+
+    @property
+    def temporal_unit(self) -> int:
+        return self.pipeline.vae.temporal_compression_ratio
+
+    @property
+    def probe_size(self) -> int:
+        return self.spatial_unit
+
+    @property
+    def token_features(self) -> int:
+        return self.denoiser.config.in_channels
+
+    @property
+    def encoded_rate(self) -> int:
+        return self.pipeline.audio_vae.config.sample_rate
+
+    @property
+    def sampling_rate(self) -> int:
+        return self.pipeline.vocoder.config.output_sampling_rate
+
+    @property
+    def num_channels(self) -> int:
+        return self.pipeline.audio_vae.config.in_channels
+
+    @property
+    def gives_sigmas(self) -> bool:
+        return True
+
+    def sound_tokens(self, frames: int) -> int:
+        vae = self.pipeline.audio_vae
+        tokens_per_second = vae.config.sample_rate / vae.config.mel_hop_length / vae.temporal_compression_ratio
+        return round(frames / self.frame_rate * tokens_per_second)
+
+    def video_to_tokens(self, pixels: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        latents = vae.encode(pixels.to(vae.dtype) / 127.5 - 1).latent_dist.mode().float()
+        scaled = self.pipeline._normalize_latents(latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+        return scaled.flatten(2)
+
+    def tokens_to_video(self, tokens: Tensor, sizes: PartSizes) -> Tensor:
+        vae = self.pipeline.vae
+        latents = tokens.float().unflatten(2, sizes[:3])
+        latents = self.pipeline._denormalize_latents(
+            latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+        )
+        return vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+
+    def sound_to_tokens(self, sound: Tensor, length: int) -> Tensor:
+        vae = self.pipeline.audio_vae
+        config = vae.config
+        mel = log_mel_spectrogram(sound, config.sample_rate, config.mel_hop_length, config.mel_bins)
+        # the first latent frame stands for one frame of the spectrogram, as the decoder has it
+        ratio = vae.temporal_compression_ratio
+        mel = mel[:, :, : ratio * (length - 1) + 1]
+        packed = self.pipeline._pack_audio_latents(vae.encode(mel.to(vae.dtype)).latent_dist.mode().float())
+        return self.pipeline._normalize_audio_latents(packed, vae.latents_mean, vae.latents_std).mT
+
+    def tokens_to_sound(self, tokens: Tensor) -> Tensor:
+        vae = self.pipeline.audio_vae
+        packed = self.pipeline._denormalize_audio_latents(tokens.mT.float(), vae.latents_mean, vae.latents_std)
+        bins = vae.config.mel_bins // vae.mel_compression_ratio
+        latents = self.pipeline._unpack_audio_latents(packed, tokens.shape[2], num_mel_bins=bins)
+        return self.pipeline.vocoder(vae.decode(latents.to(vae.dtype), return_dict=False)[0])
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        sizes = self.sizes_of(latents.shape)
+        video, sound = self.split(latents)
+        timestep = self.timestep(sigma.to(latents.device))
+        velocities = self.denoiser(
+            hidden_states=video.mT,
+            audio_hidden_states=sound.mT,
+            encoder_hidden_states=embeddings["prompt_embeds"].to(self.input_dtype),
+            audio_encoder_hidden_states=embeddings["sound_prompt_embeds"].to(self.input_dtype),
+            timestep=timestep,
+            sigma=timestep,
+            encoder_attention_mask=embeddings["prompt_mask"],
+            audio_encoder_attention_mask=embeddings["prompt_mask"],
+            num_frames=sizes.frames,
+            height=sizes.height,
+            width=sizes.width,
+            fps=self.frame_rate,
+            audio_num_frames=sizes.sound,
+            use_cross_timestep=True,
+            return_dict=False,
+        )
+        return torch.cat(velocities, dim=1).mT
