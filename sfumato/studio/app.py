@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mimetypes
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from sfumato.studio.access import TokenGuard
 from sfumato.studio.checkpoints import describe_checkpoints
 from sfumato.studio.gallery import describe_cells, describe_frames, describe_gallery, describe_sample, describe_step
 from sfumato.studio.live import Live
-from sfumato.studio.overview import describe_files, describe_overview, describe_run, list_alerts, read_log
+from sfumato.studio.overview import describe_files, describe_overview, describe_run, describe_status, read_log
 from sfumato.studio.requests import (
     find_run,
     find_sample,
@@ -47,6 +48,8 @@ MOST_COLUMNS = 64
 """Steps of the gallery that are sent at once."""
 MOST_NAMES = 64
 RUNS_AT_ONCE = 30
+LIST_S = 0.7
+"""How long the list of runs waits for runs to be read; the rest is read when the page asks again."""
 NO_SEED = -(2**62)
 FOR_EVER = "private, max-age=31536000, immutable"
 MEDIA_TYPES = {
@@ -81,6 +84,7 @@ class Studio:
             Route("/", self.index),
             Route("/static/{path:path}", self.static),
             Route("/api/runs", _in_thread(self.list_runs)),
+            Route("/api/names", _in_thread(self.list_names)),
             Route("/api/status", _in_thread(self.status)),
             Route("/api/overview", _in_thread(self.overview)),
             Route("/api/checkpoints", _in_thread(self.checkpoints)),
@@ -116,23 +120,29 @@ class Studio:
         first = number_parameter(request, "first", 0)
         search = request.query_params.get("search", "")[:200].lower()
         names = [name for name in self.runs.names() if search in name.lower()]
-        shown = names[first : first + RUNS_AT_ONCE]
-        described = [self.runs.described(name, describe_run) for name in shown]
+        deadline = time.monotonic() + LIST_S
+        described: list[dict[str, object] | None] = []
+        for name in names[first : first + RUNS_AT_ONCE]:
+            # one at least, so that a page that asks again comes to an end
+            may_read = not described or time.monotonic() < deadline
+            described.append(self.runs.described(name, describe_run, may_read))
         return json_response(
             {
                 "runs": [line for line in described if line is not None],
                 "total": len(names),
                 "was_cut": self.runs.was_cut,
                 "folder": self.runs.root.name,
-                "names": names[:2000],
                 "problem": self.thumbnails.problem or self.runs.problem,
             }
         )
 
+    def list_names(self, request: Request) -> Response:
+        """Names of all runs, the newest first: without what is known of them, for which they would be read."""
+        return json_response({"names": self.runs.names()})
+
     def status(self, request: Request) -> Response:
         """What the run is doing, and what a person should be told of."""
-        reader = self._run(request)
-        return json_response({**describe_run(reader), "alerts": list_alerts(reader)})
+        return json_response(self._run(request).share(describe_status))
 
     def checkpoints(self, request: Request) -> Response:
         """The checkpoints of a run."""
@@ -141,7 +151,7 @@ class Studio:
     def overview(self, request: Request) -> Response:
         """How a run is doing."""
         reader = self._run(request)
-        return json_response({**describe_overview(reader), "cursor": str(reader.cursor())})
+        return json_response({**reader.share(describe_overview), "cursor": str(reader.cursor())})
 
     def metrics(self, request: Request) -> Response:
         """Names of a run's metrics, with their newest values; flat ones are marked."""

@@ -11,7 +11,7 @@ from sfumato.errors import DataError
 from sfumato.studio.runs import RunReader, read_part, read_text
 from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.tracking.alerts import find_alerts
-from sfumato.tracking.headlines import HEADLINES, headlines, reward_weights
+from sfumato.tracking.headlines import headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.report_tables import count_failed_rewards
 from sfumato.tracking.reward_hacking import OPTIMISED, evaluation_only, signs_of_hacking
@@ -100,8 +100,14 @@ def describe_overview(reader: RunReader) -> JSON:
         "facts": list_facts(reader.environment()),
         "steps_with_samples": len(reader.samples.steps),
         "last_sample_step": max(reader.samples.steps, default=None),
+        "samples_generation": reader.samples.generation,
         "time": time.time(),
     }
+
+
+def describe_status(reader: RunReader) -> JSON:
+    """What the run is doing, and what a person should be told of."""
+    return {**describe_run(reader), "alerts": list_alerts(reader)}
 
 
 def list_alerts(reader: RunReader) -> list[JSON]:
@@ -117,8 +123,7 @@ def list_alerts(reader: RunReader) -> list[JSON]:
 
 def _figures(reader: RunReader) -> list[JSON]:
     """The headline figures of a run."""
-    names = [name for name in reader.metrics.curves if name.startswith(HEADLINES)]
-    figures = headlines(reader.metrics.series(names), reward_weights(reader.config()))
+    figures = headlines(reader.metrics.series(), reward_weights(reader.config()))
     return [
         {
             "name": printable(figure.name),

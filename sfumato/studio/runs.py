@@ -25,6 +25,8 @@ MARKS = ("metrics.jsonl", "environment.json", "run.lock")
 INSIDE = frozenset({"samples", "checkpoints", "hf_ckpt", "tensorboard", "rollouts", "tokens", "control", "cache"})
 """Folders within a run that hold no other runs."""
 MOST_RUNS, MOST_FOLDERS, DEEPEST = 2000, 20_000, 6
+SHARED_S = 2.0
+"""How long an answer is shared while nothing new is to be seen; some of it, such as how long a run is silent, ages."""
 FOUND_AGAIN_S = 3.0
 """How long a list of runs counts as new."""
 MOST_TEXT_BYTES = 2**24
@@ -71,7 +73,9 @@ class RunReader:
         )
         self._lock = threading.Lock()
         self._read_at = 0.0
-        self._config: tuple[tuple[int, int], object] | None = None
+        self._parsed: dict[str, tuple[tuple[int, int, int], object]] = {}
+        self._shared: dict[str, tuple[tuple[Cursor, str], float, dict[str, object]]] = {}
+        self._sharing = threading.Lock()
 
     def refresh(self, at_most_every_s: float = 0.5) -> None:
         """Reads what the run has written since the last call."""
@@ -116,27 +120,37 @@ class RunReader:
 
     def config(self) -> object:
         """The parsed configuration, of whatever shape; None where there is none that can be read."""
-        path = self.folder / "config.yaml"
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        stamp = (status.st_ino, status.st_mtime_ns)
-        if self._config is None or self._config[0] != stamp:
-            try:
-                parsed = parse_yaml(read_text(self.folder, "config.yaml"), "config.yaml")
-            except (ConfigError, DataError):
-                parsed = None
-            self._config = (stamp, parsed)
-        return self._config[1]
+        return self._parse("config.yaml", lambda text: parse_yaml(text, "config.yaml"))
 
     def environment(self) -> dict[str, object]:
         """The content of environment.json; empty where it is missing or is being written."""
-        try:
-            value = json.loads(read_text(self.folder, "environment.json"))
-        except (DataError, ValueError, RecursionError):
-            return {}
+        value = self._parse("environment.json", json.loads)
         return value if isinstance(value, dict) else {}
+
+    def _parse(self, name: str, parse: Callable[[str], object]) -> object:
+        """The content of a small file, read again when the file is another one; None where it cannot be read."""
+        stamp = _stamp(self.folder / name)
+        before = self._parsed.get(name)
+        if before is not None and before[0] == stamp:
+            return before[1]
+        try:
+            parsed = parse(read_text(self.folder, name))
+        except (ConfigError, DataError, ValueError, RecursionError):
+            parsed = None
+        self._parsed[name] = (stamp, parsed)
+        return parsed
+
+    def share(self, describe: Callable[[RunReader], dict[str, object]]) -> dict[str, object]:
+        """What ``describe`` says of the run as it stands: pages that ask for the same thing share one answer."""
+        with self._sharing:
+            stamp = (self.cursor(), self.state(self.environment()).text)
+            name = describe.__name__
+            before = self._shared.get(name)
+            if before is not None and before[0] == stamp and time.monotonic() - before[1] < SHARED_S:
+                return before[2]
+            description = describe(self)
+            self._shared[name] = (stamp, time.monotonic(), description)
+            return description
 
     def total_steps(self, environment: dict[str, object]) -> int | None:
         """Steps of the whole run; None where neither the run nor its configuration says."""
@@ -214,10 +228,18 @@ class RunsFolder:
             self._forget_oldest(name)
             return reader
 
-    def described(self, name: str, describe: Callable[[RunReader], dict[str, object]]) -> dict[str, object] | None:
+    def described(
+        self, name: str, describe: Callable[[RunReader], dict[str, object]], may_read: bool = True
+    ) -> dict[str, object] | None:
         """What ``describe`` says of a run; that of before where no file has changed that it may depend on.
 
         A run that is alive is described anew each time. None where there is no run of that name any more.
+
+        Args:
+            name: of the run.
+            describe: makes a description.
+            may_read: whether a run that nobody has looked at may be read, which takes a second for a long one; where
+                not, its name is given with ``is_pending``.
         """
         folder = self._folders.get(name)
         if folder is None:
@@ -227,6 +249,8 @@ class RunsFolder:
         is_alive = before is not None and before[1].get("state") in ("running", "standing still")
         if before is not None and before[0] == stamp and not is_alive:
             return before[1]
+        if not may_read and name not in self._readers:
+            return {"run": name, "is_pending": True}
         reader = self.reader(name)
         if reader is None:
             return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sfumato.tracking.curves import SMOOTH_FROM, smooth
-from sfumato.tracking.json_lines import Series, is_number, is_step
+from sfumato.tracking.curves import SMOOTH_FROM, smooth_at
+from sfumato.tracking.json_lines import is_number, is_step
 
 MOST_METRICS = 5000
 """Names of metrics that are held: a run has some hundreds, and a file from elsewhere must not fill the memory."""
@@ -79,29 +79,59 @@ class MetricTable:
         step = record.get("step")
         if not is_step(step):
             return
+        curves = self.curves
         for name, value in record.items():
-            if name == "step" or not (value is None or is_number(value)):
-                continue
-            curve = self.curves.get(name)
+            # a long run has millions of values: what nearly all of them are is looked at first
+            if type(value) is not float:
+                if name == "step" or not (value is None or is_number(value)):
+                    continue
+                value = math.nan if value is None else float(value)
+            curve = curves.get(name)
             if curve is None:
-                if len(self.curves) >= MOST_METRICS:
+                if name == "step":
+                    continue
+                if len(curves) >= MOST_METRICS:
                     self.num_left_out += 1
                     continue
-                curve = self.curves[name] = Curve()
-            curve.add(step, math.nan if value is None else float(value))
+                curve = curves[name] = Curve()
+            steps = curve.steps
+            if steps and step <= steps[-1]:
+                curve.add(step, value)
+            else:
+                steps.append(step)
+                curve.values.append(value)
 
     @property
     def last_step(self) -> int:
         """The newest step of any metric; 0 where there is none."""
         return int(max((curve.steps[-1] for curve in list(self.curves.values())), default=0))
 
-    def series(self, names: Iterable[str] | None = None) -> Series:
+    def series(self) -> CurvesView:
         """The values by name and step, as ``series_of`` gives them."""
-        chosen = self.curves if names is None else {name: self.curves[name] for name in names if name in self.curves}
-        return {
-            name: {int(step): as_json(float(value)) for step, value in zip(*curve.arrays(), strict=True)}
-            for name, curve in sorted(chosen.items())
-        }
+        return CurvesView(dict(sorted(self.curves.items())))
+
+
+class CurvesView(Mapping[str, Mapping[int, float | None]]):
+    """Curves as mappings of steps to values, each made when it is asked for: of 200 metrics a page needs some."""
+
+    def __init__(self, curves: Mapping[str, Curve]) -> None:
+        self._curves = curves
+        self._made: dict[str, dict[int, float | None]] = {}
+
+    def __getitem__(self, name: str) -> dict[int, float | None]:
+        if name not in self._made:
+            steps, values = self._curves[name].arrays()
+            self._made[name] = dict(zip(map(int, steps.tolist()), map(as_json, values.tolist()), strict=True))
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._curves
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._curves)
+
+    def __len__(self) -> int:
+        return len(self._curves)
 
 
 def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float = math.inf) -> dict[str, object]:
@@ -118,15 +148,16 @@ def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float
         the same steps, where the curve is long enough for one, else None; ``total``, the number of points in the range.
     """
     steps, values = curve.arrays()
-    smoothed = smooth(values) if len(values) > SMOOTH_FROM and bool(np.isfinite(values).all()) else None
     in_range = np.flatnonzero((steps >= first) & (steps <= last))
-    if len(in_range) > 2 * width:
+    total = len(in_range)
+    if total > 2 * width:
         in_range = in_range[_extremes(steps[in_range], values[in_range], width)]
+    is_smoothed = len(values) > SMOOTH_FROM and bool(np.isfinite(values).all())
     return {
         "x": steps[in_range].tolist(),
         "y": [as_json(value) for value in values[in_range].tolist()],
-        "smooth": None if smoothed is None else [as_json(value) for value in smoothed[in_range].tolist()],
-        "total": int(((steps >= first) & (steps <= last)).sum()),
+        "smooth": [as_json(value) for value in smooth_at(values, in_range).tolist()] if is_smoothed else None,
+        "total": total,
     }
 
 
@@ -134,11 +165,17 @@ def _extremes(steps: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
     """Indices of the lowest and the highest value of each of ``width`` columns, and of the first and the last point."""
     span = max(steps[-1] - steps[0], 1.0)
     columns = np.minimum((steps - steps[0]) / span * width, width - 1).astype(np.int64)
-    # the order within a column: by value, NaN last, so that the first of a column is its lowest
-    lowest_first = np.lexsort((np.where(np.isfinite(values), values, np.inf), columns))
-    highest_first = np.lexsort((np.where(np.isfinite(values), -values, np.inf), columns))
-    starts = np.flatnonzero(np.diff(columns[lowest_first], prepend=-1))
-    return np.unique(np.concatenate([lowest_first[starts], highest_first[starts], [0, len(steps) - 1]]))
+    starts = np.flatnonzero(np.diff(columns, prepend=-1))
+    lowest = _first_lowest(np.where(np.isfinite(values), values, np.inf), starts)
+    highest = _first_lowest(np.where(np.isfinite(values), -values, np.inf), starts)
+    return np.unique(np.concatenate([lowest, highest, [0, len(steps) - 1]]))
+
+
+def _first_lowest(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Indices [m] of the first of the lowest values [n] of each stretch that begins at one of ``starts`` [m]."""
+    lengths = np.diff(starts, append=len(values))
+    is_lowest = np.flatnonzero(values == np.repeat(np.minimum.reduceat(values, starts), lengths))
+    return is_lowest[np.searchsorted(is_lowest, starts)]
 
 
 def as_json(value: float) -> float | None:

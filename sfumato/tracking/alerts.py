@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sfumato.tracking.json_lines import Series
+from sfumato.tracking.json_lines import SeriesView
 from sfumato.tracking.reward_hacking import Sign, signs_of_hacking
 
 FAILED = "reward/failed"
@@ -23,7 +23,7 @@ class Alert:
     """Numbers, which change."""
 
 
-def find_alerts(metrics: Series, state: str = "", why: str = "") -> list[Alert]:
+def find_alerts(metrics: SeriesView, state: str = "", why: str = "") -> list[Alert]:
     """The alerts of a run as it stands.
 
     Args:
@@ -34,7 +34,7 @@ def find_alerts(metrics: Series, state: str = "", why: str = "") -> list[Alert]:
     alerts = state_alerts(state, why)
     alerts += map(hacking_alert, signs_of_hacking(metrics))
     shares = metrics.get(FAILED, {})
-    newest = next(reversed(shares), None)
+    newest = max(shares, default=None)
     return alerts + ([] if newest is None else failure_alerts(newest, shares[newest]))
 
 

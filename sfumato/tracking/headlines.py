@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sfumato.tracking.json_lines import Series, finite, is_number
+from sfumato.tracking.json_lines import SeriesView, finite, is_number
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
 NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
@@ -38,7 +38,7 @@ class Headline:
         return self.first[0] == self.last[0]
 
 
-def headlines(metrics: Series, weights: Mapping[str, float]) -> list[Headline]:
+def headlines(metrics: SeriesView, weights: Mapping[str, float]) -> list[Headline]:
     """The headline figures of a run.
 
     Args:
@@ -46,9 +46,11 @@ def headlines(metrics: Series, weights: Mapping[str, float]) -> list[Headline]:
         weights: of the rewards, as ``reward_weights`` gives them.
     """
     figures = []
-    for name, points in metrics.items():
-        values = list(finite(points).items())
-        if not name.startswith(HEADLINES) or not values or name in NO_HEADLINES:
+    for name in metrics:
+        if not name.startswith(HEADLINES) or name in NO_HEADLINES:
+            continue
+        values = list(finite(metrics[name]).items())
+        if not values:
             continue
         direction = _direction(name, weights)
         best = (min if direction < 0 else max)(values, key=lambda item: item[1])

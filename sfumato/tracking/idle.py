@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sfumato.tracking.json_lines import Series
+from sfumato.tracking.json_lines import SeriesView
 
 NO_SPREAD = "advantage/groups_without_spread"
+REASONS_FROM = ("updates", NO_SPREAD, "lr", "grad_norm")
+"""The metrics that ``why_idle`` looks at."""
 REMEDIES = {
     "no group has samples of different rewards": "see whether the reward can tell samples apart (rewards in "
     "metrics.jsonl, samples in the run folder), draw more of each prompt (rollout.n), or take prompts of which the "
@@ -48,11 +50,11 @@ class IdleIterations:
         return f"step {step}: nothing was learned{in_a_row}: {why}. {REMEDIES[why].capitalize()}"
 
 
-def idle_summary(series: Series) -> str:
+def idle_summary(series: SeriesView) -> str:
     """How many of a run's iterations learned nothing, and what can be done; empty where fewer than half did."""
+    asked = {name: series[name] for name in REASONS_FROM if name in series}
     iterations = [
-        {name: points.get(step) for name, points in series.items() if step in points}
-        for step in series.get("updates", {})
+        {name: points[step] for name, points in asked.items() if step in points} for step in series.get("updates", {})
     ]
     reasons = [why for metrics in iterations if (why := why_idle(metrics))]
     if not reasons or 2 * len(reasons) < len(iterations):

@@ -27,6 +27,8 @@ MOST_STEPS = 2**53
 """A step is below this, so that a float, by which curves are drawn, holds it exactly."""
 Series = dict[str, dict[int, float | None]]
 """Metric name -> step -> value; None is a value that was not finite."""
+SeriesView = Mapping[str, Mapping[int, float | None]]
+"""The same for functions that only read, and perhaps only some of the metrics."""
 
 
 class JsonLines:

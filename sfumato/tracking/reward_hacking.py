@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.tracking.json_lines import Series, finite
+from sfumato.tracking.json_lines import SeriesView, finite
 
 OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/velocity/rms"
 STANDARD_ERRORS = 5.0
@@ -36,7 +36,7 @@ class Sign:
     """One sentence with numbers."""
 
 
-def signs_of_hacking(metrics: Series) -> list[Sign]:
+def signs_of_hacking(metrics: SeriesView) -> list[Sign]:
     """The signs of reward hacking at the last step of a run; empty for most runs.
 
     Args:
@@ -48,7 +48,7 @@ def signs_of_hacking(metrics: Series) -> list[Sign]:
     return [sign for sign in signs if sign is not None]
 
 
-def evaluation_only(metrics: Series) -> list[str]:
+def evaluation_only(metrics: SeriesView) -> list[str]:
     """Names of held-out rewards that are not optimised."""
     rewards = [name for name in metrics if name.startswith("eval/reward/")]
     return [name for name in rewards if name.removeprefix("eval/") not in metrics] if OPTIMISED in metrics else []
@@ -73,7 +73,7 @@ def change(values: np.ndarray) -> tuple[float, float]:
     return float(values[-part:].mean() - values[:part].mean()), float(np.sqrt(2 * variance / part))
 
 
-def _gap(metrics: Series, name: str) -> Sign | None:
+def _gap(metrics: SeriesView, name: str) -> Sign | None:
     """A held-out reward that has fallen since its best evaluation while the optimised one rose."""
     held_out = finite(metrics[name])
     if len(held_out) < LEAST_VALUES or OPTIMISED not in metrics:
@@ -89,7 +89,7 @@ def _gap(metrics: Series, name: str) -> Sign | None:
     return Sign(name, f"{OPTIMISED} rose by {rise:.3g} since step {best}, while {name} fell by {-fall:.3g}")
 
 
-def _velocity(metrics: Series) -> Sign | None:
+def _velocity(metrics: SeriesView) -> Sign | None:
     """The norm of the velocity in evaluations that has grown since the first one."""
     values = list(finite(relative_to_first(metrics.get(VELOCITY, {}))).values())
     if not values or values[-1] <= 1 + NORM_GROWTH:
@@ -97,7 +97,7 @@ def _velocity(metrics: Series) -> Sign | None:
     return Sign(VELOCITY, f"{VELOCITY} is {100 * (values[-1] - 1):.0f} % above the first evaluation's")
 
 
-def _diversity(metrics: Series, name: str) -> Sign | None:
+def _diversity(metrics: SeriesView, name: str) -> Sign | None:
     """A measure of the diversity of a prompt's samples that has fallen since the beginning."""
     values = list(finite(metrics[name]).values())
     if len(values) < 2 * TYPICAL:

@@ -1,6 +1,6 @@
 // The frame of all pages: which view the address names, the bar on top, news, keys and alerts.
 
-import {get, link, StudioError} from "./api.js";
+import {link, StudioError} from "./api.js";
 import {alertsButton, watchAlerts} from "./alerts.js";
 import {badge, fill, h} from "./dom.js";
 import {Live} from "./live.js";
@@ -123,10 +123,3 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("hashchange", show);
 show();
-
-/** The state of a run for the bar, asked for by pages that do not get it otherwise. */
-export async function refreshState(run) {
-  const {runs} = await get("/api/runs", {search: run});
-  const line = runs.find((item) => item.run === run);
-  if (line) showState(line);
-}

@@ -7,7 +7,7 @@ import {intervals} from "./why.js";
 
 export async function show(view, parameters) {
   let runs = parameters.getAll("run");
-  const {names} = await get("/api/runs");
+  const {names} = await get("/api/names");
   if (runs.length === 1) runs = [...runs, ...parameters.getAll("with")];
   const picker = h("select", {"aria-label": "add a run"}, h("option", {value: ""}, "add a run …"),
     names.filter((name) => !runs.includes(name)).map((name) => h("option", {value: name}, name)));

@@ -22,7 +22,7 @@ export async function show(view, parameters, {keepInAddress}) {
     timer = setTimeout(() => { keepInAddress({search: search.value}); names = ""; update(); }, 150);
   };
   picker.onchange = () => { location.hash = link("curves", {run, with: [...runs.slice(1), picker.value], search: search.value}); };
-  get("/api/runs").then(({names: all}) => picker.append(...all.filter((name) => !runs.includes(name)).map((name) =>
+  get("/api/names").then(({names: all}) => picker.append(...all.filter((name) => !runs.includes(name)).map((name) =>
     h("option", {value: name}, name)))).catch((error) => console.warn(error.message));
 
   async function update() {

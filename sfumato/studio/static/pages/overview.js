@@ -17,6 +17,7 @@ export async function show(view, parameters) {
     h("p", {class: "note"}, h("a", {href: link("curves", {run})}, "all curves")), samples, bottom);
   const figures = new FigureList();
   let names = "";
+  let samplesShown = "";
 
   async function update() {
     const data = await get("/api/overview", {run});
@@ -30,7 +31,9 @@ export async function show(view, parameters) {
     } else await figures.update();
     fill(bottom, failures(data), h("details", {}, h("summary", {}, "Environment"),
       h("dl", {class: "facts"}, data.facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))));
-    await newest(samples, run, data.last_sample_step);
+    const samplesNow = `${data.last_sample_step} ${data.samples_generation}`;
+    if (samplesNow !== samplesShown) await newest(samples, run, data.last_sample_step);
+    samplesShown = samplesNow;
   }
 
   await update();

@@ -3,7 +3,7 @@
 import {get, link} from "../api.js";
 import {badge, duration, fill, h, number, signed} from "../dom.js";
 
-export async function show(view, parameters, {keepInAddress}) {
+export async function show(view, parameters, {keepInAddress, isShown}) {
   let first = Number(parameters.get("first") ?? 0);
   const search = h("input", {type: "search", placeholder: "search runs", value: parameters.get("search") ?? "",
     "aria-label": "search runs", class: "grow"});
@@ -14,6 +14,7 @@ export async function show(view, parameters, {keepInAddress}) {
 
   compare.onclick = () => { location.hash = link("compare", {run: [...chosen]}); };
   let timer;
+  let again;
   search.oninput = () => {
     clearTimeout(timer);
     timer = setTimeout(() => { first = 0; update(); }, 200);
@@ -36,7 +37,16 @@ export async function show(view, parameters, {keepInAddress}) {
       h("div", {class: "scroll"}, h("table", {class: "runs"},
         h("thead", {}, h("tr", {}, ["run", "", "state", "progress", "evaluation", "task", "begun"].map((name) =>
           h("th", {scope: "col"}, name)))),
-        h("tbody", {}, runs.map(row)))), pager);
+        h("tbody", {}, runs.map((line) => line.is_pending ? pendingRow(line) : row(line))))), pager);
+    // runs are read for the first time a second at a time, so that the list stands at once
+    clearTimeout(again);
+    if (runs.some((line) => line.is_pending)) again = setTimeout(() => isShown() && update(), 0);
+  }
+
+  function pendingRow(line) {
+    return h("tr", {class: "link", onclick: () => { location.hash = link("overview", {run: line.run}); }},
+      h("td", {}, h("a", {href: link("overview", {run: line.run})}, line.run)), h("td"),
+      h("td", {colSpan: 5, class: "empty"}, "reading …"));
   }
 
   function row(line) {
@@ -65,5 +75,5 @@ export async function show(view, parameters, {keepInAddress}) {
   }
 
   await update();
-  return {update, close: () => clearTimeout(timer)};
+  return {update, close: () => { clearTimeout(timer); clearTimeout(again); }};
 }

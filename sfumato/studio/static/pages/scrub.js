@@ -20,7 +20,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   const picker = h("select", {"aria-label": "add a run"}, h("option", {value: ""}, "add a run …"));
   const frames = h("div", {class: "frames"});
   fill(view, h("div", {class: "tools"}, prompts, picker, play, h("div", {class: "slider"}, slider, output)), frames);
-  get("/api/runs").then(({names}) => picker.append(...names.filter((name) => !runs.includes(name)).map((name) =>
+  get("/api/names").then(({names}) => picker.append(...names.filter((name) => !runs.includes(name)).map((name) =>
     h("option", {value: name}, name)))).catch((error) => console.warn(error.message));
   picker.onchange = () => { location.hash = link("scrub", {run, with: [...runs.slice(1), picker.value], kind, id, seed, step}); };
 
