@@ -69,6 +69,10 @@ def draw_samples(
         options.refuse(OF_TEXTS, "on models that draw pictures")
     else:
         options.refuse((*OF_PICTURES, "max_sequence_length"), "on language models")
+        if prompts.file is None and not prompts.texts:
+            from sfumato.evaluation.texts import find_prompted_run  # not at the top: diffusion needs no transformers
+
+            find_prompted_run(sources)
     models = _diffusion(sources, options) if kinds == {True} else _language(sources, options)
     chosen: list[Any] | None = None
     for source, model, choose in models:

@@ -220,7 +220,7 @@ class _Texts:
         take_weights(self._model, source, self._device)
 
     def forget(self) -> None:
-        self._model.drop_engine()
+        self._model.flush_engine()
 
     def answer(self, question: Question) -> tuple[Sample, str]:
         from sfumato.evaluation.texts import replaced_settings

@@ -27,7 +27,7 @@ from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
-from sfumato.evaluation.sources import ModelSource, one_process
+from sfumato.evaluation.sources import ModelSource, SourceRun, one_process
 from sfumato.models.language.hf_config import changing_positions, known_positions
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
@@ -134,6 +134,11 @@ class TextModel:
             self._engine_length = length
         return self._engine
 
+    def flush_engine(self) -> None:
+        """Forgets keys and values, since the weights have changed in place."""
+        if self._engine is not None:
+            self._engine.flush()
+
     def drop_engine(self) -> None:
         """Forgets the engine, with the keys and values of other weights."""
         self._engine = None
@@ -234,6 +239,30 @@ def text_models(sources: Sequence[ModelSource], options: GenerationOptions) -> I
         yield source, text_model
 
 
+def find_prompted_run(sources: Sequence[ModelSource]) -> SourceRun:
+    """The first run among the sources, whose evaluation answers prompts.
+
+    Raises:
+        ConfigError: when there is none, or it has no evaluation data; this is seen before a model is loaded.
+    """
+    run = next((source.run for source in sources if source.run is not None), None)
+    if run is None:
+        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    config = run.config
+    if not isinstance(config, TextRLConfig):
+        if run.task != "train_text":
+            raise ConfigError(
+                f"{run.folder}: tasks/{run.task}.py answers no prompts in its evaluation: give --prompt TEXT or "
+                "--prompts FILE"
+            )
+        if config.data.eval_path is None and config.data.synthetic is None:
+            raise ConfigError(
+                f"{run.folder}: the run has no validation prompts, as its data.eval_path is null: give --prompt TEXT "
+                "or --prompts FILE"
+            )
+    return run
+
+
 def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | None) -> list[TextPrompt]:
     """The prompts of the evaluation of the first run among the sources.
 
@@ -246,9 +275,7 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
         ConfigError: when no run is among them, or it has no evaluation data.
         DataError: when the run's data is missing or broken.
     """
-    run = next((source.run for source in sources if source.run is not None), None)
-    if run is None:
-        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    run = find_prompted_run(sources)
     config = run.config
 
     def ignore(text: str) -> None:
@@ -258,11 +285,6 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
         count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
         settings = {"seed": config.train.seed, "tools": model.settings.kind.tools(), "log": ignore}
         return load_text_prompts(config.data, model.template, "eval", limit=count, **settings)
-    if run.task != "train_text":
-        raise ConfigError(
-            f"{run.folder}: tasks/{run.task}.py answers no prompts in its evaluation: give --prompt TEXT or "
-            "--prompts FILE"
-        )
     answered = open_validation_prompts(config, model.model.tokenizer, model.model.vision, ignore)
     if not answered:
         raise ConfigError(f"{run.folder}: the run has no validation prompts: give --prompt TEXT or --prompts FILE")
@@ -468,10 +490,12 @@ def take_weights(text_model: TextModel, source: ModelSource, device: torch.devic
     model = text_model.model
     if source.kind == "checkpoint":
         load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
+        # what the engine has tried of the model holds for all of its weights, and takes longer than an answer
+        text_model.flush_engine()
     if source.kind == "peft_adapter":
         plain = cast(Any, model.plain)
         if getattr(plain, "peft_config", None):
             plain.delete_adapter([*plain.peft_config])
         plain.load_adapter(str(source.folder))
         plain.eval()
-    text_model.drop_engine()
+        text_model.drop_engine()

@@ -224,7 +224,7 @@ RULES = [
     ),
     Rule(r"python (benchmarks/pipeline_model\.py|-m benchmarks\.weight_sync)", has_those_flags, SLOW),
     Rule(
-        r"python -m benchmarks\.(memory_of_configs|many_ranks|studio)",
+        r"python -m benchmarks\.(memory_of_configs|many_ranks|studio|studio_slowdown)",
         has_those_flags,
         "take minutes; a line of the first: tests/unit/test_check.py, heartbeats of many: tests/unit/test_peers.py, "
         "the pages: tests/unit/test_studio_browser.py",

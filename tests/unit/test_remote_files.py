@@ -186,6 +186,18 @@ def test_the_package_of_a_protocol_is_named(memory, monkeypatch):
         open_rows("s3://bucket/a.jsonl", "text", "data.train_path")
 
 
+@pytest.mark.parametrize("reason", ["Unable to load libjvm", "Prior attempt to load libhdfs failed"])
+def test_hdfs_without_hadoops_client_names_what_it_needs(memory, monkeypatch, reason):
+    def missing(url):
+        raise OSError(reason)
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(MissingDependencyError, match=f"Java and libhdfs.so.*CLASSPATH.*{reason}"):
+        open_rows("hdfs://namenode:9000/a.jsonl", "text", "data.train_path")
+    with pytest.raises(DataError, match=reason):
+        open_rows("s3://bucket/a.jsonl", "text", "data.train_path")
+
+
 def test_errors_of_packages_are_said_without_what_is_in_their_urls():
     error = ValueError("cannot open https://me:hunter2@host/a.jsonl?sig=hunter2 now")
     assert remote.describe(error) == "ValueError: cannot open https://host/a.jsonl now"

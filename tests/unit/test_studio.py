@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 
@@ -16,6 +17,7 @@ from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.studio.series import Curve, reduce_curve
 from sfumato.studio.tail import LineTail
 from sfumato.studio.thumbnails import Thumbnails
+from sfumato.tracking.curves import smooth
 from sfumato.tracking.lock import Owner
 from sfumato.tracking.samples import SampleRecord, save_samples
 from tests.studio_runs import HOST, PROMPTS, TOKEN, add_decisions, eval_records, picture, write_run, write_steps
@@ -143,6 +145,42 @@ def test_curves_of_a_resumed_run_are_those_of_its_file(client, runs):
     assert metrics["lr"]["is_flat"] and not metrics["loss"]["is_flat"] and metrics["time/step_s"]["last"] == 0.5
 
 
+def test_the_mean_of_a_reduced_curve_is_that_of_the_whole():
+    values = np.random.default_rng(1).normal(size=3_000)
+    values[1000] = 1e9  # leaves nothing of itself in means that do not hold it
+    curve = Curve()
+    for step, value in enumerate(values):
+        curve.add(step, float(value))
+    reduced = reduce_curve(curve, 100)
+    np.testing.assert_allclose(reduced["smooth"], smooth(values)[np.array(reduced["x"], dtype=int)], rtol=1e-9)
+
+
+def test_runs_are_listed_before_they_are_read(runs, tmp_path, monkeypatch):
+    write_run(runs / "b")
+    monkeypatch.setattr("sfumato.studio.app.LIST_S", 0.0)
+    client = client_of(runs, tmp_path)
+    quick = {line["run"]: line for line in read(client, "/api/runs", quick="true")["runs"]}
+    assert quick == {name: {"run": name, "is_pending": True} for name in ("a", "b")}
+    assert sum("is_pending" in line for line in read(client, "/api/runs")["runs"]) == 1
+    assert not any("is_pending" in line for line in read(client, "/api/runs")["runs"])
+    assert not any("is_pending" in line for line in read(client, "/api/runs", quick="true")["runs"])
+    assert set(read(client, "/api/names")["names"]) == {"a", "b"}
+
+
+def test_pages_share_an_answer_until_there_is_something_new(client, runs, monkeypatch):
+    calls = []
+
+    def describe_overview(reader):
+        calls.append(reader.metrics.last_step)
+        return {"step": reader.metrics.last_step}
+
+    monkeypatch.setattr("sfumato.studio.app.describe_overview", describe_overview)
+    assert [read(client, "/api/overview", run="a")["step"] for _ in range(3)] == [12] * 3 and calls == [12]
+    write_steps(runs / "a", 13, 13)
+    pause()
+    assert read(client, "/api/overview", run="a")["step"] == 13 and calls == [12, 13]
+
+
 def test_a_reduced_curve_keeps_the_extremes_of_each_pixel():
     generator = np.random.default_rng(0)
     curve = Curve()
@@ -158,6 +196,11 @@ def test_a_reduced_curve_keeps_the_extremes_of_each_pixel():
         inside = values[200 * column : 200 * (column + 1)]
         shown = [y for x, y in zip(reduced["x"], reduced["y"], strict=True) if 200 * column <= x < 200 * (column + 1)]
         assert np.nanmax(inside) == max(shown) and np.nanmin(inside) == min(shown)
+    gap = Curve()
+    for step in [*range(500), *range(10_000, 10_500)]:
+        gap.add(step, math.nan if step < 300 else 1.0)
+    reduced = reduce_curve(gap, 50)  # columns without a point, and with NaN alone
+    assert {0, 420, 10_000, 10_499} <= set(reduced["x"]) and set(reduced["y"]) == {None, 1.0}
     part = reduce_curve(curve, 100, 500, 600)
     assert part["x"] == list(range(500, 601)) and part["smooth"] is None
     curve.add(19_999, 5.0)

@@ -134,6 +134,14 @@ def open_file_system(url: str) -> tuple[AbstractFileSystem, str]:
         name = package.get(protocol)
         hint = f"pip install {name}" if name else str(known_implementations.get(protocol, {}).get("err", error))
         raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {hint}") from error
+    except OSError as error:
+        # pyarrow loads both when the file system is opened, and says the second time only that it failed before
+        if protocol != "hdfs" or not re.search("libhdfs|libjvm", str(error)):
+            raise
+        raise MissingDependencyError(
+            "hdfs:// needs Hadoop's client on this machine beside pyarrow: Java and libhdfs.so, by JAVA_HOME, "
+            f"HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob); {describe(error)}"
+        ) from error
     return file_system, str(path)
 
 

@@ -15,6 +15,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   compare.onclick = () => { location.hash = link("compare", {run: [...chosen]}); };
   let timer;
   let again;
+  let isFirst = true;
   search.oninput = () => {
     clearTimeout(timer);
     timer = setTimeout(() => { first = 0; update(); }, 200);
@@ -22,7 +23,9 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
 
   async function update() {
     keepInAddress({search: search.value, first: first || null});
-    const {runs, total, was_cut: wasCut, problem, folder} = await get("/api/runs", {search: search.value, first});
+    const {runs, total, was_cut: wasCut, problem, folder} = await get("/api/runs",
+      {search: search.value, first, quick: isFirst || null});
+    isFirst = false;
     if (!total) {
       fill(place, problem && h("p", {class: "warning"}, problem),
         h("p", {class: "empty"}, search.value ? "no run has that in its name" : `no run in ${folder} yet: this page shows one when it starts`));
