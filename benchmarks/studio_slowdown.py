@@ -68,7 +68,7 @@ class Page(threading.Thread):
         self._step_shown = ""
         self._is_closed = False
         self.num_changes = 0
-        self.num_requests = 0
+        self._error: BaseException | None = None
 
     def _sign_in(self) -> str:
         connection = http.client.HTTPConnection(self._host)
@@ -81,18 +81,23 @@ class Page(threading.Thread):
         return connection.getresponse()
 
     def run(self) -> None:
-        requests = http.client.HTTPConnection(self._host)
-        self._read_page(requests)
-        while not self._is_closed:
-            try:
+        try:
+            self._read_page()
+            while not self._is_closed:
                 line = self._stream.readline()
-            except (OSError, ValueError, AttributeError):  # closed by this program
-                return
-            if line.startswith(b"event: change") and not self._is_closed:
-                self.num_changes += 1
-                self._read_page(requests)
+                if not line:
+                    raise EOFError("the studio has ended the stream")
+                if line.startswith(b"event: change"):
+                    self.num_changes += 1
+                    self._read_page()
+        except (OSError, EOFError, ValueError, AttributeError, AssertionError) as error:
+            # reading what this program has closed ends in one of these, too
+            if not self._is_closed:
+                self._error = error
 
-    def _read_page(self, requests: http.client.HTTPConnection) -> None:
+    def _read_page(self) -> None:
+        # one connection for what is asked together: the studio closes those that rest
+        requests = http.client.HTTPConnection(self._host)
         overview = json.loads(self._get(requests, "/api/overview", run=self._run))
         self._get(requests, "/api/curves", run=self._run, name=overview["curves"], width=WIDTH)
         shown = f"{overview['last_sample_step']} {overview['samples_generation']}"
@@ -104,18 +109,20 @@ class Page(threading.Thread):
                 self._get(requests, "/thumbnail", run=self._run, step=step, file=sample["file"], width=256)
         self._step_shown = shown
         self._get(requests, "/api/status", run=self._run)
+        requests.close()
 
     def _get(self, requests: http.client.HTTPConnection, path: str, **parameters: object) -> bytes:
         requests.request("GET", f"{path}?{urlencode(parameters, doseq=True)}", headers={"cookie": self._cookie})
         answer = requests.getresponse()
         content = answer.read()
         assert answer.status == 200, (path, answer.status, content)
-        self.num_requests += 1
         return content
 
     def close(self) -> None:
-        """Ends the stream, as a tab that is closed does."""
+        """Ends the stream, as a tab that is closed does; raises RuntimeError where the page has stopped before."""
         self._is_closed = True
+        if self._error is not None or not self.is_alive():
+            raise RuntimeError(f"a page has stopped watching: {self._error!r}")
         self._stream.close()
 
 
