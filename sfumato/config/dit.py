@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.image_data import MASK, ImageTextDataConfig, PairDataConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.sections import EpochTrainConfig, ModelConfig
+from sfumato.config.sections import CHANGED_WEIGHTS, EpochTrainConfig, ModelConfig
 
 
 class FlowConfig(Section):
@@ -162,6 +162,8 @@ class TrainDitDpoConfig(TrainDitConfig):
 
     @model_validator(mode="after")
     def _has_effect(self) -> TrainDitDpoConfig:
+        if self.model.lora is not None and self.model.lora.changes_weights:
+            raise ValueError(f"model.lora.variant: {CHANGED_WEIGHTS}")
         if self.dpo.loss != "sigmoid":
             why = f"with dpo.loss {self.dpo.loss}: remove it, or take sigmoid"
             refuse_needless(self.dpo, "dpo", ("label_smoothing",), why)

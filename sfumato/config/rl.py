@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
-from sfumato.config.sections import GlyphConfig, TrainConfig
+from sfumato.config.sections import CHANGED_WEIGHTS, GlyphConfig, TrainConfig
 
 
 class PromptDataConfig(Section):
@@ -214,6 +214,8 @@ class RLConfig(Section):
             )
         if getattr(getattr(self.model, "lora", None), "dropout", 0) > 0:
             raise ValueError("model.lora.dropout must be 0 in RL: replay and rollout would be different policies")
+        if getattr(getattr(self.model, "lora", None), "changes_weights", False):
+            raise ValueError(f"model.lora.variant: {CHANGED_WEIGHTS}")
         return self
 
     @property

@@ -21,6 +21,13 @@ MAX_PIXELS = 2**28
 """Most pixels of a sample, over all of its frames."""
 
 
+CHANGED_WEIGHTS = (
+    "pissa takes the largest singular values out of the frozen weights, so that the model without its adapters is not "
+    "the reference: take lora"
+)
+"""Why adapters that change the frozen weights are refused where a run compares with the model without adapters."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (peft) instead of full fine-tuning."""
 
@@ -30,10 +37,10 @@ class LoraConfig(Section):
     """Scale: the update is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout in front of the adapter."""
-    variant: Literal["lora", "rslora", "dora", "lokr", "loha", "oft"] = "lora"
+    variant: Literal["lora", "rslora", "dora", "pissa", "lokr", "loha", "oft"] = "lora"
     """rslora scales by alpha / sqrt(rank) (arXiv 2312.03732); dora learns magnitudes too (arXiv 2402.09353). Of
-    diffusion models also Kronecker products (lokr, arXiv 2309.14859), Hadamard products (loha, arXiv 2108.06098) and
-    rotations (oft, arXiv 2306.07280)."""
+    diffusion models also the largest singular values of each weight (pissa, arXiv 2404.02948), Kronecker products
+    (lokr, arXiv 2309.14859), Hadamard products (loha, arXiv 2108.06098) and rotations (oft, arXiv 2306.07280)."""
     target_modules: list[str] | None = None
     """Names of the linear layers that get an adapter; null takes the model family's own list."""
     target_parameters: list[str] = []
@@ -43,13 +50,21 @@ class LoraConfig(Section):
 
     @property
     def is_merged(self) -> bool:
-        """Whether an export has the adapters merged into the weights: diffusers loads no others than LoRA's."""
-        return self.variant in ("lokr", "loha", "oft")
+        """Whether an export has the adapters merged into the weights: diffusers loads no others than LoRA's, and those
+        of pissa fit changed weights alone."""
+        return self.variant in ("pissa", "lokr", "loha", "oft")
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the frozen weights are others than the model's, so that it is no reference without its adapters."""
+        return self.variant == "pissa"
 
     @model_validator(mode="after")
     def _has_effect(self) -> LoraConfig:
         if self.is_merged:
-            names = ("dropout", "target_parameters", "init_weights", *(("alpha",) if self.variant == "oft" else ()))
+            names = ["target_parameters", "init_weights"]
+            names += ["alpha"] if self.variant == "oft" else []
+            names += [] if self.variant == "pissa" else ["dropout"]
             refuse_needless(self, "model.lora", names, f"with model.lora.variant {self.variant}: remove it")
         return self
 

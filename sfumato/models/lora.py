@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +57,7 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
         raise ConfigError(f"model.lora: the class {type(module).__name__} takes no adapters: leave model.lora out")
     targets = list(default_targets) if config.target_modules is None else config.target_modules
     _check_targets(module, targets, config)
-    if config.is_merged:
+    if config.is_merged and not config.changes_weights:
         _add(module, variant_config(config, targets, module), seed)
         never_skip([layer for _, layer in _adapted_layers(module)], ADAPTER)
         return
@@ -70,7 +70,7 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
         use_dora=config.variant == "dora",
         target_modules=targets,
         target_parameters=config.target_parameters or None,
-        init_lora_weights="gaussian" if config.init_weights == "gaussian" else True,
+        init_lora_weights=_initial_weights(module, config),
     )
     _add(module, adapter, seed)
     # peft may have turned names of linear layers into names of experts, which was not asked for
@@ -82,6 +82,13 @@ def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[st
             f"{', '.join(_experts_of(module))}"
         )
     start_magnitudes(module)
+
+
+def _initial_weights(module: nn.Module, config: LoraConfig) -> bool | Literal["gaussian", "pissa"]:
+    """peft's name of how adapters start. On meta, where only shapes count, there are no singular values to take."""
+    if config.changes_weights and not any(parameter.is_meta for parameter in module.parameters()):
+        return "pissa"
+    return "gaussian" if config.init_weights == "gaussian" else True
 
 
 def _add(module: nn.Module, adapter: PeftConfig, seed: int) -> None:

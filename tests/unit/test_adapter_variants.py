@@ -93,7 +93,9 @@ def test_passes_in_training_draw_no_random_numbers(folder: Path, variant: str) -
     assert bool(skipped) == (variant != "oft") and (variant != "oft" or torch.equal(torch.get_rng_state(), state))
 
 
-@pytest.mark.parametrize("variant", ["lokr", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS[1:])])
+@pytest.mark.parametrize(
+    "variant", ["lokr", "pissa", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS[1:])]
+)
 def test_a_run_exports_what_diffusers_and_peft_load_and_resumes(tmp_path: Path, variant: str) -> None:
     train = {"max_steps": 4, "save_steps": 2, "lr": 1e-2}
     config = tiny_dit_config(tmp_path, model={"lora": {"rank": 4, "variant": variant}}, train=train)
@@ -118,6 +120,7 @@ def test_a_run_exports_what_diffusers_and_peft_load_and_resumes(tmp_path: Path, 
         ({"variant": "lokr", "dropout": 0.1}, ["model.lora.dropout has no effect", "lokr"]),
         ({"variant": "oft", "alpha": 8.0}, ["model.lora.alpha has no effect"]),
         ({"variant": "loha", "init_weights": "default"}, ["model.lora.init_weights"]),
+        ({"variant": "pissa", "init_weights": "default"}, ["model.lora.init_weights", "pissa"]),
         ({"variant": "lokrr"}, ["variant"]),
     ],
 )
@@ -133,3 +136,62 @@ def test_what_they_cannot_do_is_refused(folder: Path) -> None:
         build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7, lora=lora))
     with pytest.raises(ValueError, match="lokr is for diffusion models"):
         LanguageModelConfig.model_validate({"model_path": str(folder), "lora": {"variant": "lokr"}})
+
+
+def test_pissa_is_that_of_a_plain_peft_loop(folder: Path) -> None:
+    """Three steps of AdamW from the largest singular values, and the merged weights after them."""
+    from peft import LoraConfig as PeftLoraConfig
+
+    model = model_in(folder, "pissa")
+    before = velocity(model_in(folder, None).denoiser)
+    torch.testing.assert_close(velocity(model.denoiser), before, rtol=1e-4, atol=1e-5)
+    with model.without_adapter():
+        assert float((velocity(model.denoiser) - before).abs().max()) > 0.01, "the weights lack what the adapters hold"
+    plain = SD3Transformer2DModel.from_pretrained(folder / "transformer").requires_grad_(False)
+    targets = [*model.lora_targets]
+    plain.add_adapter(PeftLoraConfig(r=4, lora_alpha=64, target_modules=targets, init_lora_weights="pissa"))
+    losses = []
+    for denoiser in (model.denoiser, plain):
+        trained = [weight for weight in denoiser.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        losses.append([])
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            output = denoiser(
+                hidden_states=torch.randn(2, 4, 8, 8, generator=generator),
+                timestep=torch.tensor([300.0, 700.0]),
+                encoder_hidden_states=torch.randn(2, 5, denoiser.config.joint_attention_dim, generator=generator),
+                pooled_projections=torch.randn(2, denoiser.config.pooled_projection_dim, generator=generator),
+                return_dict=False,
+            )[0]
+            loss = (output - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][2] < losses[0][0]
+    weights = {name: weight.clone() for name, weight in model.denoiser.state_dict().items()}
+    merged = model_in(folder, None).denoiser
+    merged.load_state_dict(merge_adapters(model.plain_denoiser(), weights))
+    torch.testing.assert_close(velocity(merged), velocity(plain), rtol=1e-3, atol=1e-4)
+
+
+def test_pissa_is_refused_where_it_would_be_wrong(tmp_path: Path, folder: Path) -> None:
+    from sfumato.config.diffusion_rl import TrajectoryRLConfig
+    from sfumato.config.dit import TrainDitDpoConfig
+
+    lora = {"rank": 4, "variant": "pissa"}
+    shared = {"model": {"model_path": str(folder), "lora": lora}, "train": {"output_dir": str(tmp_path / "run")}}
+    with pytest.raises(ConfigError, match="is not the reference: take lora"):
+        load_config(TrainDitDpoConfig, overrides={**shared, "data": {"data_type": "glyphs"}})
+    rl: dict[str, Any] = {
+        "rollout": {"num_prompts": 1, "n": 2, "height": 16, "width": 16, "micro_batch_size": 2},
+        "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+        "reward": {"rewards": [{"type": "brightness"}]},
+    }
+    with pytest.raises(ConfigError, match="is not the reference: take lora"):
+        load_config(TrajectoryRLConfig, overrides={**shared, **rl, "data": {"data_type": "glyphs"}})
+    config = ModelConfig(model_path=str(folder), max_sequence_length=7, lora=LoraConfig.model_validate(lora))
+    with pytest.raises(ConfigError, match="init_device meta: adapters of variant pissa are made of the weights"):
+        build_diffusion_model(config, init_device="meta")

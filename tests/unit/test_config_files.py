@@ -37,6 +37,7 @@ from tests.tiny import (
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
 from tests.tiny_sound import write_tones
 from tests.tiny_unified import tiny_unified_config
+from tests.tiny_videos import write_videos
 from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +313,7 @@ def made_tiny(path, tmp_path):
         return task, merge(content, {"model": model, "data": data, "train": train} | rest)
     if task.startswith("rl_diffusion"):
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
-    if path.stem.endswith("_lora"):
+    if path.stem.endswith(("_lora", "_full")):
         return task, tiny_adapters(content, train, tmp_path)
     tiny = tiny_dit_config(tmp_path)
     rest = {} if task == "train_autoencoder" else {"sample": tiny["sample"]}
@@ -326,11 +327,20 @@ def tiny_adapters(content, train, tmp_path):
     """A tiny model of the family that the file names, on glyphs; of videos a few frames."""
     named = str(content["model"]["model_path"])
     describe, size, tokens, _ = next(each for name, each in TINY_FAMILIES.items() if name in named)
-    write_tiny_pipeline(tmp_path / "pipeline", described=describe())
+    write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
     tiny = tiny_dit_config(tmp_path, model={"max_sequence_length": tokens})
     data = _data(tiny) | {"height": size[0], "width": size[1]}
     if "num_frames" in content["data"]:
         data["num_frames"] = size[2]
+    if content["data"].get("data_type") == "video_sound_text":
+        videos = write_videos(tmp_path / "videos", {"low": 300.0})
+        data = {
+            "train_path": str(videos),
+            "cache_dir": None,
+            "height": size[0],
+            "width": size[1],
+            "num_frames": size[2],
+        }
     sample = tiny["sample"] | {"guidance_scale": content["sample"]["guidance_scale"]}
     return merge(content, {"model": _model(tiny), "data": data, "train": train, "sample": sample})
 
@@ -379,7 +389,7 @@ def tiny_rl_parts(content, tmp_path):
     describe, size, tokens, needs = next((each for name, each in TINY_FAMILIES.items() if name in named), TINY_SD3)
     if needs:
         pytest.importorskip(needs)
-    write_tiny_pipeline(tmp_path / "pipeline", described=describe())
+    write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
     tiny = tiny_rl_config(tmp_path, model={"max_sequence_length": tokens}, eval={"num_prompts": 1})
     rollout = {"num_prompts": 1, "n": 2, "micro_batch_size": 2, "height": size[0], "width": size[1]}
     if "num_frames" in content["rollout"]:
@@ -418,7 +428,7 @@ SHOWN_WHOLE = ("calculator_sft", "calculator", "agent", "spell_backward_sft", "s
 
 def quick_or_slow(path):
     is_slow = task_of(path).startswith("rl_diffusion") and path.stem not in QUICK
-    is_slow |= path.parent.name == "dit" and path.stem.endswith("_lora")
+    is_slow |= path.parent.name == "dit" and path.stem.endswith(("_lora", "_full"))
     is_slow |= path.stem in SHOWN_WHOLE or ("text" in path.parts and path.stem not in QUICK_TEXT)
     return pytest.param(path, marks=pytest.mark.slow if is_slow else ())
 

@@ -253,7 +253,7 @@ def test_the_quick_cells_cover_families_and_recipes() -> None:
     quick = quick_cells()
     assert {recipe for _, recipe in quick} == set(DIFFUSION_RECIPES)
     assert {family for family, _ in quick} == set(ROWS)
-    assert len(quick) < 32, "in every run; the others are slow"
+    assert len(quick) <= 32, "in every run; the others are slow"
 
 
 def test_a_reference_that_is_renewed(family_of: Callable[[str], Family], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -290,7 +291,8 @@ class DiffusionModel(FrozenParts):
         with torch.device("meta"):
             plain = (self._plain_class or type(self.denoiser)).from_config(self.denoiser.config)
             for name, adapter in self._adapters.items() if adapters else ():
-                plain.add_adapter(adapter, name)
+                # values come later, and there are no weights of which singular values could be taken
+                plain.add_adapter(replace(adapter, init_lora_weights=False) if _is_pissa(adapter) else adapter, name)
         return plain
 
     def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
@@ -399,8 +401,8 @@ class DiffusionModel(FrozenParts):
     @property
     def exports_merged(self) -> bool:
         """Whether an export is the whole pipeline with its adapters merged, beside files for peft: diffusers loads no
-        adapters but LoRA's."""
-        return any(adapter.peft_type != "LORA" for adapter in self._adapters.values())
+        adapters but LoRA's, and those of PiSSA fit changed weights alone."""
+        return any(adapter.peft_type != "LORA" or _is_pissa(adapter) for adapter in self._adapters.values())
 
     def save_pipeline(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
@@ -470,6 +472,11 @@ class DiffusionModel(FrozenParts):
                 )
             elif self.comfyui_name("x") != "x":
                 save_for_comfyui(target, layers, adapter, self.comfyui_name)
+
+
+def _is_pissa(adapter: LoraConfig) -> bool:
+    """Whether an adapter began as the largest singular values of the weights, which lack them since."""
+    return getattr(adapter, "init_lora_weights", None) == "pissa"
 
 
 def read_pipeline_class(folder: Path) -> str:

@@ -219,6 +219,10 @@ def build_diffusion_model(
     """
     if init_device == "meta" and config.model_path is None:
         raise ConfigError("train.init_device meta reads weights from model.model_path; with model.config_path take cpu")
+    if init_device == "meta" and config.lora is not None and config.lora.changes_weights:
+        raise ConfigError(
+            f"train.init_device meta: adapters of variant {config.lora.variant} are made of the weights: take cpu"
+        )
     family, pipeline = _make_pipeline(config, seed, init_device == "meta")
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)

@@ -11,6 +11,9 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
 from sfumato.models.estimate.peak_memory import peak_bytes
 
+TAKE_MASKS = {"t5gemma", "qwen3", "gemma3_text"}
+"""Language models that would make masks of the values of tokens or positions, which there are none of on meta."""
+
 TEMPLATE_TOKENS = 64
 """Tokens of the template around a prompt that a language model reads, of which its embedding has none."""
 
@@ -60,9 +63,9 @@ def _encode(part: Any, length: int, prompt_length: int) -> Any:
         width = config.get_text_config().hidden_size
         embedded = torch.empty(1, length + TEMPLATE_TOKENS, width, device="meta", dtype=part.dtype)
         decoder = part.get_decoder() if hasattr(part, "lm_head") else part
-        # T5Gemma looks into its mask for padding, which has no values here
         masks = dict.fromkeys(("full_attention", "sliding_attention"))
-        masked = {"attention_mask": masks} if config.model_type == "t5gemma" else {}
+        kinds = {config.model_type, config.get_text_config().model_type}
+        masked = {"attention_mask": masks} if kinds & TAKE_MASKS else {}
         return getattr(decoder, "language_model", decoder)(
             inputs_embeds=embedded, output_hidden_states=True, use_cache=False, **masked
         )
