@@ -255,7 +255,7 @@ def test_sample_refuses_images_of_another_type():
 def test_sample_is_either_an_image_or_a_text():
     assert Sample(text="", prompt="", group_id=0).image is None
     for both in ({}, {"image": np.zeros((4, 4, 3), np.uint8), "text": "a"}):
-        with pytest.raises(AssertionError, match="an image, a text or a sound"):
+        with pytest.raises(AssertionError, match="an image, a text, a sound, or a video with sound"):
             Sample(prompt="", group_id=0, **both)
 
 
