@@ -216,7 +216,7 @@ def test_the_gallery_stays_small_however_long_the_run(browser, tmp_path):
     try:
         page = studio.tab("gallery?run=long", viewport={"width": 1280, "height": 900})
         page.wait_for_selector(".head:has-text('step 500')")
-        page.wait_for_selector("text=402 steps")  # the newest are shown before all have been looked at
+        page.wait_for_selector("text=402 steps, ")  # the newest are shown before all have been looked at
         most = 0
         for column in (*range(0, 400, 40), 399):
             page.evaluate(f"document.querySelector('.slider input').value = {column}")
