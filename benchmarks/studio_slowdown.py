@@ -154,6 +154,24 @@ def measure_run(
     more = ["--model.model_path", model, "--train.output_dir", str(folder), "--train.max_steps", str(steps + 1)]
     with (folder.parent.parent / f"{folder.name}.txt").open("wb") as output:
         run = subprocess.Popen([sys.executable, *RUN, *more], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        blocks = measure_blocks(run, folder, served, num_blocks, block, pages, first_is_watched)
+        assert run.wait(300) == 0
+    finally:
+        run.kill()
+    return blocks
+
+
+def measure_blocks(
+    run: subprocess.Popen[bytes],
+    folder: Path,
+    served: Served,
+    num_blocks: int,
+    block: int,
+    pages: int,
+    first_is_watched: bool,
+) -> list[tuple[bool, Block]]:
+    """Blocks of a run that has just been started."""
     blocks: list[tuple[bool, Block]] = []
     metrics = folder / "metrics.jsonl"
     is_watched = first_is_watched
@@ -173,7 +191,6 @@ def measure_run(
         for watcher in watchers:
             watcher.close()
         is_watched = not is_watched
-    assert run.wait(300) == 0
     return blocks
 
 

@@ -12,6 +12,7 @@ from sfumato.config.load import merge
 from sfumato.evaluation.pictures import PictureModel
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
 from sfumato.rewards.base import Sample
+from sfumato.rollout.engines.embedded import engine
 from sfumato.tracking.samples import read_samples, step_folder
 from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, tiny_text_rl_config
 
@@ -117,10 +118,14 @@ def test_prompts_of_the_command_line_and_of_a_file(rl_run, tmp_path):
         )
 
 
-def test_answers_of_a_run_are_those_of_its_evaluation(tmp_path):
+def test_answers_of_a_run_are_those_of_its_evaluation(tmp_path, monkeypatch):
     settings = {"train": {"max_steps": 2, "lr": 0.05}, "eval": {"num_saved": 4}}
     run = run_task_here("rl_text", tiny_text_rl_config(tmp_path, **settings))
+    tried = []
+    choose = engine.choose_rows
+    monkeypatch.setattr(engine, "choose_rows", lambda *arguments: (tried.append(1), choose(*arguments))[1])
     assert sample(run, "--trust-code", "--out", tmp_path / "out") == 0
+    assert tried == [1]  # the engine of the base is that of the checkpoint
     rows = by_model(tmp_path / "out")
     saved = read_samples(run)
     for model, step in (("base", 0), ("step 2", 2)):
@@ -130,7 +135,7 @@ def test_answers_of_a_run_are_those_of_its_evaluation(tmp_path):
     assert [row["text"] for row in rows["base"]] != [row["text"] for row in rows["step 2"]]
 
 
-def test_answers_of_fine_tuning_and_of_its_adapters(tmp_path):
+def test_answers_of_fine_tuning_and_of_its_adapters(tmp_path, monkeypatch, capsys):
     base = run_task_here("train_text", tiny_text_config(tmp_path / "base", train={"max_steps": 2, "lr": 0.02}))
     model = {"model_path": str(base / "hf_ckpt"), "config_path": None, "tokenizer_path": None}
     settings = merge(LORA, {"model": model, "train": {"max_steps": 3, "lr": 0.1}})
@@ -145,6 +150,9 @@ def test_answers_of_fine_tuning_and_of_its_adapters(tmp_path):
         assert sample(source, *options, "--out", tmp_path / name) == 0
     texts = {name: [row["text"] for row in rows_of(tmp_path / name)] for name in ("adapter", "checkpoint", "plain")}
     assert texts["adapter"] == texts["checkpoint"] != texts["plain"]
+    monkeypatch.setattr("sfumato.evaluation.texts.build_language_model", None)  # refused before a model is loaded
+    shutil.copytree(base / "hf_ckpt", tmp_path / "of nobody")
+    assert sample(tmp_path / "of nobody", "--no-base") == 2 and "no prompts of its own" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten_and_folders_are_numbered(rl_run, tmp_path, monkeypatch, capsys):
