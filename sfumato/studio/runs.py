@@ -249,7 +249,7 @@ class RunsFolder:
         is_alive = before is not None and before[1].get("state") in ("running", "standing still")
         if before is not None and before[0] == stamp and not is_alive:
             return before[1]
-        if not may_read and name not in self._readers:
+        if not may_read and before is None and name not in self._readers:
             return {"run": name, "is_pending": True}
         reader = self.reader(name)
         if reader is None:
