@@ -79,9 +79,8 @@ def problems(installed: Callable[[str], str] = metadata.version) -> dict[str, li
         if not wanted.specifier.contains(version, prereleases=True):
             found[kind].append(f"{wanted} is wanted, {version} is installed" + (f" ({why})" if why else ""))
         elif wanted.name in CARRIED:
-            for each in missing_below(wanted.name):  # of others it is not known whether an import would fail
-                kind = "needed" if normalised(each) in map(normalised, CARRIED) else "optional"
-                found[kind].append(f"{each}, which {wanted.name} requires, is missing")
+            # without requests, for one, diffusers cannot be imported
+            found[kind] += [f"{each}, which {wanted.name} requires, is missing" for each in missing_below(wanted.name)]
     return found
 
 
