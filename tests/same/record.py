@@ -24,7 +24,7 @@ Record = dict[str, Any]
 NOT_RECORDED = {
     "file",
     *("group_id", "group_mean", "group_std", "is_trained", "finish_reason"),
-    *("token_ids", "trained_steps", "log_ratio", "clipped", "cut"),
+    *("token_ids", "tokens", "log_probs", "trained_steps", "log_ratio", "clipped", "cut"),
 }
 """Fields of samples that are left out: names of files, and what was added after the record was made, which follows from
 the prompts, rewards and metrics that are in it."""

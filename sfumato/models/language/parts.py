@@ -49,7 +49,7 @@ SEES_CODES = ("emu3", "chameleon")
 
 OTHER_KEYS = {"model_type", "torch_dtype", "rope_theta", "rope_scaling", "head_dim", "_name_or_path", "auto_map"}
 OTHER_KEYS |= {"bos_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id", "audio_end_token_id"}
-OTHER_KEYS |= {"global_head_dim", "num_global_key_value_heads"}
+OTHER_KEYS |= {"global_head_dim", "num_global_key_value_heads", "vision_use_head"}
 """Keys that occur in config.json files although some configuration classes have no field for them."""
 
 HEAR = ("qwen2_audio",)
