@@ -48,15 +48,16 @@ def kind_of(recipe: str) -> str:
     return "groups" if ForwardAlgorithmConfig(recipe=recipe, **FORWARD_RECIPES[recipe]).whole_groups else "forward"
 
 
-def steps_of(recipe: str) -> int:
-    """As many denoising steps as a recipe needs."""
+def steps_of(recipe: str, pipeline: Any) -> int:
+    """As many denoising steps as a recipe needs: many for two denoisers, one of which both updates must train."""
     parts = DIFFUSION_RECIPES[recipe]
     trained = max(
         part.get(name, 1)
         for part, name in ((parts.get("window", {}), "size"), (parts.get("timesteps", {}), "num"))
         if isinstance(part, dict)
     )
-    return FEW_STEPS if trained < FEW_STEPS else MANY_STEPS
+    is_pair = getattr(pipeline, "transformer_2", None) is not None
+    return FEW_STEPS if trained < FEW_STEPS and not is_pair else MANY_STEPS
 
 
 def quick_cells() -> set[tuple[str, str]]:
@@ -138,7 +139,7 @@ def config_of(recipe: str, family: Family, folder: Path, **overrides: Any) -> di
     config = tiny_rl_config(
         folder,
         model={"lora": {"rank": 4, "alpha": 8}, "max_sequence_length": family.row.tokens},
-        rollout={"num_prompts": 2, "micro_batch_size": 4, "num_inference_steps": steps_of(recipe)},
+        rollout={"num_prompts": 2, "micro_batch_size": 4, "num_inference_steps": steps_of(recipe, family.pipeline)},
         train={"max_steps": 2, "global_batch_size": None},
         eval={"every_steps": 2, "num_prompts": 1, "num_inference_steps": 1},
     )

@@ -65,7 +65,7 @@ def run_block(kind: str, text: str, servers: list) -> str:
         overrides = parse_overrides(arguments[3:])
         if servers:
             overrides["reward"]["rewards"][0]["base_urls"] = [servers[0].url]
-        run_task_here("rl_diffusion", merge(merge(read_yaml(arguments[2]), overrides), SHORT))
+        run_task_here("rl_diffusion", merge(merge(read_yaml(arguments[2]), overrides), SHORT), with_report=True)
         return "task"
     assert [program, *arguments[:2]] == ["python", "-m", "sfumato.rewards.server"]
     config = load_config(RewardServerConfig, arguments[2], parse_overrides(arguments[3:]))
