@@ -71,7 +71,7 @@ CONFIGS: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
         lambda folder: tiny_text_rl_config(folder, train={"max_steps": 2}, eval={"every_steps": 9}),
     ),
 }
-QUICK = ("text",)
+QUICK = ("text", "rl text")
 
 
 def of_second_step(name: str, folder: Path) -> tuple[PretendedDevice, list[Any]]:
