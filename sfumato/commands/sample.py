@@ -84,6 +84,9 @@ def run(options: argparse.Namespace) -> int:
     assert written is not None
     if len(written) == 1 and last_text:
         print(printable(last_text))
+    if written.left_out:
+        say(written.left_out)
+        notes.append(written.left_out)
     page = written.write_page("Samples", notes)
     print(f"written: {page}")
     return 130 if interrupted else 0

@@ -97,6 +97,9 @@ def evaluate_samples(
         if scorer is not None:
             scorer.close()
     assert written is not None
+    if written.left_out:
+        options.say(written.left_out)
+        evaluation.notes.append(written.left_out)
     add_rewards(evaluation, scored, by)
     evaluation.notes += [f"{source.label}: {source.folder}" for source in sources]
     if network is not None:

@@ -97,6 +97,8 @@ class SamplesFolder:
     def __init__(self, folder: Path) -> None:
         """``folder`` is empty."""
         self.folder = folder
+        self.left_out = ""
+        """What of the samples was not written, and what it needs."""
         self._written: list[_Written] = []
         self._sources: dict[int, str] = {}
 
@@ -180,16 +182,24 @@ class SamplesFolder:
             write_picture(sample.image, path.with_name(f"{path.name}.png"))
             return f"{name}.png"
         write_picture(sample.image, path.with_name(f"{path.name}.webp"))  # which pages embed
-        ending = ".mp4" if write_video(sample.image, path.with_name(f"{path.name}.mp4")) else ".webp"
-        return f"{name}{ending}"
+        has_mp4 = write_video(sample.image, path.with_name(f"{path.name}.mp4"))
+        return f"{name}{self._ending(has_mp4, 'OpenCV with VP9')}"
 
     def _write_video_with_sound(self, content: VideoWithSound, path: Path) -> str:
         """Writes an animation, which pages embed, a WAV file, and both as one MP4 file where PyAV is installed."""
         write_picture(content.frames, path.with_name(f"{path.name}.webp"), round(1000 / content.frame_rate))
         with open_new(path.with_name(f"{path.name}.wav")) as file:
             file.write(content.sound.wav())
-        ending = ".mp4" if write_sounding_video(content, path.with_name(f"{path.name}.mp4")) else ".webp"
-        return f"{path.parent.name}/{path.name}{ending}"
+        has_mp4 = write_sounding_video(content, path.with_name(f"{path.name}.mp4"))
+        return f"{path.parent.name}/{path.name}{self._ending(has_mp4, 'PyAV')}"
+
+    def _ending(self, has_mp4: bool, needed: str) -> str:
+        """The ending of a video's file; one that is no MP4 is noted in ``left_out``."""
+        if not has_mp4:
+            self.left_out = (
+                f"videos are written as WebP, not as MP4, which needs {needed}: pip install 'sfumato[video]'"
+            )
+        return ".mp4" if has_mp4 else ".webp"
 
     def _row(self, named: NamedSample, file: str) -> dict[str, object]:
         sample = named.sample

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
 from sfumato.tracking.samples import read_samples, step_folder
+from sfumato.tracking.waveforms import Waveform
 from tests.tiny import run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, tiny_text_rl_config
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 0.02}}
@@ -217,6 +219,20 @@ def test_videos_are_played_by_browsers_and_other_programs(tmp_path):
     assert frames[0][1][..., 2].mean() == pytest.approx(200, abs=8) and frames[0][1][..., :2].mean() < 8
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert page.count("data:image/webp") == 1 and page.count("data:image/png") == 1 and "<b>red" not in page
+
+
+@pytest.mark.parametrize(("package", "has_sound"), [("cv2", False), ("av", True)])
+def test_videos_without_mp4_are_said(package, has_sound, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    frames = np.zeros((3, 32, 32, 3), np.uint8)
+    waveform = Waveform(np.zeros((1, 8000), np.int16), 16000) if has_sound else None
+    folder = SamplesFolder(tmp_path)
+    video = Sample(image=frames, prompt="red", group_id=0, sound=waveform, frame_rate=6.0 if has_sound else 0.0)
+    folder.add(NamedSample("base", 0, 1, video))
+    assert "pip install 'sfumato[video]'" in folder.left_out
+    (row,) = rows_of(tmp_path)
+    assert row["file"].endswith(".webp") and (tmp_path / row["file"]).is_file()
+    assert not list(tmp_path.rglob("*.mp4"))
 
 
 def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch, capsys):
