@@ -330,9 +330,12 @@ settings](#other-settings).
 
 def table(found: dict[str, dict[str, Cell]]) -> list[str]:
     """Lines of the page's table, which know neither numbers nor sentences: on any CPU they are the same."""
-    lines = [f"| architecture | {' | '.join(mode.title for mode in MODES)} |", "|---" * (len(MODES) + 1) + "|"]
+    architectures: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(found):
-        lines.append(f"| {name} | {' | '.join(found[name][mode.title].short for mode in MODES)} |")
+        architectures.setdefault(tuple(found[name][mode.title].short for mode in MODES), []).append(name)
+    lines = [f"| {' | '.join(mode.title for mode in MODES)} | architectures |", "|---" * (len(MODES) + 1) + "|"]
+    for row, names in sorted(architectures.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {' | '.join(row)} | {', '.join(names)} |")
     return lines
 
 
@@ -370,15 +373,19 @@ def page(found: dict[str, dict[str, Cell]]) -> str:
 
 def _sentences(found: dict[str, dict[str, Cell]]) -> Iterator[str]:
     """What is said about cells that are not equal: each sentence once, with the architectures and modes it is for."""
+    names_of: dict[tuple[str, str], list[str]] = {}
     for name in sorted(found):
         modes_of: dict[str, list[str]] = {}
         for title, cell in found[name].items():
             if cell.verdict != "equal":
                 # transformers goes on about its issues and its own options
-                modes_of.setdefault(cell.text.partition(" Please request the support")[0], []).append(title)
+                sentence = cell.text.partition(" Please request the support")[0]
+                modes_of.setdefault(sentence.replace(f"make this {name} with", "make it with"), []).append(title)
         for sentence, titles in modes_of.items():
             where = "" if len(titles) == len(MODES) else f" ({', '.join(titles)})"
-            yield f"**{name}**{where}: {sentence}"
+            names_of.setdefault((where, sentence), []).append(name)
+    for (where, sentence), names in names_of.items():
+        yield f"**{', '.join(names)}**{where}: {sentence}"
 
 
 def _entry(text: str) -> str:
