@@ -22,7 +22,6 @@ import yaml
 
 from sfumato.commands.check_config import Findings, check_config
 from sfumato.commands.check_diffusion_rl import DECODING, DRAWING, EMBEDDING
-from sfumato.commands.check_host import HostFindings
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
@@ -52,7 +51,7 @@ class Line:
     devices: str
     device_gib: int
     cells: tuple[str, ...]
-    """Device memory, whether it fits, CPU memory of a machine, disk, and what is largest in each."""
+    """Device memory, whether it fits, CPU memory of a machine, disk, and what is largest on the device."""
     phases: tuple[str, ...] = ()
     """Device memory of update, drawing, decoding and embedding, of RL of diffusion models."""
 
@@ -143,7 +142,7 @@ def cells_of(found: Findings, device_gib: int) -> tuple[tuple[str, ...], tuple[s
         "yes" if device <= device_gib else "**no**",
         f"{found.host.needed_bytes / GIB:,.0f}",
         f"{disk:,.1f}" if disk < 10 else f"{disk:,.0f}",
-        "; ".join((tightest, largest_on_host(found.host))),
+        tightest,
     )
     phases = [sum(rank.parts.values()), *(rank.phases.get(name, 0) for name in (DRAWING, DECODING, EMBEDDING))]
     return cells, tuple(f"{size / GIB:.1f}" for size in phases) if rank.phases else ()
@@ -153,11 +152,6 @@ def largest_of(sizes: dict[str, int]) -> str:
     """The largest of some purposes, with its size."""
     name = max(sizes, key=lambda name: sizes[name])
     return f"{name}, {sizes[name] / GIB:,.1f} GiB"
-
-
-def largest_on_host(host: HostFindings) -> str:
-    """The largest part of CPU memory, with its size."""
-    return largest_of({**host.always, **host.moments})
 
 
 def description_of(path: Path) -> Path:

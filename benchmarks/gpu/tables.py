@@ -5,8 +5,8 @@
 RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--write`` they are kept beside the earlier
 ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
-counts. A cell without a figure says "not measured", or what became of it. Each table names commit, date, device and
-command of its figures. Runs with ``--tiny`` are refused: they measure nothing.
+counts. A cell without a figure says "not measured", or what became of it; rows without any are named below the table.
+Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are refused: they measure nothing.
 """
 
 from __future__ import annotations
@@ -70,14 +70,20 @@ class Table:
     def render(self, lines: Lines) -> str:
         """Markdown, with the origin of the figures below."""
         titles = [self.first, *(column.title for column in self.columns)]
-        rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+        head = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+        rows, unmeasured = [], []
         used = []
         for label, cell in self.cells:
             row = [lines.get((self.stage, f"{cell}{column.of}")) for column in self.columns]
             used += row
             texts = [column.text(line) for column, line in zip(self.columns, row, strict=True)]
-            rows.append(f"| {' | '.join([label, *texts])} |")
-        return "\n".join([*rows, "", origin(used)])
+            if set(texts) == {NOT_MEASURED}:
+                unmeasured.append(label)
+            else:
+                rows.append(f"| {' | '.join([label, *texts])} |")
+        table = [*head, *rows, ""] if rows else []
+        missing = [f"Not measured: {'; '.join(unmeasured)}.", ""] if unmeasured else []
+        return "\n".join([*table, *missing, origin(used)])
 
     def cell_names(self) -> set[str]:
         """The cells that it shows."""
@@ -86,15 +92,18 @@ class Table:
 
 def origin(used: list[dict[str, Any] | None]) -> str:
     """Where the figures of a table come from."""
-    names = ("device", "torch", "date", "commit", "command")
-    found = dict.fromkeys(
-        tuple(line[name] for name in names) for line in used if line and line["status"] in WITH_FIGURES
-    )
-    if not found:
+    commands: dict[tuple[str, ...], list[str]] = {}
+    for line in used:
+        if line and line["status"] in WITH_FIGURES:
+            run = tuple(str(line[name]) for name in ("device", "torch", "date", "commit"))
+            names = commands.setdefault(run, [])
+            if line["command"] not in names:
+                names.append(line["command"])
+    if not commands:
         return f"Origin: {NOT_MEASURED}."
     parts = [
-        f"{device}, torch {torch}, {date}, commit {commit}, `{command}`"
-        for device, torch, date, commit, command in found
+        f"{device}, torch {torch}, {date}, commit {commit}, {', '.join(f'`{command}`' for command in names)}"
+        for (device, torch, date, commit), names in commands.items()
     ]
     return f"Origin: {'; '.join(parts)}."
 
@@ -270,15 +279,15 @@ def with_bounds(text: str, lines: Lines) -> str:
     Raises:
         SystemExit: when the page has no place for it.
     """
-    rows = ["| stage | figure | bound | measured | beyond it |", "|---|---|---|---|---|"]
+    rows = ["| stage | figure | bound | measured |", "|---|---|---|---|"]
     for stage in STAGES:
         for bound in importlib.import_module(f"benchmarks.gpu.{stage.name}").BOUNDS:
             of = f" ({bound.cells.strip('^$').replace('|', ' or ')})" if bound.cells else ""
-            rows.append(
-                f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {worst(stage.name, bound, lines)} "
-                f"| {bound.remedy} |"
-            )
-    made = "\n".join([*rows, "", origin(list(lines.values()))])
+            figure = worst(stage.name, bound, lines)
+            measured = "" if figure == NOT_MEASURED else figure
+            rows.append(f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {measured} |")
+    whole = [{**line, "command": "python -m benchmarks.gpu.run"} for line in lines.values()]
+    made = "\n".join([*rows, "", origin(whole)])
     text, count = region("bounds").subn(lambda match: f"{match[1]}{made}\n{match[2]}", text)
     if count != 1:
         raise SystemExit(

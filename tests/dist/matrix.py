@@ -106,10 +106,12 @@ def reason(num_ranks: int, config: dict[str, Any]) -> str:
 
 def table() -> str:
     """The tables of the page."""
-    lines = [f"| mode | {' | '.join(KINDS.values())} |", "|---|" + "---|" * len(KINDS)]
-    for name, mode in MODES.items():
-        cells = [f"refused: {mode.refused[kind]}" if kind in mode.refused else "equal" for kind in KINDS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    titles: dict[tuple[str, ...], list[str]] = {}
+    for kind, title in KINDS.items():  # kinds that are alike in every mode share a column
+        cells = (f"refused: {mode.refused[kind]}" if kind in mode.refused else "equal" for mode in MODES.values())
+        titles.setdefault(tuple(cells), []).append(title)
+    lines = [f"| mode | {' | '.join(map(', '.join, titles.values()))} |", "|---|" + "---|" * len(titles)]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, *cells in zip(MODES, *titles, strict=True)]
     lines += ["", "Refused for every model:", "", "| configuration | message |", "|---|---|"]
     lines += [f"| {name} | {reason(*pair)} |" for name, pair in PAIRS.items()]
     return "\n".join(lines)
