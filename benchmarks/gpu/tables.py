@@ -6,7 +6,7 @@ RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--wri
 ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
 counts. A cell without a figure says "not measured", or what became of it; rows without any are named below the table.
-Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are refused: they measure nothing.
+Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are refused.
 """
 
 from __future__ import annotations
