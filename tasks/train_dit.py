@@ -11,7 +11,7 @@ buckets, on the micro-batch size.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,10 +29,10 @@ from sfumato.data.images.buckets import sort_into_buckets
 from sfumato.data.images.identity import identify_images
 from sfumato.data.loader import IndexLoader
 from sfumato.data.sounds.sound_text import open_captioned
-from sfumato.models.diffusion.base import DiffusionModel, set_output
+from sfumato.models.diffusion.base import DiffusionModel, set_output, set_source_images
 from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.models.diffusion.encoders import open_encoder
-from sfumato.models.diffusion.flops import denoiser_flops
+from sfumato.models.diffusion.flops import BatchFlops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.ema import Ema, averaged_weights, with_averages
 from sfumato.optim.optimizer import build_optimizer
@@ -58,11 +58,12 @@ def main(config: TrainDitConfig) -> None:
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
     set_output(model, dataset.size, "data", config.data.sizes)
+    set_source_images(model, config.data.max_source_images)
 
     encoder = open_encoder(dataset, model, config.data, mesh, run.say, run.watch("encode"), buckets)
     grid_prompts, grid_sources = choose_grid(config.sample, dataset, model.takes_image)
     model.remember_prompts(grid_prompts, grid_sources)
-    flops_of = cache(lambda size: denoiser_flops(model, *size).training)
+    flops = BatchFlops(model)
     if not config.model.keep_encoders:
         model.free_encoders()
 
@@ -83,7 +84,8 @@ def main(config: TrainDitConfig) -> None:
             # each kind of encoder takes what its own ``read`` has returned
             batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_images = sum(batch.num_images for batch in batches)
-        run.count(images=own_images, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
+        own_flops = sum(batch.num_images * flops.of_image(batch).training for batch in batches)
+        run.count(images=own_images, flops=own_flops)
         num_images = mesh.sum(own_images)
         # on the device until they are read with the gradient's norm; the first only has its values checked
         checked = Numbers()

@@ -9,7 +9,7 @@ its adapters, otherwise a frozen copy that is sharded like the model. Everything
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,10 +30,10 @@ from sfumato.data.images.buckets import sort_into_buckets
 from sfumato.data.images.identity import identify_images
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
-from sfumato.models.diffusion.base import set_output
+from sfumato.models.diffusion.base import set_output, set_source_images
 from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.models.diffusion.encoders import Encoder, open_encoder
-from sfumato.models.diffusion.flops import denoiser_flops
+from sfumato.models.diffusion.flops import BatchFlops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema, averaged_weights, with_averages
@@ -67,6 +67,7 @@ def main(config: TrainDitDpoConfig) -> None:
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = run.say
     set_output(model, dataset.size, "data", config.data.sizes)
+    set_source_images(model, config.data.max_source_images)
 
     to_encode = {"config": config.data, "mesh": mesh, "say": run.say, "watch": run.watch("encode")}
     encoder = open_encoder(dataset, model, **to_encode, buckets=buckets)
@@ -85,7 +86,7 @@ def main(config: TrainDitDpoConfig) -> None:
     checkpointer = Checkpointer(config.train, run, mesh, loader.total_steps)
     checkpointer.resume(state)
     objective = DPO(config.dpo.beta, config.dpo.loss, config.dpo.label_smoothing)
-    flops_of = cache(lambda size: 2 * sum(denoiser_flops(model, *size)))  # of a pair, with the reference's forward
+    flops = BatchFlops(model)
     run.begin(loader.total_steps, state.step, config.train.trackers)
     save = partial(checkpointer.save, state)
     sample = partial(draw_grid, model, grid_prompts, grid_sources, config, state)
@@ -105,7 +106,9 @@ def main(config: TrainDitDpoConfig) -> None:
             # each kind of encoder takes what its own ``read`` has returned
             batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_pairs = sum(batch.num_images for batch in batches)
-        run.count(images=2 * own_pairs, flops=sum(batch.num_images * flops_of(batch.size) for batch in batches))
+        # of each image of a pair, with the reference's forward pass
+        own_flops = sum(2 * batch.num_images * sum(flops.of_image(batch)) for batch in batches)
+        run.count(images=2 * own_pairs, flops=own_flops)
         num_pairs = mesh.sum(own_pairs)
         losses, sums = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)
         pending = losses, sums.numbers  # on the device until they are read with the gradient's norm

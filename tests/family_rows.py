@@ -11,7 +11,6 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.models.diffusion.base import DiffusionModel
@@ -41,7 +40,7 @@ class Row:
 
     describe: Callable[[], dict[str, Any]]
     """Its tiny description."""
-    call: Callable[[Row, Any, list[str], torch.Tensor, float, list[Image.Image] | None], np.ndarray]
+    call: Callable[[Row, Any, list[str], torch.Tensor, float, list[Any] | None], np.ndarray]
     """Runs the pipeline from latents ``[B, *latent_shape]`` with a guidance scale of ours: [B, H, W, 3] in 0..1."""
     latent_shape: tuple[int, ...]
     unit: int
@@ -68,6 +67,10 @@ class Row:
     """A row has the same bits in every batch of two rows or more: not where there are convolutions of pictures."""
     brief: bool = False
     """Its parts are those of other families: only ``TELLING`` tests run always, others in ``make slow-test``."""
+    from_images: bool = False
+    """``model.from_images``."""
+    sources: int = 1
+    """Source images of a prompt, of families that take some."""
     needs: str = ""
     """A package that the family needs and not every installation has."""
 
@@ -94,7 +97,8 @@ def keep_latents(pipeline: Any, step: int, timestep: Any, state: dict[str, torch
 
 
 def call_plain(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
-    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale)).images
+    more = {} if images is None else {"image": images[0]}
+    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale, **more)).images
 
 
 def call_flux(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
@@ -275,8 +279,9 @@ def unpacked(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def unpacked_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The velocity of tokens that are latent pixels."""
-    return unpack_pixels(output, *shape[-2:])
+    """The velocity of tokens that are latent pixels; behind those of the picture may be those of given ones."""
+    height, width = shape[-2:]
+    return unpack_pixels(output[:, : height * width], height, width)
 
 
 def of_v(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -372,6 +377,51 @@ ROWS = {
         unpack=unpack_pixels,
         needs="torchvision",
         velocity=unpacked_pixels,
+        brief=True,
+    ),
+    "flux2_klein_edit": Row(
+        tiny_families.tiny_flux2_klein,
+        call_plain,
+        (16, 16, 24),
+        4,
+        size=(64, 96),
+        tokens=24,
+        shift_steps=50,
+        unpack=unpack_pixels,
+        velocity=unpacked_pixels,
+        batched=False,
+        from_images=True,
+        sources=2,
+        brief=True,
+    ),
+    "flux2_edit": Row(
+        tiny_families.tiny_flux2,
+        call_plain,
+        (16, 16, 24),
+        4,
+        size=(64, 96),
+        tokens=128,
+        shift_steps=50,
+        unpack=unpack_pixels,
+        needs="torchvision",
+        velocity=unpacked_pixels,
+        batched=False,
+        from_images=True,
+        sources=3,
+        brief=True,
+    ),
+    "qwen_image_edit_several": Row(
+        tiny_families.tiny_qwen_image_edit_plus,
+        call_qwen_edit,
+        (4, 16, 32),
+        4,
+        size=(32, 64),
+        tokens=72,
+        batched=False,
+        never_used=LAST_TEXT,
+        sources=3,
+        needs="torchvision",
+        velocity=unpacked,
         brief=True,
     ),
     "chroma": Row(tiny_families.tiny_chroma, call_chroma, (4, 8, 12), 4, size=(16, 24), velocity=unpacked, brief=True),

@@ -59,7 +59,11 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     """The line of a family."""
     rows = rows_of(pipeline_class)
     makes_videos = any(len(row.latent_shape) == 4 for row in rows)
-    takes = "text" if not family.takes_image else "text and the first frame" if makes_videos else "text and an image"
+    takes = "text"
+    images = family.with_images() if family.image_family is not None else family
+    if images.takes_image:
+        shown = "the first frame" if makes_videos else "images" if images.takes_several_images else "an image"
+        takes = f"text and {shown}" if images is family else f"text, or text and {shown}"
     plan = family.parallel_plan
     pictures = "videos, images" if makes_videos else "images"
     cells = (

@@ -297,7 +297,7 @@ def _look_at_images(name: str, dataset: Dataset, notes: list[str]) -> SourceFind
         dataset.caption(index)
         picture = dataset.picture(index)
         enlarged.append(bool(is_enlarged(picture.framing, picture.pixels.shape[-2:]).any()))
-        if not isinstance(dataset, GlyphDataset) and dataset.has_source(index):
+        if not isinstance(dataset, GlyphDataset) and dataset.count_sources(index):
             dataset.source(index, picture.pixels)
 
     findings = _look_at(name, dataset, look)

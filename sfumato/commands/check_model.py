@@ -21,7 +21,7 @@ from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextD
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError, UserError
-from sfumato.models.diffusion.base import set_output
+from sfumato.models.diffusion.base import set_output, set_source_images
 from sfumato.models.diffusion.encoders import check_data_type
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
@@ -184,6 +184,7 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     size = section.size[:2]
     sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
     set_output(model, section.size, "rollout" if is_rl else "data", sizes)
+    set_source_images(model, config.data.max_source_images)
     if isinstance(config, DiffusionRLConfig):
         check_rewards(model, config)
     else:

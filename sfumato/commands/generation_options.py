@@ -40,7 +40,12 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompts", metavar="FILE", help=".txt with one a line, .jsonl, .parquet, ...")
     group.add_argument("--prompt-key", metavar="COLUMN", help="column of the prompt in that file (prompt)")
     group.add_argument(
-        "--image", action="append", default=[], type=Path, metavar="FILE", help="image of --prompt: edited, or seen"
+        "--image",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="image of --prompt: edited, or seen; of a single prompt perhaps several",
     )
     group.add_argument("--num-prompts", type=parse_positive, metavar="N", help="the first N prompts only")
 
@@ -117,6 +122,7 @@ def generation_options(options: argparse.Namespace) -> GenerationOptions:
         top_k=options.top_k,
         system_prompt=options.system_prompt,
         chat_template=options.chat_template,
+        from_images=bool(getattr(options, "image", [])),
         say=say,
     )
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
-from sfumato.config.image_data import MASK, ImageTextDataConfig, PairDataConfig
+from sfumato.config.image_data import MASK, SOURCES, ImageTextDataConfig, PairDataConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.sections import CHANGED_WEIGHTS, EpochTrainConfig, ModelConfig
 
@@ -122,7 +122,7 @@ class TrainAutoencoderConfig(Section):
             raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
         why = "here, where the autoencoder alone is trained on images, whole and in float32 in each process: remove it"
         refuse_needless(self.model, "model", ("lora", "keep_encoders"), why)
-        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir", "buckets", *MASK), why)
+        refuse_needless(self.data, "data", ("text_key", *SOURCES, "cache_dir", "buckets", *MASK), why)
         names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
         names += ["compile"] if self.train.compile else []  # false is what happens
         names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]

@@ -11,13 +11,23 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.row_limit import RowLimit
-from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, GlyphConfig, check_size, sound_size
+from sfumato.config.sections import (
+    MAX_SECONDS,
+    MAX_SIDE,
+    MOST_SOURCE_IMAGES,
+    GlyphConfig,
+    check_size,
+    sound_size,
+)
 
 Side = Annotated[int, Field(ge=8, le=MAX_SIDE)]
 Size = Annotated[list[Side], Field(min_length=2, max_length=2)]
 
 MASK = ("mask_key", "mask_outside", "invert_mask")
 """Fields of masks."""
+
+SOURCES = ("source_image_key", "max_source_images")
+"""Fields of source images."""
 
 MOST_BUCKETS = 1000
 """Most sizes of images."""
@@ -48,7 +58,10 @@ class ImageDataConfig(Section):
     train_path: FilePath | None = None
     """A .jsonl or .parquet file, or a folder of images with captions in metadata.jsonl or in .txt files beside them."""
     source_image_key: str = "source_image"
-    """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame."""
+    """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame. A
+    list holds several images."""
+    max_source_images: int = Field(1, ge=1, le=MOST_SOURCE_IMAGES)
+    """Most source images of a row; more than 1 for models that take several."""
     text_key: str = "text"
     """Column of the caption."""
     glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
@@ -88,6 +101,9 @@ class ImageDataConfig(Section):
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
         check_size("data", self.height, self.width, self.num_frames)
+        if self.max_source_images > 1 and (self.data_type == "glyphs" or self.num_frames > 1):
+            what = "words that are rendered" if self.data_type == "glyphs" else "videos"
+            raise ValueError(f"data.max_source_images is for edits of images, and not for {what}: leave it out")
         if self.buckets is not None:
             self._check_buckets()
         return self
@@ -150,7 +166,7 @@ class ImageTextDataConfig(ImageDataConfig):
                 raise ValueError("data.seconds is required when data.data_type is sound_text")
             names = (
                 "image_key",
-                "source_image_key",
+                *SOURCES,
                 "height",
                 "width",
                 "buckets",
@@ -165,7 +181,7 @@ class ImageTextDataConfig(ImageDataConfig):
                 raise ValueError(
                     "data.num_frames: the frames of a video are required for data.data_type video_sound_text"
                 )
-            names = ("seconds", "source_image_key", "buckets", "glyphs", *MASK)
+            names = ("seconds", *SOURCES, "buckets", "glyphs", *MASK)
             refuse_needless(self, "data", names, "on videos with sound (data.data_type video_sound_text): remove it")
         else:
             why = f"with data.data_type {self.data_type}: remove it, or set data.data_type sound_text"

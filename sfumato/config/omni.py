@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.dit import DitTrainConfig
-from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.config.image_data import SOURCES, ImageTextDataConfig
 from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.sections import Expression
 from sfumato.config.text import check_text
@@ -52,7 +52,7 @@ class TrainImageTokenizerConfig(Section):
         if self.data.num_frames > 1:
             raise ValueError("data.num_frames: an image tokenizer is trained on images; set it to 1")
         why = "here, where a VQ model alone is trained on images, whole and in float32 in each process: remove it"
-        refuse_needless(self.data, "data", ("text_key", "source_image_key", "cache_dir", "buckets"), why)
+        refuse_needless(self.data, "data", ("text_key", *SOURCES, "cache_dir", "buckets"), why)
         names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
         names += ["compile"] if self.train.compile else []  # false is what happens
         names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]

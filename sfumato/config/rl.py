@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.paths import FilePath
 from sfumato.config.runtime import STALENESS, RuntimeConfig, Strategy
-from sfumato.config.sections import CHANGED_WEIGHTS, GlyphConfig, TrainConfig
+from sfumato.config.sections import CHANGED_WEIGHTS, MOST_SOURCE_IMAGES, GlyphConfig, TrainConfig
 
 
 class PromptDataConfig(Section):
@@ -24,7 +24,10 @@ class PromptDataConfig(Section):
     prompt_key: str = "prompt"
     """Column of the prompt."""
     source_image_key: str = "source_image"
-    """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes."""
+    """Column of the image that is edited or animated, if the model takes one: a path relative to the file, or bytes. A
+    list holds several images."""
+    max_source_images: int = Field(1, ge=1, le=MOST_SOURCE_IMAGES)
+    """Most source images of a prompt; more than 1 for models that take several, where all prompts have equally many."""
     glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
     """Words when data_type is glyphs."""
 
@@ -34,7 +37,7 @@ class PromptDataConfig(Section):
             raise ValueError("data.train_path and data.eval_path are required when data.data_type is prompts")
         if self.data_type == "glyphs":
             why = "when data.data_type is glyphs, which makes words and reads no file: remove it, or take prompts"
-            refuse_needless(self, "data", ("train_path", "eval_path"), why)
+            refuse_needless(self, "data", ("train_path", "eval_path", "max_source_images"), why)
         return self
 
 

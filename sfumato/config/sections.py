@@ -17,6 +17,9 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 MAX_SIDE = 16_384
 """Most pixels of a picture's side."""
 
+MOST_SOURCE_IMAGES = 16
+"""Most images that one sample may be made from."""
+
 MAX_PIXELS = 2**28
 """Most pixels of a sample, over all of its frames."""
 
@@ -80,6 +83,8 @@ class ModelConfig(Section):
     """YAML file that describes a pipeline to be made from scratch with random weights; instead of model_path."""
     family: str | None = None
     """Class of a model family that is not part of sfumato, my_module:MyFamily; null goes by the pipeline's class."""
+    from_images: bool = False
+    """Make samples from source images, of families that can do without: FLUX.2."""
     lora: LoraConfig | None = None
     """Train low-rank adapters; null trains all weights of the denoiser."""
     dtype: Literal["fp32", "bf16"] = "fp32"

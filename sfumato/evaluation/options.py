@@ -45,6 +45,8 @@ class GenerationOptions:
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     max_sequence_length: int | None = None
+    from_images: bool = False
+    """Whether the prompts come with source images, which some models make pictures from and can do without."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None

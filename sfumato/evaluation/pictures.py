@@ -15,10 +15,10 @@ from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.rl import PromptDataConfig
-from sfumato.config.sections import SOUND, ModelConfig, sound_size
+from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, sound_size
 from sfumato.data.images.image_text import open_image_pairs
 from sfumato.data.images.prompts import Prompt, load_prompts
-from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.images.source_images import check_source_images, group_by_sources, read_source_images
 from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
@@ -30,7 +30,6 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.diffusion.evaluation import choose_grid, sample_images
-from sfumato.rollout.diffusion.policy import encode_prompts
 from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectory_sampler import sample_of
 
@@ -73,21 +72,25 @@ class PictureSettings:
 
 
 @dataclass(frozen=True)
-class FileImage:
-    """A source image of the command line, for ``Prompt.source``."""
+class FileImages:
+    """Source images of the command line, for ``Prompt.source``."""
 
-    path: Path
+    paths: Sequence[Path]
 
     def check(self, height: int, width: int) -> None:
-        """Looks at the head of the file. Raises DataError."""
-        check_image(self.path, str(self.path))
-        check_fit(read_size(self.path, str(self.path)), height, width, "center", str(self.path))
+        """Looks at the heads of the files. Raises DataError."""
+        check_source_images(self.paths, height, width, self._where)
 
     def read(self, height: int, width: int) -> np.ndarray:
-        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``. Raises DataError."""
-        image = read_image(self.path, str(self.path))
-        check_fit((image.height, image.width), height, width, "center", str(self.path))
-        return fitted(image, height, width)
+        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``, of several ``[S, ...]``.
+
+        Raises DataError.
+        """
+        return read_source_images(self.paths, height, width, "center", self._where)
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(map(str, self.paths))
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,20 @@ class PictureModel:
             B samples, whose group ids are ``ids``. What is not finite is named in ``damage``.
         """
         settings = self.settings
-        conditioning, sources = encode_prompts(self.model, prompts, settings.size, settings.guidance_scale != 1.0)
+        if not self.model.takes_image and any(isinstance(prompt.source, FileImages) for prompt in prompts):
+            raise ConfigError(f"--image: this {self.model.pipeline_class} draws from texts alone: leave it out")
+        sources = [prompt.source_image(*settings.size[:2]) for prompt in prompts] if self.model.takes_image else None
+        groups = group_by_sources(sources, len(prompts))
+        if len(groups) > 1:  # what is drawn together has equally many source images
+            samples: dict[int, Sample] = {}
+            for group in groups:
+                drawn = self.draw(
+                    [prompts[position] for position in group], [ids[position] for position in group], repetition
+                )
+                samples |= dict(zip(group, drawn, strict=True))
+            return [samples[position] for position in range(len(prompts))]
+        texts = [prompt.text for prompt in prompts]
+        conditioning = self.model.encode_prompts(texts, settings.guidance_scale != 1.0, sources)
         cache = None
         if settings.step_cache > 0:
             cache = StepCache(self.model, settings.step_cache, settings.num_inference_steps)
@@ -314,23 +330,28 @@ def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
 
     Args:
         texts: the prompts.
-        images: source images: none, one for all of them, or one for each.
+        images: source images: none, one for all of them, or one for each; of a single prompt perhaps several.
 
     Raises:
         ConfigError: for another number of images.
     """
-    if len(images) not in (0, 1, len(texts)):
+    if len(images) not in (0, 1, len(texts)) and len(texts) > 1:
         raise ConfigError(f"{len(images)} times --image for {len(texts)} prompts: give one, or one for each prompt")
-    paths = [*images] * len(texts) if len(images) == 1 else [*images] or [None] * len(texts)
+    if not images:
+        paths: list[Sequence[Path] | None] = [None] * len(texts)
+    elif len(images) == 1 or len(texts) == 1:
+        paths = [images] * len(texts)
+    else:
+        paths = [[image] for image in images]
     return [
-        Prompt(text, {}, f"--prompt {text[:40]!r}", cast(Any, None if path is None else FileImage(path)))
-        for text, path in zip(texts, paths, strict=True)
+        Prompt(text, {}, f"--prompt {text[:40]!r}", cast(Any, None if of_prompt is None else FileImages(of_prompt)))
+        for text, of_prompt in zip(texts, paths, strict=True)
     ]
 
 
 def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]:
     """The prompts of a file; its other columns are metadata. Raises DataError as ``load_prompts``."""
-    config = PromptDataConfig(train_path=path, eval_path=path)
+    config = PromptDataConfig(train_path=path, eval_path=path, max_source_images=MOST_SOURCE_IMAGES)
     if key is not None:
         config = config.model_copy(update={"prompt_key": key})
     prompts = load_prompts(config, "eval")
@@ -381,6 +402,8 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
                 dtype=cast(Any, options.dtype_on(device)),
                 max_sequence_length=options.max_sequence_length or 256,
             )
+            can_edit = options.from_images and family_of(section).image_family is not None
+            section = section.model_copy(update={"from_images": can_edit})
         model = build_diffusion_model(section, device, init_device="cuda")
         if section.dtype == "bf16":
             model.denoiser.to(torch.bfloat16)

@@ -153,6 +153,7 @@ class Reward(ABC):
       video is the mean over its frames.
     - ``cached``: equal samples (or groups) are scored once. Only for a reward whose value is the same to the bit
       whatever else is in the batch, and which costs more than hashing the sample.
+    - ``compares_source``: it compares with the one image that was edited, and cannot with several.
     - ``memory_mib``: address space of each of its processes, where it has processes; 0 sets no limit.
     - ``modality``: what it can score: "image" (videos too), "text" or "sound"; empty: images and texts.
 
@@ -165,6 +166,7 @@ class Reward(ABC):
     groupwise: ClassVar[bool] = False
     takes_video: ClassVar[bool] = False
     cached: ClassVar[bool] = False
+    compares_source: ClassVar[bool] = False
     memory_mib: ClassVar[int] = 0
 
     name: str = ""

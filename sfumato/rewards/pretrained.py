@@ -253,6 +253,7 @@ class ImageSimilarity(PretrainedReward):
 
     type: ClassVar[str] = "image_similarity"
     modality: ClassVar[str] = "image"
+    compares_source: ClassVar[bool] = True
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_embedder"
 
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:

@@ -27,7 +27,7 @@ NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2", "hunyuan_image", "hunyua
 text that is dropped before the last layer; of LTX-2 there are two sequences."""
 NO_TENSOR = ("ltx2",)
 """Families whose layers cannot be cut: rotary embeddings come with all heads."""
-FAMILIES = ("flux2_klein", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
+FAMILIES = ("flux2_klein", "flux2_klein_edit", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2": {},
@@ -43,6 +43,7 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     row = ROWS[name]
     description = row.describe()
     model = find_families()[description["pipeline"]]
+    model = model.with_images() if row.from_images else model
     model = model(model.build(description, seed=0), row.tokens)
     wake(model)
     if lora:
@@ -54,7 +55,7 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     else:
         model.denoiser.requires_grad_(True)
     model.denoiser.train()
-    images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size)
+    images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size, row.sources)
     conditioning = model.encode_prompts(PROMPTS, images=images)
     latents = keyed_normal(model.latent_shape(*row.size), 1, "latent", 0, range(len(PROMPTS)))
     target = keyed_normal(row.latent_shape, 2, "latent", 0, range(len(PROMPTS)))

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import numpy as np
 import pytest
 from PIL import Image
 
+from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import read_pipeline_class
@@ -57,6 +58,13 @@ CASES = {
     "wan_image_small": Case(tiny_families.tiny_wan_image_small, (32, 32, 5)),
 }
 
+OTHERS = {"flux2_klein": Case(tiny_families.tiny_flux2_klein, tokens=24)}
+"""Cases of single tests."""
+
+
+def case_of(name: str) -> Case:
+    return OTHERS[name] if name in OTHERS else CASES[name]
+
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -64,9 +72,9 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     root = tmp_path_factory.mktemp("pipelines")
 
     def folder_of(name: str) -> Path:
-        if CASES[name].needs:
-            pytest.importorskip(CASES[name].needs)
-        return write_tiny_pipeline(root / name, described=CASES[name].describe())
+        if case_of(name).needs:
+            pytest.importorskip(case_of(name).needs)
+        return write_tiny_pipeline(root / name, described=case_of(name).describe())
 
     return folder_of
 
@@ -78,7 +86,7 @@ def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rl_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> dict[str, Any]:
-    case = CASES[name]
+    case = case_of(name)
     (tmp_path / "pipeline").symlink_to(pipeline)
     height, width, frames = case.size
     config = tiny_rl_config(
@@ -93,7 +101,7 @@ def rl_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> di
 
 
 def dit_config(name: str, pipeline: Path, tmp_path: Path, **overrides: Any) -> dict[str, Any]:
-    case = CASES[name]
+    case = case_of(name)
     (tmp_path / "pipeline").symlink_to(pipeline)
     height, width, frames = case.size
     config = tiny_dit_config(
@@ -128,7 +136,7 @@ def test_rl(name: str, recipe: str, pipelines: Callable[[str], Path], tmp_path: 
 
 def assert_samples(run: Path, name: str, step: int) -> None:
     """Files of videos have all frames, edits stand beside their source, and the report shows both."""
-    height, width, frames = CASES[name].size
+    height, width, frames = case_of(name).size
     takes_image = ("image" in name and name != "qwen_image") or "kontext" in name
     page = (run / "report.html").read_text()
     rows = read_samples(run)[step]
@@ -178,6 +186,112 @@ def write_edits(folder: Path, count: int = 4, **changed: dict[str, Any]) -> dict
     path = folder / "edits.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {"data_type": "prompts", "train_path": str(path), "eval_path": str(path)}
+
+
+def write_several(folder: Path, counts: list[int], column: str = "image") -> Path:
+    """Edits of which row k has ``counts[k]`` source images, beside the file."""
+    for index in range(max(counts) + 1):
+        Image.fromarray(np.full((20, 24, 3), 40 * index, np.uint8)).save(folder / f"{index}.png")
+    rows = [
+        {
+            column: "0.png",
+            "text": f'write "{"ABCD"[row % 4]}"',
+            "source_image": [f"{k}.png" for k in range(1, count + 1)],
+        }
+        for row, count in enumerate(counts)
+    ]
+    path = folder / "several.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_edits_of_several_images_are_trained_and_sampled(tmp_path: Path, pipelines: Callable[[str], Path]) -> None:
+    path = write_several(tmp_path, [1, 2, 3, 1, 2, 3])
+    config = dit_config("flux2_klein", pipelines("flux2_klein"), tmp_path)
+    config["model"]["from_images"] = True
+    config["data"] = {
+        "data_type": "image_text",
+        "train_path": str(path),
+        "height": 16,
+        "width": 16,
+        "max_source_images": 3,
+    }
+    config["train"] |= {"micro_batch_size": 2, "global_batch_size": 4}
+    config["sample"] |= {"num_prompts": 3}
+    run = run_task_here("train_dit", config, with_report=True)
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in read_jsonl(run / "metrics.jsonl"))
+    assert read_pipeline_class(run / "hf_ckpt") == "Flux2KleinPipeline"
+    for row, count in zip(read_samples(run)[3], [1, 2, 3], strict=True):
+        with Image.open(step_folder(run, 3) / row["source"]) as image:
+            assert image.size == (16 * count, 16), "source images stand side by side"
+    drawn = []
+    pipeline = pipelines("flux2_klein")
+    for model in (run, run / "hf_ckpt", pipeline):
+        out = tmp_path / "drawn" / str(len(drawn))
+        options = (
+            f"--image {tmp_path}/1.png --image {tmp_path}/2.png --steps 2 --height 16 --width 16 --seed 3 --no-base"
+        )
+        options += " --guidance-scale 1" + " --max-sequence-length 24" * (model == pipeline)
+        assert main(["sample", str(model), "--prompt", 'write "B"', *options.split(), "--out", str(out)]) == 0
+        (row,) = read_jsonl(out / "samples.jsonl")
+        drawn.append([np.asarray(Image.open(out / str(row[name])).convert("RGB")) for name in ("file", "source")])
+    for of_run, of_export in zip(*drawn[:2], strict=True):
+        np.testing.assert_array_equal(of_run, of_export)
+    assert drawn[0][1].shape == (16, 32, 3)
+    assert not np.array_equal(drawn[0][0], drawn[2][0]), "trained and untrained differ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparesSource(Brightness):
+    compares_source: ClassVar[bool] = True
+
+
+def test_rl_of_edits_of_several_images(tmp_path: Path, pipelines: Callable[[str], Path]) -> None:
+    path = write_several(tmp_path, [2, 2, 2, 2])
+    rows = [{**json.loads(line), "prompt": f"edit {number}"} for number, line in enumerate(path.open())]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_type": "prompts", "train_path": str(path), "eval_path": str(path), "max_source_images": 2}
+    config = rl_config("flux2_klein", pipelines("flux2_klein"), tmp_path, data=data, model={"from_images": True})
+    run = run_task_here("rl_diffusion", config)
+    lines = read_jsonl(run / "metrics.jsonl")[1:]
+    assert all(line["rows"] > 0 and line["grad_norm"] > 0 and line["ratio/replay_error"] < 1e-5 for line in lines)
+    for row in read_samples(run)[2]:
+        with Image.open(step_folder(run, 2) / row["source"]) as image:
+            assert image.size == (32, 16)
+    config["train"]["output_dir"] = str(tmp_path / "other")
+    rows[3]["source_image"] = "1.png"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"numbers of source images differ: 1 \(.*line 4\), 2 \(.*line 1\)"):
+        run_task_here("rl_diffusion", config)
+    config["reward"]["rewards"] = [{"type": f"{__name__}:ComparesSource"}]
+    with pytest.raises(
+        ConfigError, match=r"brightness compares with one source image, and data.max_source_images is 2"
+    ):
+        run_task_here("rl_diffusion", config)
+    config["data"]["max_source_images"] = 1
+    config["reward"]["rewards"] = [{"type": "brightness"}]
+    with pytest.raises(DataError, match=r"line 1: column 'source_image' holds 2 source images: at most 1"):
+        run_task_here("rl_diffusion", config)
+    config["model"]["from_images"] = False
+    config["data"]["max_source_images"] = 2
+    with pytest.raises(ConfigError, match=r"data.max_source_images 2: Flux2KleinPipeline takes no source images"):
+        run_task_here("rl_diffusion", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("flux_kontext", {}, r"data.max_source_images 2: FluxKontextPipeline edits or animates one image"),
+        ("wan", {"from_images": True}, r"model.from_images: WanPipeline makes samples from text alone here"),
+    ],
+)
+def test_several_images_are_refused_where_they_cannot_be(
+    name: str, model: dict[str, Any], message: str, pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    data = {"data_type": "image_text", "train_path": str(write_several(tmp_path, [1])), "max_source_images": 2}
+    config = dit_config(name, pipelines(name), tmp_path, model=model, data={**data, "num_frames": 1})
+    with pytest.raises(ConfigError, match=message):
+        run_task_here("train_dit", config)
 
 
 def test_rewards_see_the_source_of_an_edit(pipelines: Callable[[str], Path], tmp_path: Path) -> None:

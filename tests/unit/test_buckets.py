@@ -24,9 +24,11 @@ from sfumato.data.loader import IndexLoader, evaluation_batches
 from sfumato.data.media.pictures import read_image, read_size
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.encoders import open_encoder
+from sfumato.models.diffusion.flops import BatchFlops, denoiser_flops
+from sfumato.models.diffusion.latents import encode_sources
 from sfumato.models.diffusion.load import build_diffusion_model
 from tests.tiny import tiny_dit_config, write_config, write_tiny_pipeline
-from tests.tiny_families import tiny_flux_kontext
+from tests.tiny_families import tiny_flux2_klein, tiny_flux_kontext
 from tests.token_rows import mesh_of
 from tests.unit.test_image_text import settle
 
@@ -274,3 +276,55 @@ def test_edits_of_several_sizes_are_encoded_alike_with_a_cache(tmp_path: Path, i
     assert len([*(tmp_path / "cache").glob("latents_*")]) == 3
     broken = [line for line in said if "line 13" in line]
     assert len(broken) == 2, "once by each encoder"
+
+
+def test_rows_of_different_numbers_of_source_images_are_batches_apart(tmp_path: Path, images: Path) -> None:
+    """Online, and from a cache that a second run reads without encoding; rows with too many or none are broken."""
+    sources: list[Any] = ["1.png", ["2.png", "3.png"], ["4.png"], ["3.png", "2.png"], ["1.png", "0.png"], [], None]
+    rows = [json.loads(line) for line in images.open()][: len(sources) + 2]
+    for row, source in zip(rows, [*sources, ["1.png"] * 4, ["2.png", "gone.png"]], strict=True):
+        row["source_image"] = source
+    images.write_text("\n".join(map(json.dumps, rows)))
+    pipeline = write_tiny_pipeline(tmp_path / "pipeline", described=tiny_flux2_klein())
+    model = build_diffusion_model(ModelConfig(model_path=str(pipeline), max_sequence_length=24, from_images=True))
+    settings = {"train_path": str(images), "height": 16, "width": 16, "max_bad_rows": 4, "max_source_images": 3}
+    encoders, said = [], []
+    for more in ({}, {"cache_dir": str(tmp_path / "cache")}, {"cache_dir": str(tmp_path / "cache")}):
+        config = ImageTextDataConfig(**settings, **more)
+        dataset = ImageTextDataset(config)
+        buckets = sort_into_buckets(dataset, config, mesh_of(), said.append)
+        assert buckets is not None
+        encoders.append(
+            open_encoder(dataset, model, config, mesh_of(), said.append, lambda starts, count: starts, buckets)
+        )
+    assert said[0] == (
+        "9 rows in 2 buckets (height x width): 16 x 16 from 1 source image(s): 5, 16 x 16 from 2 source image(s): 4"
+    )
+    counts: dict[int, int] = {}
+    flops = BatchFlops(model)
+    for batch in evaluation_batches(9, 2, mesh_of(), buckets):
+        online, cached, again = (encoder.batch(batch) for encoder in encoders)
+        assert online.num_images == cached.num_images
+        for name, tensor in online.conditioning.tensors.items():
+            torch.testing.assert_close(cached.conditioning.tensors[name], tensor, rtol=1e-5, atol=1e-5)
+            assert torch.equal(cached.conditioning.tensors[name], again.conditioning.tensors[name])
+        if not online.num_images:
+            continue
+        assert online.num_sources == cached.num_sources
+        index_of = dict(zip(batch.sample_ids, batch.indices, strict=True))
+        for sample_id, row_latents in zip(online.sample_ids, online.conditioning.tensors["image_latents"], strict=True):
+            source = dataset.source(index_of[sample_id], dataset.pixels(index_of[sample_id]))
+            torch.testing.assert_close(row_latents[None], encode_sources(model, source), rtol=1e-5, atol=1e-5)
+            counts[index_of[sample_id]] = 1 if source.ndim == 3 else len(source)
+        assert flops.of_image(online).forward == denoiser_flops(model, 16, 16, online.conditioning.tensors).forward
+    assert counts == {0: 1, 1: 2, 2: 1, 3: 2, 4: 2}
+    broken = " ".join(said)
+    assert "line 6: column 'source_image' is an empty list: give at least one source image" in broken
+    assert "line 7: column 'source_image' holds no image path or bytes" in broken
+    assert "line 8: column 'source_image' holds 4 source images: at most 3 are read (data.max_source_images)" in broken
+    assert "line 9, source image 2: image file not found" in broken
+    rows[1]["source_image"] = ["2.png"]
+    images.write_text("\n".join(map(json.dumps, rows)))
+    dataset = ImageTextDataset(config)
+    with pytest.raises(DataError, match="line 2: the row has another number of source images"):
+        module.OneSize(dataset, (16, 16), np.array([1]), 2).source(0, dataset.pixels(1))

@@ -19,7 +19,7 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_source_images
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.memory_plan import plan_memory
@@ -48,8 +48,9 @@ class Built:
 
     def load(self, **config: Any) -> DiffusionModel:
         precision = config.pop("mixed_precision", "no")
-        config = ModelConfig(model_path=str(self.folder), max_sequence_length=self.row.tokens, **config)
-        model = build_diffusion_model(config, mixed_precision=precision)
+        settings = {"max_sequence_length": self.row.tokens, "from_images": self.row.from_images, **config}
+        model = build_diffusion_model(ModelConfig(model_path=str(self.folder), **settings), mixed_precision=precision)
+        set_source_images(model, self.row.sources)
         model.latent_shape(*self.row.size)  # as ``set_output`` does in every task
         return model
 
@@ -79,7 +80,7 @@ class Built:
     def by_diffusers(self, pipeline: Any, scale: float, together: bool) -> tuple[np.ndarray, torch.Tensor]:
         """The same of diffusers' own sampling loop."""
         start = keyed_normal(self.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
-        images = None if self.images is None else [Image.fromarray(each) for each in self.images]
+        images = None if self.images is None else [as_pictures(each) for each in self.images]
         parts = [slice(None)] if together else [slice(index, index + 1) for index in range(len(PROMPTS))]
         found, latents = [], []
         for part in parts:
@@ -89,6 +90,10 @@ class Built:
         return (np.concatenate(found) * 255).round().astype(np.uint8), torch.cat(latents)
 
 
+def as_pictures(source: np.ndarray) -> Image.Image | list[Image.Image]:
+    return Image.fromarray(source) if source.ndim == 3 else [Image.fromarray(each) for each in source]
+
+
 @pytest.fixture(scope="module", params=ROWS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     row = ROWS[request.param]
@@ -96,15 +101,19 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.importorskip(row.needs)
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(row.describe()))
-    config = ModelConfig(config_path=str(folder / "tiny.yaml"), max_sequence_length=row.tokens)
+    config = ModelConfig(
+        config_path=str(folder / "tiny.yaml"), max_sequence_length=row.tokens, from_images=row.from_images
+    )
     model = build_diffusion_model(config)
+    set_source_images(model, row.sources)
     wake(model)
     model.latent_shape(*row.size)
     model.save_pipeline(folder / "pipe")
     images = None
     if model.takes_image:
         generator = np.random.default_rng(3)
-        images = [generator.integers(0, 256, (*row.size, 3), dtype=np.uint8) for _ in PROMPTS]
+        several = (row.sources,) if row.sources > 1 else ()
+        images = [generator.integers(0, 256, (*several, *row.size, 3), dtype=np.uint8) for _ in PROMPTS]
     return Built(row, model, folder / "pipe", images)
 
 
@@ -324,7 +333,9 @@ def test_adapters_over_frozen_weights_in_low_precision(built: Built) -> None:
 
 
 def test_weights_are_read_where_they_are_needed(built: Built) -> None:
-    config = ModelConfig(model_path=str(built.folder), max_sequence_length=built.row.tokens)
+    config = ModelConfig(
+        model_path=str(built.folder), max_sequence_length=built.row.tokens, from_images=built.row.from_images
+    )
     model = build_diffusion_model(config, init_device="meta")
     assert all(each.is_meta for each in model.denoiser.parameters())
     model.parallelize(ALONE, TrainConfig(output_dir=str(built.folder)))
@@ -375,6 +386,9 @@ def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
         built.model.encode_prompts(PROMPTS, images=[image])
     with pytest.raises(DataError, match="of one size"):
         built.model.encode_prompts(PROMPTS, images=[image, image[:-1]])
+    several = "of one size and number" if built.model.takes_several_images else "takes one source image"
+    with pytest.raises(DataError, match=several):
+        built.model.encode_prompts(PROMPTS, images=[image, np.stack([image, image])])
     with pytest.raises(ValueError, match="multiples of"):
         built.model.encode_prompts(PROMPTS[:1], images=[image[:-1]])
     assert built.images is not None
@@ -397,8 +411,9 @@ def test_the_parallel_plan_fits_the_denoiser(built: Built) -> None:
 
 def test_memory_is_predicted_without_weights(built: Built, tmp_path: Path) -> None:
     row, train = built.row, TrainConfig(output_dir=str(tmp_path), micro_batch_size=2)
-    config = ModelConfig(model_path=str(built.folder), max_sequence_length=row.tokens)
+    config = ModelConfig(model_path=str(built.folder), max_sequence_length=row.tokens, from_images=row.from_images)
     model = diffusion_model_on_meta(config, "no")
+    set_source_images(model, row.sources)
     real = built.conditioning(built.model, slice(0, 1)).tensors
     found = {name: (tuple(shape), dtype) for name, (shape, dtype) in model.embedding_shapes(*row.size).items()}
     assert found == {name: (tuple(each.shape[1:]), each.dtype) for name, each in real.items()}

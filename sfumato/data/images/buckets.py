@@ -44,29 +44,46 @@ class Buckets:
     """Height and width in pixels of each bucket."""
     numbers: np.ndarray
     """int16 ``[N]``: the bucket of each row."""
+    source_counts: list[int] | None = None
+    """Number of source images of the rows of each bucket; None where no row has more than one."""
 
     @property
     def digest(self) -> str:
         """Identifies which row is in which bucket."""
-        content = json.dumps(self.sizes).encode() + np.ascontiguousarray(self.numbers, "<i2").tobytes()
+        kinds = self.sizes if self.source_counts is None else [self.sizes, self.source_counts]
+        content = json.dumps(kinds).encode() + np.ascontiguousarray(self.numbers, "<i2").tobytes()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """How many images have which size, the most frequent ones first."""
         counts = np.bincount(self.numbers, minlength=len(self.sizes))
         order = sorted(np.flatnonzero(counts).tolist(), key=lambda number: (-counts[number], number))
-        named = ["{} x {}: {:,}".format(*self.sizes[number], counts[number]) for number in order[:SHOWN]]
+        named = [f"{self._describe_bucket(number)}: {counts[number]:,}" for number in order[:SHOWN]]
         more = f", and {len(order) - SHOWN} further sizes" if len(order) > SHOWN else ""
         return f"{len(self.numbers):,} rows in {len(order)} buckets (height x width): {', '.join(named)}{more}"
+
+    def _describe_bucket(self, number: int) -> str:
+        height, width = self.sizes[number]
+        if self.source_counts is None:
+            return f"{height} x {width}"
+        return f"{height} x {width} from {self.source_counts[number]} source image(s)"
 
 
 class OneSize:
     """The rows of a dataset that are in one bucket. Indices of its methods are those within the bucket, from 0 on."""
 
-    def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray) -> None:
+    def __init__(self, dataset: Sized, size: tuple[int, int], indices: np.ndarray, num_sources: int = 1) -> None:
+        """
+        Args:
+            dataset: all rows.
+            size: height and width in pixels.
+            indices: the rows of the bucket, int64 ``[n]``.
+            num_sources: source images of each of them.
+        """
         self.dataset = dataset
         self.indices = indices
         self.size = (*size, 1)
+        self.num_sources = num_sources
         self.is_paired = dataset.is_paired
 
     def __len__(self) -> int:
@@ -84,9 +101,9 @@ class OneSize:
         """As ``ImageTextDataset.files``."""
         return self.dataset.files(int(self.indices[index]), with_source)
 
-    def has_source(self, index: int) -> bool:
-        """As ``ImageTextDataset.has_source``."""
-        return self.dataset.has_source(int(self.indices[index]))
+    def count_sources(self, index: int) -> int:
+        """As ``ImageTextDataset.count_sources``."""
+        return self.dataset.count_sources(int(self.indices[index]))
 
     def tables(self) -> list[Path]:
         """As ``ImageTextDataset.tables``."""
@@ -116,19 +133,28 @@ class OneSize:
         return picture
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """As ``ImageTextDataset.source``."""
+        """As ``ImageTextDataset.source``. Raises DataError also when the row now has more or fewer source images."""
+        if pixels.ndim == 3 and self.count_sources(index) not in (0, self.num_sources):
+            raise DataError(
+                f"{self.describe(index)}: the row has another number of source images than when it was sorted into a "
+                "bucket: start the run again"
+            )
         return self.dataset.source(int(self.indices[index]), pixels)
 
     def fingerprint(self) -> str:
         """Identifies the rows of the bucket."""
         rows = np.ascontiguousarray(self.indices, "<i8").tobytes()
-        return json.dumps([self.dataset.fingerprint(), self.size, hashlib.blake2b(rows, digest_size=16).hexdigest()])
+        several = [self.num_sources] if self.num_sources > 1 else []
+        digest = hashlib.blake2b(rows, digest_size=16).hexdigest()
+        return json.dumps([self.dataset.fingerprint(), self.size, digest, *several])
 
 
 def sort_into_buckets(
     dataset: Sized | GlyphDataset, config: ImageDataConfig, mesh: Mesh, say: Callable[[str], None]
 ) -> Buckets | None:
     """Assigns each row to a bucket, by the size in the head of its image; of a pair, the image of ``chosen_key``.
+
+    Where rows may have several source images, those of a bucket have equally many, too.
 
     Every rank must call it; each reads a part of the heads. With ``data.cache_dir`` the sizes are saved there, by the
     fingerprint of the data. A row whose image is broken goes to the bucket nearest to height x width, and is reported
@@ -141,10 +167,41 @@ def sort_into_buckets(
         say: is told how many rows are in which bucket.
 
     Returns:
-        None without ``data.buckets``.
+        None where neither ``data.buckets`` nor several source images tell rows apart.
     """
-    if config.buckets is None:
-        return None
+    buckets = None if config.buckets is None else _sort_by_size(dataset, config, mesh)
+    if config.max_source_images > 1:
+        buckets = _split_by_sources(dataset, config, buckets)
+    if buckets is not None:
+        say(buckets.describe())
+    return buckets
+
+
+def _split_by_sources(dataset: Sized | GlyphDataset, config: ImageDataConfig, buckets: Buckets | None) -> Buckets:
+    """Splits buckets, or rows of one size, by the number of their source images.
+
+    A row that cannot be read, or that has too many or no source images, goes to those with one, and is reported when
+    it is read.
+    """
+    assert not isinstance(dataset, GlyphDataset)  # the data section checks it
+
+    def count(index: int) -> int:
+        try:
+            number = dataset.count_sources(index)
+        except DataError:
+            return 1
+        return number if 1 <= number <= config.max_source_images else 1
+
+    if buckets is None:
+        buckets = Buckets([(config.height, config.width)], np.zeros(len(dataset), np.int16))
+    counts = np.array([count(index) for index in range(len(dataset))], np.int16)
+    kinds, numbers = np.unique(np.stack([buckets.numbers, counts]), axis=1, return_inverse=True)
+    sizes = [buckets.sizes[number] for number in kinds[0].tolist()]
+    return Buckets(sizes, numbers.reshape(-1).astype(np.int16), kinds[1].tolist())
+
+
+def _sort_by_size(dataset: Sized | GlyphDataset, config: ImageDataConfig, mesh: Mesh) -> Buckets:
+    """The buckets of the sizes of images, as ``sort_into_buckets`` says."""
     assert not isinstance(dataset, GlyphDataset)  # the data section checks that buckets are of image files
     cache_path = None
     if config.cache_dir is not None:
@@ -163,9 +220,7 @@ def sort_into_buckets(
         "list[tuple[int, int]]", [size if size[0] else (config.height, config.width) for size in distinct.tolist()]
     )
     numbers = np.array([nearest_size(*size, config.sizes) for size in known_sizes], np.int16)
-    buckets = Buckets(config.sizes, numbers[row_of_distinct.reshape(-1)])
-    say(buckets.describe())
-    return buckets
+    return Buckets(config.sizes, numbers[row_of_distinct.reshape(-1)])
 
 
 def read_sizes(dataset: Sized, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:

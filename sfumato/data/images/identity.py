@@ -53,7 +53,7 @@ def _sources_of(prompts: list[Prompt]) -> list[File]:
     for prompt in prompts:
         if isinstance(prompt.source, FileSource):
             with contextlib.suppress(DataError):
-                files.append(prompt.source.file())
+                files += prompt.source.files()
     return files
 
 

@@ -17,6 +17,7 @@ from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
 from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata
 from sfumato.data.files.rows import FiledRows, JoinedRows, join_rows, open_rows, text_field
+from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
 from sfumato.data.media.pictures import (
     ANIMATION_ENDINGS,
     IMAGE_ENDINGS,
@@ -138,7 +139,7 @@ class ImageTextDataset:
 
         Args:
             index: of the row.
-            with_source: whether the source image is added, where the row has one.
+            with_source: whether the source images are added, where the row has some.
 
         Raises:
             DataError: when a file is missing.
@@ -151,9 +152,13 @@ class ImageTextDataset:
         files = list_frames(find(row, key, folder, where))
         if self.config.mask_key is not None:
             files.append(find_file(row, self.config.mask_key, folder, where, "mask"))
-        if with_source and row.get(self.config.source_image_key) is not None:
-            files.append(find_file(row, self.config.source_image_key, folder, where))
-        return files
+        return files + self.source_files(index) if with_source and self.count_sources(index) else files
+
+    def source_files(self, index: int) -> list[File]:
+        """The files of a row's source images. Raises DataError when one is missing, or there are too many."""
+        key = self.config.source_image_key
+        limit = self.config.max_source_images
+        return find_source_images(self.rows[index], key, self.rows.folder(index), self.describe(index), limit)
 
     def tables(self) -> list[Path]:
         """The files that rows and captions are in; of a folder without a table the images, too."""
@@ -235,29 +240,27 @@ class ImageTextDataset:
         return inside + self.config.mask_outside * (1 - inside)
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """The source image of a row, which its image or video is made from: uint8 ``[height, width, 3]``.
+        """The source images of a row, which its image or video is made from.
 
         Args:
             index: of the row.
             pixels: of the row, to whose size the source is brought. Where a video's row has no source image, it is the
                 first frame of these.
 
-        Raises:
-            DataError: when it is missing or broken.
-        """
-        if pixels.ndim == 4 and not self.has_source(index):
-            return pixels[:, 0].permute(1, 2, 0).numpy()
-        row = self.rows[index]
-        where = self.describe(index)
-        folder = self.rows.folder(index)
-        image = read_image(find_file(row, self.config.source_image_key, folder, where), where)
-        size = cast("tuple[int, int]", tuple(pixels.shape[-2:]))
-        check_fit((image.height, image.width), *size, self.config.crop, where)
-        return self._fitted(image, size)
+        Returns:
+            uint8 ``[height, width, 3]``, of several images ``[S, height, width, 3]``.
 
-    def has_source(self, index: int) -> bool:
-        """Whether the row has a source image of its own."""
-        return self.rows[index].get(self.config.source_image_key) is not None
+        Raises:
+            DataError: when one is missing or broken, or there are too many.
+        """
+        if pixels.ndim == 4 and not self.count_sources(index):
+            return pixels[:, 0].permute(1, 2, 0).numpy()
+        size = cast("tuple[int, int]", tuple(pixels.shape[-2:]))
+        return read_source_images(self.source_files(index), *size, self.config.crop, self.describe(index))
+
+    def count_sources(self, index: int) -> int:
+        """Number of source images that the row names."""
+        return count_source_images(self.rows[index], self.config.source_image_key)
 
     def example_captions(self, count: int) -> list[str]:
         """The first ``count`` captions, for sample grids, without broken rows.
@@ -267,7 +270,7 @@ class ImageTextDataset:
         return self._read_examples(count, self.caption)
 
     def example_edits(self, count: int) -> list[tuple[str, np.ndarray]]:
-        """Captions as of ``example_captions``, with their source images, uint8 ``[height, width, 3]``."""
+        """Captions as of ``example_captions``, with their source images as of ``source``."""
         size = self.size[:2]
 
         def edit(index: int) -> tuple[str, np.ndarray]:
@@ -282,6 +285,8 @@ class ImageTextDataset:
         """
         path = Path(str(self.config.train_path)).resolve()
         keys = self.config.model_dump(include={*KEYS, "height", "width"}) | self._mask_settings
+        if self.config.max_source_images > 1:
+            keys["max_source_images"] = self.config.max_source_images  # rows with more are broken
         return json.dumps([str(path), len(self), self.rows.fingerprint(), self.settings, keys], sort_keys=True)
 
     @property
@@ -438,12 +443,12 @@ class PairDataset:
         return label
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
-        """The source image of both, as in ``ImageTextDataset``; without one, the first frame of the better video."""
+        """The source images of both, as in ``ImageTextDataset``; without one, the first frame of the better video."""
         return self.sides[0].source(self.indices[index], pixels[0])
 
-    def has_source(self, index: int) -> bool:
-        """Whether the row has a source image of its own."""
-        return self.sides[0].has_source(self.indices[index])
+    def count_sources(self, index: int) -> int:
+        """Number of source images that the row names."""
+        return self.sides[0].count_sources(self.indices[index])
 
     def example_captions(self, count: int) -> list[str]:
         """As ``ImageTextDataset.example_captions``."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.files.file_columns import find_file
 from sfumato.data.files.rows import FiledRows, open_rows, text_field
-from sfumato.data.media.pictures import File, check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.images.source_images import (
+    check_source_images,
+    count_source_images,
+    find_source_images,
+    read_source_images,
+)
+from sfumato.data.media.pictures import File
 from sfumato.data.synthetic.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.errors import DataError
 
@@ -45,7 +50,10 @@ class Prompt:
         self.source.check(height, width)
 
     def source_image(self, height: int, width: int) -> np.ndarray:
-        """The source image, read anew at every call: uint8 ``[height, width, 3]``. Raises as ``check_source``."""
+        """The source image, read anew at every call: uint8 ``[height, width, 3]``; of several ``[S, height, ...]``.
+
+        Raises as ``check_source``.
+        """
         if self.source is None:
             self.check_source(height, width)
         assert self.source is not None  # otherwise check_source has raised
@@ -54,30 +62,31 @@ class Prompt:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A source image in a column of a row."""
+    """The source images in a column of a row."""
 
     rows: FiledRows
     index: int
     key: str
+    limit: int = 1
+    """Most images, ``data.max_source_images``."""
 
     def check(self, height: int, width: int) -> None:
-        """Looks at the head of the file."""
-        file = self.file()
-        where = self.rows.describe(self.index)
-        check_image(file, where)
-        check_fit(read_size(file, where), height, width, "center", where)
+        """Looks at the heads of the files."""
+        check_source_images(self.files(), height, width, self.rows.describe(self.index))
 
     def read(self, height: int, width: int) -> np.ndarray:
-        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``."""
-        where = self.rows.describe(self.index)
-        image = read_image(self.file(), where)
-        check_fit((image.height, image.width), height, width, "center", where)
-        return fitted(image, height, width)
+        """Scales the shorter side and cuts the rest: uint8 ``[height, width, 3]``, of several ``[S, ...]``."""
+        return read_source_images(self.files(), height, width, "center", self.rows.describe(self.index))
 
-    def file(self) -> File:
-        """Where the image is. Raises DataError when it is not there."""
+    def files(self) -> list[File]:
+        """Where the images are. Raises DataError when one is not there, or there are too many."""
         where = self.rows.describe(self.index)
-        return find_file(self.rows[self.index], self.key, self.rows.folder(self.index), where)
+        folder = self.rows.folder(self.index)
+        return find_source_images(self.rows[self.index], self.key, folder, where, self.limit)
+
+    def count(self) -> int:
+        """Number of source images that the row names."""
+        return count_source_images(self.rows[self.index], self.key)
 
 
 @dataclass(frozen=True)
@@ -121,13 +130,28 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
         metadata = {key: value for key, value in row.items() if key not in prompt_columns}
         text = text_field(row, config.prompt_key, where)
         has_source = row.get(config.source_image_key) is not None
-        source = FileSource(rows, index, config.source_image_key) if has_source else None
+        source = FileSource(rows, index, config.source_image_key, config.max_source_images) if has_source else None
         prompts.append(Prompt(text, metadata, where, source))
     return prompts
 
 
 def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
     return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
+
+
+def check_source_counts(prompts: Sequence[Prompt]) -> None:
+    """Raises DataError unless all prompts have equally many source images, since several prompts are learned from
+    together."""
+    first: dict[int, str] = {}
+    for prompt in prompts:
+        if isinstance(prompt.source, FileSource):
+            first.setdefault(prompt.source.count(), prompt.where)
+    if len(first) > 1:
+        counts = ", ".join(f"{count} ({where})" for count, where in sorted(first.items()))
+        raise DataError(
+            f"numbers of source images differ: {counts}; in RL all prompts, those of the evaluation too, need the same "
+            "number: split them into runs"
+        )
 
 
 def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, Mapping[str, object]], object]]) -> None:

@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import shutil
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,6 +73,8 @@ class DiffusionModel(FrozenParts):
     """Denoisers that a pipeline may have for other noise levels; they are then trained as parts of ``denoiser``."""
     shortest_prompt: ClassVar[int] = 1
     """Smallest ``model.max_sequence_length`` that is allowed."""
+    image_family: ClassVar[str | None] = None
+    """Name of the class in the same file that makes samples from source images with the same components."""
     caches_steps: ClassVar[bool] = False
     """Whether diffusers' MagCache, which skips blocks of a denoising step, works with the denoiser."""
 
@@ -113,6 +116,11 @@ class DiffusionModel(FrozenParts):
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def with_images(cls) -> type[DiffusionModel]:
+        """The class named ``image_family``."""
+        return getattr(sys.modules[cls.__module__], str(cls.image_family))
 
     @classmethod
     def needed_parts(cls) -> list[str]:
@@ -485,6 +493,14 @@ def read_pipeline_class(folder: Path) -> str:
     if not isinstance(name, str):
         raise ValueError(f"{folder / 'model_index.json'} has no _class_name")
     return name
+
+
+def set_source_images(model: DiffusionModel, count: int) -> None:
+    """Sets how many images a sample starts from at most. Raises ConfigError when the model takes fewer."""
+    if count > 1 and not model.takes_several_images:
+        takes = "edits or animates one image" if model.takes_image else "takes no source images"
+        raise ConfigError(f"data.max_source_images {count}: {model.pipeline_class} {takes}: leave it out")
+    model.max_source_images = count
 
 
 def set_output(

@@ -82,7 +82,7 @@ def image_digests(prompts: Sequence[str], images: Sequence[np.ndarray] | None) -
 
 
 def image_digest(image: np.ndarray | None) -> str:
-    """A digest that identifies an image; an empty string without one."""
+    """A digest that identifies an image, or several; an empty string without one."""
     return "" if image is None else hashlib.blake2b(np.ascontiguousarray(image), digest_size=16).hexdigest()  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 

@@ -45,6 +45,16 @@ class EncodedBatch:
     loss_weights: torch.Tensor | None = None
     """float32 ``[B, h, w]``: weight of each latent pixel in the loss, by the masks of images; None without masks."""
 
+    @property
+    def num_sources(self) -> int:
+        """Source images of each row, where they are several; else 1."""
+        image_latents = self.conditioning.tensors.get("image_latents")
+        # of pairs, the latents have one dimension more than those of their source images
+        dimensions = self.latents.ndim if self.framing is None else self.latents.ndim - (self.framing.ndim - 2)
+        if image_latents is None or image_latents.ndim == dimensions:
+            return 1
+        return image_latents.shape[1]
+
 
 @dataclass(frozen=True)
 class ReadRows:
@@ -58,7 +68,7 @@ class ReadRows:
     """B positions in the stream."""
     captions: list[str]
     sources: list[np.ndarray] | None
-    """Source images, uint8 ``[H, W, 3]``; None where they were not asked for."""
+    """Source images, uint8 ``[H, W, 3]`` or ``[S, H, W, 3]``; None where they were not asked for."""
     broken: list[tuple[str, DataError]]
     """Of each broken row its file and number, and the error."""
     framing: torch.Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 from sfumato.config.image_data import ImageDataConfig
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
 from sfumato.data.images.buckets import Buckets, OneSize
+from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.data.sounds.sound_text import SoundTextDataset
 from sfumato.data.sounds.video_sound import VideoSoundDataset
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
@@ -73,6 +74,17 @@ def check_data_type(model: DiffusionModel, config: ImageDataConfig) -> None:
         )
 
 
+def _say_unread_sources(
+    model: DiffusionModel, dataset: Dataset, config: ImageDataConfig, say: Callable[[str], None]
+) -> None:
+    """Says that the first row has source images, where the model could make its samples from them and does not."""
+    if model.takes_image or model.image_family is None or not isinstance(dataset, ImageTextDataset | PairDataset):
+        return
+    with suppress(DataError):  # a row that is broken is reported when it is read
+        if dataset.count_sources(0):
+            say(f"column {config.source_image_key!r} is not read: model.from_images true makes samples from it")
+
+
 def open_encoder(
     dataset: Dataset,
     model: DiffusionModel,
@@ -98,6 +110,7 @@ def open_encoder(
         DataError: as ``open_cache``.
     """
     check_data_type(model, config)
+    _say_unread_sources(model, dataset, config, say)
     if isinstance(dataset, SoundTextDataset):
         dataset.take_format(model.sampling_rate, model.num_channels)
         length = dataset.size[1] / 1000
@@ -123,8 +136,14 @@ def open_encoder(
         if buckets is None:
             return open_one(dataset)
         numbers = np.unique(buckets.numbers).tolist()  # buckets without rows need no encoder
+        source_counts = buckets.source_counts or [1] * len(buckets.sizes)
         rows = {
-            number: OneSize(dataset, buckets.sizes[number], np.flatnonzero(buckets.numbers == number))  # pyright: ignore[reportArgumentType]
+            number: OneSize(
+                dataset,  # pyright: ignore[reportArgumentType]
+                buckets.sizes[number],
+                np.flatnonzero(buckets.numbers == number),
+                source_counts[number],
+            )
             for number in numbers
         }
         return BucketEncoder({number: open_one(rows[number]) for number in numbers}, rows)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.parallel.shards import trainable_parameters
 
 
@@ -22,7 +24,25 @@ class DenoiserFlops(NamedTuple):
     """Operations of a forward and a backward pass."""
 
 
-def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
+class BatchFlops:
+    """Operations of a denoiser for the images of batches, counted once for each size and number of source images."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self._model = model
+        self._counted: dict[tuple[tuple[int, int], int], DenoiserFlops] = {}
+
+    def of_image(self, batch: EncodedBatch) -> DenoiserFlops:
+        """Operations for one image or video of a batch, without guidance."""
+        kind = batch.size, batch.num_sources
+        if kind not in self._counted:
+            several = batch.conditioning.tensors if batch.num_sources > 1 else None
+            self._counted[kind] = denoiser_flops(self._model, *batch.size, several)
+        return self._counted[kind]
+
+
+def denoiser_flops(
+    model: DiffusionModel, height: int, width: int, conditioning: Mapping[str, Tensor] | None = None
+) -> DenoiserFlops:
     """Counts the operations of a denoiser for one image or video, without guidance.
 
     torch counts them on meta tensors, so nothing is computed. Of the backward pass only what is needed counts: frozen
@@ -31,9 +51,11 @@ def denoiser_flops(model: DiffusionModel, height: int, width: int) -> DenoiserFl
     Args:
         model: before or after ``parallelize``.
         height, width: of the image in pixels; a video has ``model.frames`` of them.
+        conditioning: what the denoiser is conditioned on, ``[B, ...]``; None takes an example.
     """
     shadow = with_denoiser(model, meta_denoiser(model))
-    embeddings = {name: tensor.to("meta") for name, tensor in model.example_embeddings(height, width).items()}
+    example = model.example_embeddings(height, width) if conditioning is None else conditioning
+    embeddings = {name: tensor[:1].to("meta") for name, tensor in example.items()}
     latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)

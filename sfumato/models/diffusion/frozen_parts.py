@@ -52,12 +52,16 @@ class FrozenParts(ABC):
     """Name of the tokenizer of the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
     """Whether every sample starts from an image of its own besides the prompt (editing, image to video)."""
+    takes_several_images: ClassVar[bool] = False
+    """Whether a sample may start from several images (editing)."""
     makes_sound: ClassVar[bool] = False
     """Whether samples are sounds, int16 ``[A, N]`` of A channels, in place of pixels."""
     makes_video_with_sound: ClassVar[bool] = False
     """Whether samples are videos with sound, whose latents hold both (``video_with_sound.py``)."""
     frame_rate: ClassVar[float] = 0.0
     """Frames per second of videos with sound."""
+    max_source_images: int = 1
+    """Most images that a sample starts from. Set it where several are taken, before sizes are asked for."""
     max_sequence_length: int
     """Tokens of the longest text encoder."""
 
@@ -87,7 +91,8 @@ class FrozenParts(ABC):
 
         Args:
             prompt: says how to change or continue the image.
-            image: uint8 ``[H, W, 3]``, already of the size at which the model reads it.
+            image: uint8 ``[H, W, 3]``, already of the size at which the model reads it; for families that
+                ``takes_several_images`` perhaps ``[S, H, W, 3]``.
 
         Returns:
             Tensors ``[1, ...]`` by the names that ``denoise`` takes.
@@ -264,8 +269,8 @@ class FrozenParts(ABC):
         Args:
             prompts: B prompts.
             with_negative: add the embedding of the empty prompt, which guidance and prompt dropout need.
-            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``; the empty prompt is
-                then embedded with each of them.
+            images: B images, uint8 ``[H, W, 3]`` of one size, for a family that ``takes_image``, or B times as many
+                images, ``[S, H, W, 3]``; the empty prompt is then embedded with each of them.
 
         Returns:
             Conditioning of B rows on the denoiser's device.
@@ -276,6 +281,7 @@ class FrozenParts(ABC):
         """
         if not self.encoders_freed and len(self._prompts) > MAX_REMEMBERED:
             self.forget_prompts()
+        self._check_images(prompts, images, are_alike=True)
         self.remember_prompts(prompts, images, with_negative)
         digests = image_digests(prompts, images)
 
@@ -298,12 +304,12 @@ class FrozenParts(ABC):
     ) -> None:
         """Embeds the prompts that are not cached yet; the cache is on the CPU.
 
-        Args are those of ``encode_prompts``.
+        Args are those of ``encode_prompts``; here images may have several sizes.
 
         Raises:
             DataError, RuntimeError: as ``encode_prompts``.
         """
-        self._check_images(prompts, images)
+        self._check_images(prompts, images, are_alike=False)
         digests = image_digests(prompts, images)
         wanted = dict.fromkeys(zip(prompts, digests, strict=True))
         if with_negative:
@@ -369,7 +375,7 @@ class FrozenParts(ABC):
             # Copies: a view of one row would hold the whole batch in memory.
             self._prompts[key] = {name: tensor[row].clone() for name, tensor in on_host.items()}
 
-    def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None) -> None:
+    def _check_images(self, prompts: Sequence[str], images: Sequence[np.ndarray] | None, are_alike: bool) -> None:
         if (images is not None) != self.takes_image:
             problem = "needs an image with every prompt" if self.takes_image else "takes no images: leave them out"
             raise DataError(f"{self.pipeline_class} {problem}")
@@ -377,12 +383,13 @@ class FrozenParts(ABC):
             return
         if len(images) != len(prompts):
             raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
-        wrong = [
-            image for image in images if image.dtype != np.uint8 or image.ndim != 3 or image.shape != images[0].shape
-        ]
+        if any(image.ndim == 4 for image in images) and not self.takes_several_images:
+            raise DataError(f"{self.pipeline_class} takes one source image, and a prompt has several: give one")
+        wrong = [image for image in images if image.dtype != np.uint8 or image.ndim not in (3, 4)]
+        wrong += [image for image in images if are_alike and image.shape != images[0].shape]
         if wrong:
             raise DataError(
-                f"images of one batch must be uint8 [H, W, 3] of one size; there are {images[0].shape} of "
+                f"images of one batch must be uint8 [H, W, 3] of one size and number; there are {images[0].shape} of "
                 f"{images[0].dtype} and {wrong[0].shape} of {wrong[0].dtype}: resize them"
             )
 
@@ -392,7 +399,7 @@ class FrozenParts(ABC):
         Args:
             height, width: in pixels, of the image of a family that ``takes_image``.
         """
-        images = self.blank_images(1, height, width)
+        images = self.blank_images(1, height, width, self.max_source_images)
         embedded = self.embed_prompts([""]) if images is None else self.embed_edit("", images[0])
         return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in embedded.items()}
 
@@ -402,9 +409,16 @@ class FrozenParts(ABC):
             return {name: tensor[None] for name, tensor in next(iter(self._prompts.values())).items()}
         return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
 
-    def blank_images(self, count: int, height: int, width: int) -> list[np.ndarray] | None:
-        """Black images for ``encode_prompts``; None for a family that takes none."""
-        return [np.zeros((height, width, 3), np.uint8)] * count if self.takes_image else None
+    def blank_images(self, count: int, height: int, width: int, num_sources: int = 1) -> list[np.ndarray] | None:
+        """Black images for ``encode_prompts``; None for a family that takes none.
+
+        Args:
+            count: of prompts.
+            height, width: in pixels.
+            num_sources: images of each prompt.
+        """
+        several = (num_sources,) if num_sources > 1 else ()
+        return [np.zeros((*several, height, width, 3), np.uint8)] * count if self.takes_image else None
 
     def forget_prompts(self) -> None:
         """Clears the cache of embeddings."""

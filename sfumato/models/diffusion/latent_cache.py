@@ -185,7 +185,10 @@ def open_cache(
     size = [*dataset.size[:2]]
     settings = [] if isinstance(dataset, GlyphDataset) else dataset.settings
     latents = folder / f"latents_{digest_of([LAYOUT, encoders.latents, settings, size])}"
-    prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, [settings, size] if model.takes_image else []])}"
+    # Rows of a store have one shape, which the number of source images is part of.
+    several = [num_sources] if (num_sources := _num_sources(dataset)) > 1 else []
+    images = [settings, size, *several] if model.takes_image else []
+    prompts = folder / f"prompts_{digest_of([LAYOUT, encoders.prompts, images])}"
     rows_file = folder / f"rows_{digest_of([_identify_dataset(dataset), latents.name, prompts.name])}.npz"
     batch_size = batch_size or max(64 // dataset.size[2], 1)
     stores, rows = _open_stores(latents, prompts, rows_file, dataset)
@@ -262,7 +265,7 @@ class _Builder:
         dataset = self._dataset
         count = len(self._dataset)
         model.forget_prompts()
-        blank = model.blank_images(1, *dataset.size[:2])
+        blank = model.blank_images(1, *dataset.size[:2], _num_sources(dataset))
         nothing = RowKeys(NOTHING, b"blank" if blank else b"", "")
         if nothing.prompt not in self._prompts:
             self._embed({nothing.prompt: ("", blank[0] if blank else None)})
@@ -310,15 +313,18 @@ class _Builder:
                 rows.paths += dataset.paths(index)
                 self._leave_out(index, error, rows)
         keys: dict[int, RowKeys] = {}
-        for (index, row_files), digests in zip(files.items(), pool.map(self._digest, files.values()), strict=True):
+        for index, digests in zip(files, pool.map(self._digest, files.values()), strict=True):
             if isinstance(digests, OSError):
                 self._leave_out(index, DataError(f"{dataset.describe(index)}: {digests}"), rows)
                 continue
-            has_source = with_source and dataset.has_source(index)
-            pictures = digests[:-1] if has_source else digests
-            # A video without a source image starts from its own first frame.
-            source = (digests[-1] if has_source else digest_16(*pictures)) if with_source else b""
-            keys[index] = RowKeys(digest_16(len(row_files), *pictures), source, captions[index])
+            num_sources = dataset.count_sources(index) if with_source else 0
+            pictures = digests[: len(digests) - num_sources]
+            keys[index] = RowKeys(
+                # one of these files is the source image, if there is any: so the keys of older caches stay valid
+                digest_16(len(pictures) + min(num_sources, 1), *pictures),
+                _source_key(pictures, digests[len(pictures) :]) if with_source else b"",
+                captions[index],
+            )
         return keys
 
     def _digest(self, files: list[File]) -> list[bytes] | OSError:
@@ -398,12 +404,24 @@ class _Builder:
         rows.bad_rows.append((index, str(error)))
 
 
+def _num_sources(dataset: Dataset) -> int:
+    """Source images of each row of a dataset; rows with several are in a bucket of their own."""
+    return dataset.num_sources if isinstance(dataset, OneSize) else 1
+
+
+def _source_key(pictures: Sequence[bytes], sources: Sequence[bytes]) -> bytes:
+    """Key of the source images of a row, of digests of files; a video without any starts from its own first frame."""
+    if not sources:
+        return digest_16(*pictures)
+    return sources[0] if len(sources) == 1 else digest_16(*sources)
+
+
 def _identify_dataset(dataset: Dataset) -> list[object]:
     """What tells a data set from others of a cache folder, whatever its files contain at the moment."""
     if isinstance(dataset, GlyphDataset):
         return [dataset.fingerprint()]
     if isinstance(dataset, OneSize):
-        return [*_identify_dataset(dataset.dataset), dataset.size]
+        return [*_identify_dataset(dataset.dataset), dataset.size, *([dataset.num_sources] * (dataset.num_sources > 1))]
     sides = dataset.sides if isinstance(dataset, PairDataset) else [dataset]
     configs = [side.config for side in sides]
     return [[str(Path(str(config.train_path)).resolve()), config.image_key, config.text_key] for config in configs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,6 +104,34 @@ def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
 def num_tokens(latent_shape: Sequence[int], patch: int = PATCH) -> int:
     """Number of tokens of an image, given the shape of its latent, ``[..., H, W]``."""
     return (latent_shape[-2] // patch) * (latent_shape[-1] // patch)
+
+
+def encode_sources(model: DiffusionModel, images: np.ndarray) -> Tensor:
+    """Encodes the source images of a sample: latents ``[1, C, H, W]`` of one, ``[1, S, C, H, W]`` of several.
+
+    Args:
+        model: whose sizes they have.
+        images: uint8 ``[H, W, 3]`` or ``[S, H, W, 3]``.
+    """
+    several = images if images.ndim == 4 else images[None]
+    pixels = torch.from_numpy(np.ascontiguousarray(several)).permute(0, 3, 1, 2)
+    # one by one, so that the bits of an image do not depend on how many there are
+    latents = torch.cat([model.encode_pixels(image[None]) for image in pixels])
+    return latents[None] if images.ndim == 4 else latents
+
+
+def source_shape(model: DiffusionModel, height: int, width: int) -> tuple[int, ...]:
+    """Shape of the latents of as many source images as a sample has at most, without the batch."""
+    several = (model.max_source_images,) if model.max_source_images > 1 else ()
+    return (*several, *model.latent_shape(height, width))
+
+
+def split_images(embeddings: dict[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The latents ``[B, C, H, W]`` of each source image; none where a sample has none."""
+    if "image_latents" not in embeddings:
+        return []
+    latents = embeddings["image_latents"].to(dtype)
+    return [*latents.unbind(1)] if latents.ndim == 5 else [latents]
 
 
 def grid_ids(rows: int, columns: int, image: int, device: torch.device) -> Tensor:

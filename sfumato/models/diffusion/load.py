@@ -57,9 +57,13 @@ def find_families() -> dict[str, type[DiffusionModel]]:
     family_of_pipeline = {}
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")
-        for _, cls in inspect.getmembers(module, inspect.isclass):
+        classes = [cls for _, cls in inspect.getmembers(module, inspect.isclass)]
+        for cls in sorted(classes, key=lambda cls: getattr(cls, "takes_image", False)):
             # Not the classes of other families that the file imports.
             if issubclass(cls, DiffusionModel) and not inspect.isabstract(cls) and cls.__module__ == module.__name__:
+                # Of two with one pipeline class, the one with source images is asked for by model.from_images.
+                if cls.takes_image and cls.pipeline_class in family_of_pipeline:
+                    continue
                 family_of_pipeline[cls.pipeline_class] = cls
     return dict(sorted(family_of_pipeline.items()))
 
@@ -89,6 +93,8 @@ def family_of(config: ModelConfig, needs_weights: bool = True) -> type[Diffusion
             require_scipy(str(index["scheduler"][1]), _read_scheduler_fields(folder), f"model.model_path {folder}")
     if config.family is not None:
         family = _import_family(config.family)
+        if config.from_images and not family.takes_image:
+            raise ConfigError(f"model.from_images: model.family {config.family} takes no source images: leave it out")
         if family.pipeline_class != pipeline_class:
             raise ConfigError(
                 f"{where}: model.family {config.family} is for pipeline class {family.pipeline_class!r}, not "
@@ -102,6 +108,8 @@ def family_of(config: ModelConfig, needs_weights: bool = True) -> type[Diffusion
                 "family of your own is named by model.family: my_module:MyFamily"
             )
         family = known_families[pipeline_class]
+        if config.from_images and not family.takes_image:
+            family = _family_from_images(family, where)
     if config.config_path is None:
         check_parts(folder, index, family.needed_parts(), needs_weights)
     if config.max_sequence_length < family.shortest_prompt:
@@ -110,6 +118,16 @@ def family_of(config: ModelConfig, needs_weights: bool = True) -> type[Diffusion
             f"through an encoder of that length: set it to at least {family.shortest_prompt}"
         )
     return family
+
+
+def _family_from_images(family: type[DiffusionModel], where: str) -> type[DiffusionModel]:
+    """The family for the same components that makes samples from source images. Raises ConfigError without one."""
+    if family.image_family is None:
+        raise ConfigError(
+            f"{where}: model.from_images: {family.pipeline_class} makes samples from text alone here: leave it out, or "
+            "take a pipeline that edits or animates"
+        )
+    return family.with_images()
 
 
 def _read_scheduler_fields(folder: Path) -> Any:

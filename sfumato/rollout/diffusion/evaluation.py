@@ -13,6 +13,7 @@ from sfumato.algorithms.dynamics import EulerODE
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.dit import SampleConfig, TrainDitConfig
 from sfumato.data.images.prompts import Prompt
+from sfumato.data.images.source_images import group_by_sources, side_by_side
 from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.rewards.base import Sample
@@ -178,32 +179,36 @@ def draw_grid(
     kind: Literal["eval", "watched"] = "eval",
 ) -> list[SampleRecord]:
     """Records of one sample per prompt of the grid, always from the same latents. ``state`` has the finished steps."""
-    damage: list[str] = []
-    images = sample_images(
-        model,
-        model.encode_prompts(prompts, images=sources),
-        sample_ids=list(range(len(prompts))),
-        size=config.data.size,
-        num_steps=config.sample.num_inference_steps,
-        guidance_scale=config.sample.guidance_scale,
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        damage=damage,
-    )
+    drawn: dict[int, tuple[Content, str]] = {}
+    for positions in group_by_sources(sources, len(prompts)):
+        damage: list[str] = []
+        images = sample_images(
+            model,
+            model.encode_prompts(
+                [prompts[position] for position in positions],
+                images=None if sources is None else [sources[position] for position in positions],
+            ),
+            sample_ids=positions,
+            size=config.data.size,
+            num_steps=config.sample.num_inference_steps,
+            guidance_scale=config.sample.guidance_scale,
+            seed=config.train.seed,
+            micro_batch_size=config.train.micro_batch_size,
+            damage=damage,
+        )
+        drawn |= dict(zip(positions, zip(images, damage, strict=True), strict=True))
     return [
         SampleRecord(
-            content=image,
+            content=drawn[index][0],
             kind=kind,
             prompt=prompt,
             seed=config.train.seed,
             sample_id=index,
             policy_version=state.step,
-            source=source,
-            damage=problem,
+            source=None if sources is None else side_by_side(sources[index]),
+            damage=drawn[index][1],
         )
-        for index, (image, prompt, source, problem) in enumerate(
-            zip(images, prompts, sources or [None] * len(images), damage, strict=True)
-        )
+        for index, prompt in enumerate(prompts)
     ]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.data.images.prompts import Prompt
+from sfumato.data.images.prompts import Prompt, check_source_counts
 from sfumato.errors import ConfigError
-from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output, set_source_images
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.mesh import Mesh
@@ -46,6 +46,7 @@ def build_policy(config: DiffusionRLConfig, mesh: Mesh, say: Callable[[str], Non
     model = build_diffusion_model(config.model, mesh.device, precision, seed, config.train.init_device)
     model.say = say
     set_output(model, config.rollout.size, "rollout")
+    set_source_images(model, config.data.max_source_images)
     check_rewards(model, config)
     if config.rollout.guidance_scale_2 is not None:
         model.set_second_guidance(config.rollout.guidance_scale_2)
@@ -54,8 +55,14 @@ def build_policy(config: DiffusionRLConfig, mesh: Mesh, say: Callable[[str], Non
 
 
 def check_rewards(model: DiffusionModel, config: DiffusionRLConfig) -> None:
-    """Raises ConfigError for rewards that hear, of a model whose videos have no sound."""
+    """Raises ConfigError for rewards that hear, of a model whose videos have no sound, and for those that compare with
+    one source image where there may be several."""
     for number, reward in enumerate(config.reward.rewards):
+        if reward.compares_source and config.data.max_source_images > 1:
+            raise ConfigError(
+                f"reward.rewards.{number}: {reward.type} compares with one source image, and data.max_source_images "
+                f"is {config.data.max_source_images}: remove one of them"
+            )
         if config.modality == "image" and not model.makes_video_with_sound and not reward.scores("image"):
             raise ConfigError(
                 f"reward.rewards.{number}: {reward.type} scores sounds, and {model.pipeline_class} makes none: "
@@ -75,8 +82,8 @@ def encode_prompts(
         with_negative: whether the empty prompt is embedded, too, for guidance.
 
     Returns:
-        Conditioning of B rows, and the B source images, uint8 ``[H, W, 3]``; None in their place for a model that takes
-        none.
+        Conditioning of B rows, and the B source images, uint8 ``[H, W, 3]``, or of several for each prompt
+        ``[S, H, W, 3]``; None in their place for a model that takes none.
 
     Raises:
         DataError: when a source image is missing or broken; names file and row.
@@ -94,6 +101,10 @@ def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: Di
     height, width, _ = config.rollout.size
     for prompt in prompts if model.takes_image else ():
         prompt.check_source(height, width)
+    if model.takes_several_images:
+        check_source_counts(prompts)
+    if model.image_family is not None and not model.takes_image and any(prompt.source for prompt in prompts):
+        model.say("the prompts' source images are not read: model.from_images true makes samples from them")
     if config.model.keep_encoders:
         return
     for start in range(0, len(prompts), READ_TOGETHER):

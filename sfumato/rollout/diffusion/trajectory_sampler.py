@@ -17,6 +17,7 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.rows import TensorRows, by_group, by_row
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.images.prompts import Prompt
+from sfumato.data.images.source_images import side_by_side
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.finite import finite_rows
 from sfumato.rewards.base import Sample
@@ -192,7 +193,7 @@ def sample_of(prompt: Prompt, content: Content, group_id: int, source: np.ndarra
         frame_rate=frame_rate,
         metadata=prompt.metadata,
         group_id=group_id,
-        source=source,
+        source=side_by_side(source),
         damage=damage,
     )
 

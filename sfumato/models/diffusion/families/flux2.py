@@ -2,7 +2,8 @@
 
 Latents are patches of 2 x 2 of the autoencoder's, normalised by the statistics of its batch norm. dev is
 guidance-distilled: the scale is an input of the transformer. klein has two branches; its distilled models are made for
-a scale of 1, and diffusers' pipeline ignores another one.
+a scale of 1, and diffusers' pipeline ignores another one. The same models edit images, one or several: with
+``model.from_images`` the tokens of these follow those of the image that is made.
 """
 
 # diffusers fills its namespaces lazily, which type checkers do not see
@@ -13,12 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, grid_ids, text_shapes
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    FlowTokens,
+    KLLatents,
+    check_size,
+    encode_sources,
+    grid_ids,
+    source_shape,
+    split_images,
+    text_shapes,
+)
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import (
@@ -30,6 +42,9 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+SOURCE_STEP = 10
+"""The first source image has this number along the first axis of positions, the second twice as much, and so on."""
 
 TRAINED_STEPS = 50
 """Steps whose shift training has: the schedule depends on their number, and the pipelines take so many by default."""
@@ -74,6 +89,7 @@ class Flux2Klein(Flux2Latents):
     """FLUX.2 klein, base and distilled."""
 
     pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
+    image_family: ClassVar[str | None] = "Flux2KleinEdit"
     parallel_plan: ClassVar[ParallelPlan] = plans.FLUX2
     # diffusers examples/dreambooth/train_dreambooth_lora_flux2.py
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj")
@@ -95,7 +111,7 @@ class Flux2Klein(Flux2Latents):
                 "joint_attention_dim": 3 * parts["text_encoder"].config.get_text_config().hidden_size,
             },
             outputs=lambda transformer: [transformer.proj_out],
-            settings=("is_distilled",) if cls is Flux2Klein else (),
+            settings=("is_distilled",) if cls.pipeline_class == Flux2Klein.pipeline_class else (),
         )
         return build_pipeline(blueprint, description, seed)
 
@@ -132,22 +148,42 @@ class Flux2Klein(Flux2Latents):
         prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
         positions = torch.arange(prompt_embeds.shape[1], device=latents.device, dtype=torch.float32)[:, None]
         rows, columns = latents.shape[-2:]
+        images = [latents, *split_images(embeddings, latents.dtype)]
+        ids = [grid_ids(rows, columns, SOURCE_STEP * number, latents.device) for number in range(len(images))]
         velocity = self.denoiser(
-            hidden_states=latents.flatten(2).transpose(1, 2),
+            hidden_states=torch.cat([image.flatten(2).transpose(1, 2) for image in images], dim=1),
             timestep=self.time(sigma),
             guidance=guidance if self.embeds_guidance else None,
             encoder_hidden_states=prompt_embeds,
             txt_ids=torch.nn.functional.pad(positions, (3, 0)),  # image, row, column, and place in the text
-            img_ids=torch.nn.functional.pad(grid_ids(rows, columns, 0, latents.device), (0, 1)),
+            img_ids=torch.nn.functional.pad(torch.cat(ids), (0, 1)),
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).unflatten(2, (rows, columns))
+        return velocity[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
+
+
+class Flux2KleinEdit(Flux2Klein):
+    """FLUX.2 klein with source images. They have the size of the image that is made, whereas diffusers' pipeline keeps
+    theirs up to a megapixel."""
+
+    takes_image: ClassVar[bool] = True
+    takes_several_images: ClassVar[bool] = True
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, H, W]``, of several ``[1, S, C, H, W]``."""
+        self.latent_shape(*image.shape[-3:-1])  # raises ValueError for a size that does not divide
+        return {**self.embed_prompts([prompt]), "image_latents": encode_sources(self, image)}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        shapes = super().embedding_shapes(height, width)
+        return shapes | {"image_latents": (source_shape(self, height, width), torch.float32)}
 
 
 class Flux2(Flux2Klein):
     """FLUX.2 dev, whose prompts are read behind a system message."""
 
     pipeline_class: ClassVar[str] = "Flux2Pipeline"
+    image_family: ClassVar[str | None] = "Flux2Edit"
     text_part: ClassVar[TextPart] = TextPart(build_mistral3_encoder, build_pixtral_processor, {"generates": True})
 
     def prompt_as_read(self, prompt: str) -> str:
@@ -156,3 +192,10 @@ class Flux2(Flux2Klein):
 
         (messages,) = format_input([prompt], self.pipeline.system_message)
         return self.pipeline.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+
+
+class Flux2Edit(Flux2KleinEdit, Flux2):
+    """FLUX.2 dev with source images."""
+
+    pipeline_class: ClassVar[str] = "Flux2Pipeline"
+    text_part: ClassVar[TextPart] = Flux2.text_part

@@ -24,9 +24,12 @@ from sfumato.models.diffusion.latents import (
     FlowTokens,
     VideoLatents,
     check_size,
+    encode_sources,
     num_tokens,
     pack,
     padded,
+    source_shape,
+    split_images,
     unpack,
 )
 from sfumato.models.diffusion.scratch import (
@@ -164,9 +167,7 @@ class QwenImage(QwenLatents):
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         dtype = self.input_dtype
-        images = [latents]
-        if "image_latents" in embeddings:
-            images.append(embeddings["image_latents"].to(dtype))
+        images = [latents, *split_images(embeddings, dtype)]
         shape = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
         velocity = self.denoiser(
             hidden_states=torch.cat([pack(image) for image in images], dim=1),
@@ -189,37 +190,37 @@ class QwenImageEdit(QwenImage):
     takes_image: ClassVar[bool] = True
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, for prompt and image, and ``image_latents`` ``[1, C, H, W]``.
+        """What ``embed_prompts`` returns, for prompt and image, and ``image_latents`` ``[1, C, H, W]``; of several
+        images ``[1, S, C, H, W]``.
 
-        ``max_sequence_length`` limits the prompt and its template; the tokens of the image come on top.
+        ``max_sequence_length`` limits the prompt and its template; the tokens of the images come on top.
 
         Raises:
             ConfigError: for a longer prompt, which cannot be truncated, since it follows the image.
         """
         from PIL import Image
 
-        self.latent_shape(*image.shape[:2])
-        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
-        vlm_image = self._resize_for_encoder(Image.fromarray(image))
-        embeds, _ = self.pipeline.encode_prompt(prompt=[prompt or " "], image=[vlm_image], device=self.device)
-        image_tokens = self._count_image_tokens(vlm_image)
+        self.latent_shape(*image.shape[-3:-1])
+        several = image if image.ndim == 4 else image[None]
+        vlm_images = [self._resize_for_encoder(Image.fromarray(one)) for one in several]
+        embeds, _ = self.pipeline.encode_prompt(prompt=[prompt or " "], image=vlm_images, device=self.device)
+        image_tokens = sum(map(self._count_image_tokens, vlm_images))
         length = self.max_sequence_length + image_tokens
         if embeds.shape[1] > length:
             raise ConfigError(
                 f"model.max_sequence_length {self.max_sequence_length}: this prompt takes "
                 f"{embeds.shape[1] - image_tokens} tokens, and one that goes with an image cannot be cut: {prompt!r}"
             )
-        return {**padded(embeds, length), "image_latents": self.encode_pixels(pixels)}
+        return {**padded(embeds, length), "image_latents": encode_sources(self, image)}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         from PIL import Image
 
-        length = self.max_sequence_length + self._count_image_tokens(
-            self._resize_for_encoder(Image.new("RGB", (width, height)))
-        )
+        image = self._resize_for_encoder(Image.new("RGB", (width, height)))
+        length = self.max_sequence_length + self.max_source_images * self._count_image_tokens(image)
         shapes: dict[str, tuple[Sequence[int], torch.dtype]] = super().embedding_shapes(height, width)
         shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
-        return shapes | {"image_latents": (self.latent_shape(height, width), torch.float32)}
+        return shapes | {"image_latents": (source_shape(self, height, width), torch.float32)}
 
     def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
         """The image in the size in which Qwen2.5-VL reads it."""
@@ -232,9 +233,11 @@ class QwenImageEdit(QwenImage):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-2509 and 2511, with one image, which is resized for Qwen2.5-VL alone, as in the pipeline."""
+    """Qwen-Image-Edit-2509 and 2511, with one image or several, which are resized for Qwen2.5-VL alone, as in the
+    pipeline."""
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
+    takes_several_images: ClassVar[bool] = True
 
     def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
