@@ -56,7 +56,7 @@ YARDSTICK = "flow_grpo_fast"
 REWARD = "eval/reward/total"
 KINDS = {"rl_diffusion": "trajectories", "rl_diffusion_forward": "final samples"}
 """What the runs of a task learn from."""
-HEADING = re.compile(r"# (?P<title>.+?) \((?P<source>.+?)\): (?P<note>.+)")
+HEADING = re.compile(r"# (?P<title>.+?) \((?P<source>.+?)\): .+")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Algorithm:
 
     @cached_property
     def heading(self) -> re.Match[str]:
-        """Title, source and note, from the comment that the file begins with."""
+        """Title and source, from the comment that the file begins with."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         comment = lines[: next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))]
         found = HEADING.fullmatch(" ".join([*comment[:1], *(line.removeprefix("#").strip() for line in comment[1:])]))
@@ -308,7 +308,6 @@ def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], pi
     totals = [row["total"] for row in read_samples(first.folder)[0]]
     error = statistics.stdev(totals) / len(totals) ** 0.5
     ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if each.task == kind)]
-    notes = "\n".join(_filled(f"- **{each.heading['title']}**: {each.heading['note']}", "  ") for each in ranked)
     introduction = f"""Each algorithm improves the model of the quickstart, which pretraining left mediocre, on two CPU
 cores. All start from the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same
 number of images, {steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n}
@@ -338,16 +337,12 @@ of {_title(YARDSTICK, algorithms)}'s, scoring left out: early iterations of all,
 
 ## Settings
 
-What is changed in the recipe of that name, see [RL of diffusion models](rl_diffusion.md). Updates are optimiser steps
-of an iteration. Run one that learns from trajectories by
+What is changed in the recipe of that name; why, and what else was tried, stands in each file's first lines. Updates are
+optimiser steps of an iteration. Run one that learns from trajectories by
 `bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`, one that learns from final samples by
 `bash train.sh tasks/rl_diffusion_forward.py configs/quickstart/algorithms/NAME.yaml`.
 
 {_settings(ranked)}
-
-## Notes
-
-{notes}
 """
 
 
