@@ -24,4 +24,5 @@ for module in (
 ):
     importlib.import_module(module)
 
+gc.set_threshold(100_000, 20, 20)  # as tests/conftest.py has it
 gc.freeze()  # the pages stay shared with the processes
