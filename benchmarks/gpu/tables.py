@@ -280,14 +280,18 @@ def with_bounds(text: str, lines: Lines) -> str:
         SystemExit: when the page has no place for it.
     """
     rows = ["| stage | figure | bound | measured |", "|---|---|---|---|"]
+    missing: dict[str, list[str]] = {}
     for stage in STAGES:
         for bound in importlib.import_module(f"benchmarks.gpu.{stage.name}").BOUNDS:
             of = f" ({bound.cells.strip('^$').replace('|', ' or ')})" if bound.cells else ""
             figure = worst(stage.name, bound, lines)
-            measured = "" if figure == NOT_MEASURED else figure
-            rows.append(f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {measured} |")
+            if figure == NOT_MEASURED:
+                missing.setdefault(stage.name, []).append(f"{bound.figure}{of} {bound.text()}")
+            else:
+                rows.append(f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {figure} |")
     whole = [{**line, "command": "python -m benchmarks.gpu.run"} for line in lines.values()]
-    made = "\n".join([*rows, "", origin(whole)])
+    unmeasured = [f"- **{name}**: {'; '.join(bounds)}" for name, bounds in missing.items()]
+    made = "\n".join([*rows, "", origin(whole), "", "Not measured:", "", *unmeasured])
     text, count = region("bounds").subn(lambda match: f"{match[1]}{made}\n{match[2]}", text)
     if count != 1:
         raise SystemExit(

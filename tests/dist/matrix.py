@@ -110,8 +110,11 @@ def table() -> str:
     for kind, title in KINDS.items():  # kinds that are alike in every mode share a column
         cells = (f"refused: {mode.refused[kind]}" if kind in mode.refused else "equal" for mode in MODES.values())
         titles.setdefault(tuple(cells), []).append(title)
-    lines = [f"| mode | {' | '.join(map(', '.join, titles.values()))} |", "|---|" + "---|" * len(titles)]
-    lines += [f"| {name} | {' | '.join(cells)} |" for name, *cells in zip(MODES, *titles, strict=True)]
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in zip(MODES, *titles, strict=True):  # and modes that are alike a row
+        names.setdefault(tuple(cells), []).append(name)
+    lines = [f"| modes | {' | '.join(map(', '.join, titles.values()))} |", "|---|" + "---|" * len(titles)]
+    lines += [f"| {'; '.join(modes)} | {' | '.join(cells)} |" for cells, modes in names.items()]
     lines += ["", "Refused for every model:", "", "| configuration | message |", "|---|---|"]
     lines += [f"| {name} | {reason(*pair)} |" for name, pair in PAIRS.items()]
     return "\n".join(lines)
