@@ -214,14 +214,17 @@ def call_hunyuan_video15(
     pipeline.guider.guidance_scale = scale
     pipeline.vae.enable_slicing()  # its attention takes one video at a time
     height, width = row.size
+    more: dict[str, Any] = {"height": height, "width": width}
+    if images is not None:  # the pipeline chooses the size by the image
+        more = {"image": images[0]}
+        pipeline.video_processor.calculate_default_height_width = lambda **sizes: row.size
     pipeline.last_latents = pipeline(
         prompt=prompts,
         latents=latents,
-        height=height,
-        width=width,
-        num_frames=1,
+        num_frames=(latents.shape[2] - 1) * 4 + 1,
         num_inference_steps=STEPS,
         output_type="latent",
+        **more,
     ).frames
     video = pipeline.vae.decode(pipeline.last_latents / pipeline.vae.config.scaling_factor, return_dict=False)[0]
     return pipeline.video_processor.postprocess_video(video.detach(), output_type="np")[:, 0]
@@ -467,6 +470,18 @@ ROWS = {
         num_frames=5,
         exact=False,
         never_used=rf"{LAST_TEXT}|transformer_blocks\.1\.ff_context|image_embedder",
+        brief=True,
+    ),
+    "hunyuan_video15_image": Row(
+        tiny_families.tiny_hunyuan_video15_image,
+        call_hunyuan_video15,
+        (4, 1, 4, 4),
+        4,
+        tokens=80,
+        num_frames=5,
+        exact=False,
+        never_used=rf"{LAST_TEXT}|transformer_blocks\.1\.ff_context",
+        batched=False,
         brief=True,
     ),
     "hunyuan_image": Row(

@@ -34,6 +34,7 @@ MODELS = {
     "SanaVideoPipeline": ("Sana-Video 480p", "2 B"),
     "CogVideoXPipeline": ("CogVideoX, 1.5", "2 B, 5 B"),
     "HunyuanVideo15Pipeline": ("HunyuanVideo 1.5", "8.3 B"),
+    "HunyuanVideo15ImageToVideoPipeline": ("HunyuanVideo 1.5 image to video", "8.3 B"),
     "LTX2Pipeline": ("LTX-2, LTX-2.3", "19 B, 22 B"),
     "StableAudio3Pipeline": ("Stable Audio 3", "1.4 B (medium)"),
     "StableDiffusionPipeline": ("Stable Diffusion 1.5, 2", "0.9 B"),
@@ -62,7 +63,7 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     takes = "text"
     images = family.with_images() if family.image_family is not None else family
     if images.takes_image:
-        shown = "the first frame" if makes_videos else "images" if images.takes_several_images else "an image"
+        shown = "the first frame" if makes_videos else "images" if images.most_source_images > 1 else "an image"
         takes = f"text and {shown}" if images is family else f"text, or text and {shown}"
     plan = family.parallel_plan
     pictures = "videos, images" if makes_videos else "images"

@@ -118,6 +118,12 @@ def tiny_wan_image() -> dict[str, Any]:
     return {**tiny_wan(), "pipeline": "WanImageToVideoPipeline", "image_encoder": vision}
 
 
+def tiny_wan_first_last() -> dict[str, Any]:
+    """Wan 2.1 from a first and a last frame, which CLIP sees in 5 tokens each."""
+    description = tiny_wan_image()
+    return {**description, "transformer": {**description["transformer"], "pos_embed_seq_len": 10}}
+
+
 def tiny_wan_image_pair() -> dict[str, Any]:
     """Wan 2.2 A14B from a first frame."""
     return {**tiny_wan_pair(), "pipeline": "WanImageToVideoPipeline"}
@@ -363,6 +369,14 @@ def tiny_hunyuan_video15() -> dict[str, Any]:
         "tokenizer": {"words": ["write"]},
         "scheduler": {"shift": 3.0},
     }
+
+
+def tiny_hunyuan_video15_image() -> dict[str, Any]:
+    """HunyuanVideo 1.5 from a first frame."""
+    description = tiny_hunyuan_video15()
+    del description["transformer"]["image_embed_dim"], description["transformer"]["task_type"]
+    vision = {"width": 8, "num_layers": 1, "num_heads": 2}
+    return {**description, "pipeline": "HunyuanVideo15ImageToVideoPipeline", "image_encoder": vision}
 
 
 def tiny_hunyuan_image() -> dict[str, Any]:

@@ -61,7 +61,8 @@ class ImageDataConfig(Section):
     """Column of the image that is edited or animated, if the model takes one; default of a video: its first frame. A
     list holds several images."""
     max_source_images: int = Field(1, ge=1, le=MOST_SOURCE_IMAGES)
-    """Most source images of a row; more than 1 for models that take several."""
+    """Most source images of a row; more than 1 for models that take several; 2 of a video are its first and last
+    frame."""
     text_key: str = "text"
     """Column of the caption."""
     glyphs: GlyphConfig = GlyphConfig()  # pyright: ignore[reportCallIssue]
@@ -101,9 +102,13 @@ class ImageDataConfig(Section):
         if self.data_type == "glyphs" and self.train_path is not None:
             raise ValueError("data.train_path has no meaning when data.data_type is glyphs: remove one of them")
         check_size("data", self.height, self.width, self.num_frames)
-        if self.max_source_images > 1 and (self.data_type == "glyphs" or self.num_frames > 1):
-            what = "words that are rendered" if self.data_type == "glyphs" else "videos"
-            raise ValueError(f"data.max_source_images is for edits of images, and not for {what}: leave it out")
+        if self.max_source_images > 1 and self.data_type == "glyphs":
+            raise ValueError("data.max_source_images: words that are rendered have one source image: leave it out")
+        if self.max_source_images > 2 and self.num_frames > 1:
+            raise ValueError(
+                f"data.max_source_images {self.max_source_images}: a video starts from its first frame, or from its "
+                "first and last one: set it to 1 or 2"
+            )
         if self.buckets is not None:
             self._check_buckets()
         return self

@@ -58,7 +58,11 @@ CASES = {
     "wan_image_small": Case(tiny_families.tiny_wan_image_small, (32, 32, 5)),
 }
 
-OTHERS = {"flux2_klein": Case(tiny_families.tiny_flux2_klein, tokens=24)}
+OTHERS = {
+    "flux2_klein": Case(tiny_families.tiny_flux2_klein, tokens=24),
+    "wan_image_pair": Case(tiny_families.tiny_wan_image_pair, (16, 16, 5)),
+    "wan_first_last": Case(tiny_families.tiny_wan_first_last, (16, 16, 5), 512),
+}
 """Cases of single tests."""
 
 
@@ -281,7 +285,7 @@ def test_rl_of_edits_of_several_images(tmp_path: Path, pipelines: Callable[[str]
 @pytest.mark.parametrize(
     ("name", "model", "message"),
     [
-        ("flux_kontext", {}, r"data.max_source_images 2: FluxKontextPipeline edits or animates one image"),
+        ("flux_kontext", {}, r"data.max_source_images 2: 2 source images, and this FluxKontextPipeline takes 1"),
         ("wan", {"from_images": True}, r"model.from_images: WanPipeline makes samples from text alone here"),
     ],
 )
@@ -390,6 +394,37 @@ def test_videos_and_their_first_frames_from_files(pipelines: Callable[[str], Pat
     config["train"]["output_dir"] = str(tmp_path / "strict")
     with pytest.raises(DataError, match=r"rows.jsonl, line [34]: "):
         run_task_here("train_dit", config)
+
+
+@pytest.mark.parametrize("name", ["wan_image_pair", "wan_first_last"])
+def test_videos_between_a_first_and_a_last_frame(name: str, pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    """Frames of the videos themselves, and of their own; with a cache as without."""
+    rows = []
+    for index in range(4):
+        frames = [Image.fromarray(np.full((32, 32, 3), 40 * index + 10 * f, np.uint8)) for f in range(5)]
+        frames[0].save(tmp_path / f"{index}.webp", save_all=True, append_images=frames[1:], lossless=True)
+        rows.append({"video": f"{index}.webp", "text": f'write "{index}"'})
+    for name_of_frame, frame in (("a", frames[0]), ("b", frames[-1])):
+        frame.save(tmp_path / f"{name_of_frame}.png")
+    rows[1]["source_image"] = ["a.png", "b.png"]
+    if name == "wan_image_pair":  # whose transformers take a first frame alone, too
+        rows[2]["source_image"] = "a.png"
+        rows[3]["source_image"] = "b.png"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data_type": "image_text", "train_path": str(tmp_path / "rows.jsonl"), "image_key": "video"}
+    config = dit_config(name, pipelines(name), tmp_path, data={**data, "max_source_images": 2})
+    config["sample"] |= {"num_prompts": 4}
+    run = run_task_here("train_dit", config)
+    assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in read_jsonl(run / "metrics.jsonl"))
+    shades = [[0, 40], [120, 160]] + ([[120], [160]] if name == "wan_image_pair" else [[80, 120], [120, 160]])
+    for row, expected in zip(read_samples(run)[3], shades, strict=True):
+        with Image.open(step_folder(run, 3) / row["source"]) as image:
+            pixels = np.asarray(image)
+        assert [int(part.mean()) for part in np.split(pixels, len(expected), axis=1)] == expected
+    cached = {"train": {"output_dir": str(tmp_path / "cached")}, "data": {"cache_dir": str(tmp_path / "cache")}}
+    again = run_task_here("train_dit", merge(config, merge(cached, {"model": {"keep_encoders": False}})))
+    for part in sorted((run / "hf_ckpt").glob("transformer*")):
+        assert weights_in(again / "hf_ckpt" / part.name) == weights_in(part)
 
 
 def test_a_video_run_resumes_exactly(pipelines: Callable[[str], Path], tmp_path: Path) -> None:

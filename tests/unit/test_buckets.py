@@ -23,6 +23,7 @@ from sfumato.data.images.image_text import ImageTextDataset, nearest_size
 from sfumato.data.loader import IndexLoader, evaluation_batches
 from sfumato.data.media.pictures import read_image, read_size
 from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.base import set_source_images
 from sfumato.models.diffusion.encoders import open_encoder
 from sfumato.models.diffusion.flops import BatchFlops, denoiser_flops
 from sfumato.models.diffusion.latents import encode_sources
@@ -287,6 +288,7 @@ def test_rows_of_different_numbers_of_source_images_are_batches_apart(tmp_path: 
     images.write_text("\n".join(map(json.dumps, rows)))
     pipeline = write_tiny_pipeline(tmp_path / "pipeline", described=tiny_flux2_klein())
     model = build_diffusion_model(ModelConfig(model_path=str(pipeline), max_sequence_length=24, from_images=True))
+    set_source_images(model, 3)
     settings = {"train_path": str(images), "height": 16, "width": 16, "max_bad_rows": 4, "max_source_images": 3}
     encoders, said = [], []
     for more in ({}, {"cache_dir": str(tmp_path / "cache")}, {"cache_dir": str(tmp_path / "cache")}):

@@ -386,8 +386,8 @@ def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
         built.model.encode_prompts(PROMPTS, images=[image])
     with pytest.raises(DataError, match="of one size"):
         built.model.encode_prompts(PROMPTS, images=[image, image[:-1]])
-    several = "of one size and number" if built.model.takes_several_images else "takes one source image"
-    with pytest.raises(DataError, match=several):
+    others = "of one size and number" if built.model.most_source_images > 1 else "2 source images, and this .* takes 1"
+    with pytest.raises(DataError, match=others):
         built.model.encode_prompts(PROMPTS, images=[image, np.stack([image, image])])
     with pytest.raises(ValueError, match="multiples of"):
         built.model.encode_prompts(PROMPTS[:1], images=[image[:-1]])

@@ -19,8 +19,8 @@ from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
-from sfumato.errors import ConfigError
-from sfumato.models.diffusion.base import Conditioning, DiffusionModel
+from sfumato.errors import ConfigError, DataError
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_source_images
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies
@@ -42,6 +42,8 @@ KINDS = {
     "wan_image": (tiny_families.tiny_wan_image, (16, 32), 512),
     "wan_image_pair": (tiny_families.tiny_wan_image_pair, (16, 16), 7),
     "wan_image_small": (tiny_families.tiny_wan_image_small, (32, 32), 7),
+    "wan_first_last": (tiny_families.tiny_wan_first_last, (16, 32), 512),
+    "wan_first_last_pair": (tiny_families.tiny_wan_image_pair, (16, 16), 7),
 }
 
 
@@ -64,7 +66,9 @@ class Built:
         self.images = None
         if self.model.takes_image:
             numbers = np.random.default_rng(3)
-            self.images = [numbers.integers(0, 256, (*self.size, 3), dtype=np.uint8) for _ in PROMPTS]
+            both = (2,) if "first_last" in kind else ()
+            self.images = [numbers.integers(0, 256, (*both, *self.size, 3), dtype=np.uint8) for _ in PROMPTS]
+            set_source_images(self.model, 2 if both else 1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,11 +123,18 @@ class Built:
                 num_inference_steps=STEPS,
                 guidance_scale=scale,
                 output_type=output_type,
-                **({} if self.images is None else {"image": Image.fromarray(self.images[index])}),
+                **({} if self.images is None else frames_of(self.images[index])),
                 **more,
             ).frames
             found.append(videos)
         return torch.cat(found) if output_type == "latent" else np.concatenate(found)
+
+
+def frames_of(source: np.ndarray) -> dict[str, Image.Image]:
+    """The arguments of diffusers' pipeline for a first frame, or for a first and a last one."""
+    names = ["image", "last_image"] if source.ndim == 4 else ["image"]
+    frames = source if source.ndim == 4 else source[None]
+    return {name: Image.fromarray(frame) for name, frame in zip(names, frames, strict=True)}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -156,6 +167,31 @@ def test_a_first_frame_with_a_timestep_of_its_own_stays_as_it_was_given(tmp_path
     built = Built("wan_image_small", tmp_path)
     given = built.conditioning(built.model).tensors["image_latents"]
     torch.testing.assert_close(built.latents(1.0)[:, :, :1], given, atol=1e-5, rtol=1e-5)
+
+
+def test_a_last_frame_matters_and_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    built = Built("wan_first_last", tmp_path)
+    assert built.images is not None
+    shapes = built.model.embedding_shapes(*built.size)
+    tensors = built.conditioning(built.model).tensors
+    assert {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()} == {
+        name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in tensors.items()
+    }
+    before = built.velocity(built.model)
+    built.images = [np.stack([first, 255 - last]) for first, last in built.images]
+    assert (built.velocity(built.model) - before).abs().max() > 1e-3
+    with pytest.raises(DataError, match=r"1 source images, and this WanImageToVideoPipeline takes 2"):
+        built.model.encode_prompts(["a"], images=[built.images[0][0]])
+    with pytest.raises(ConfigError, match=r"data\.max_source_images 1: 1 source images, .* takes 2"):
+        set_source_images(built.model, 1)
+    built.model.frames = 1
+    built.model.forget_prompts()
+    with pytest.raises(ConfigError, match="set num_frames to more than 1"):
+        built.model.encode_prompts(["a"], images=built.images[:1])
+    for kind in ("wan_image", "wan_image_small"):
+        (tmp_path / kind).mkdir()
+        with pytest.raises(ConfigError, match=r"data\.max_source_images 2: 2 source images, .* takes 1"):
+            set_source_images(Built(kind, tmp_path / kind).model, 2)
 
 
 def test_videos_to_latents_and_back(built: Built) -> None:

@@ -82,7 +82,7 @@ class OneSize:
         """
         self.dataset = dataset
         self.indices = indices
-        self.size = (*size, 1)
+        self.size = (*size, dataset.size[2])
         self.num_sources = num_sources
         self.is_paired = dataset.is_paired
 
@@ -134,7 +134,7 @@ class OneSize:
 
     def source(self, index: int, pixels: torch.Tensor) -> np.ndarray:
         """As ``ImageTextDataset.source``. Raises DataError also when the row now has more or fewer source images."""
-        if pixels.ndim == 3 and self.count_sources(index) not in (0, self.num_sources):
+        if self.count_sources(index) not in (0, self.num_sources):
             raise DataError(
                 f"{self.describe(index)}: the row has another number of source images than when it was sorted into a "
                 "bucket: start the run again"
@@ -190,6 +190,8 @@ def _split_by_sources(dataset: Sized | GlyphDataset, config: ImageDataConfig, bu
             number = dataset.count_sources(index)
         except DataError:
             return 1
+        if number == 0 and config.num_frames > 1:
+            return config.max_source_images  # frames of its own
         return number if 1 <= number <= config.max_source_images else 1
 
     if buckets is None:

@@ -245,7 +245,7 @@ class ImageTextDataset:
         Args:
             index: of the row.
             pixels: of the row, to whose size the source is brought. Where a video's row has no source image, it is the
-                first frame of these.
+                first frame of these, and with ``data.max_source_images`` of 2 the last one, too.
 
         Returns:
             uint8 ``[height, width, 3]``, of several images ``[S, height, width, 3]``.
@@ -254,7 +254,8 @@ class ImageTextDataset:
             DataError: when one is missing or broken, or there are too many.
         """
         if pixels.ndim == 4 and not self.count_sources(index):
-            return pixels[:, 0].permute(1, 2, 0).numpy()
+            frames = pixels.permute(1, 2, 3, 0).numpy()
+            return frames[0] if self.config.max_source_images == 1 else frames[[0, -1]]
         size = cast("tuple[int, int]", tuple(pixels.shape[-2:]))
         return read_source_images(self.source_files(index), *size, self.config.crop, self.describe(index))
 

@@ -139,9 +139,16 @@ def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
     return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
 
 
-def check_source_counts(prompts: Sequence[Prompt]) -> None:
-    """Raises DataError unless all prompts have equally many source images, since several prompts are learned from
-    together."""
+def check_source_counts(prompts: Sequence[Prompt], problem_of: Callable[[int], str]) -> None:
+    """Checks that all prompts have equally many source images, since several prompts are learned from together.
+
+    Args:
+        prompts: to check.
+        problem_of: says what is wrong with a number of source images; empty if nothing is.
+
+    Raises:
+        DataError: names file and row.
+    """
     first: dict[int, str] = {}
     for prompt in prompts:
         if isinstance(prompt.source, FileSource):
@@ -152,6 +159,9 @@ def check_source_counts(prompts: Sequence[Prompt]) -> None:
             f"numbers of source images differ: {counts}; in RL all prompts, those of the evaluation too, need the same "
             "number: split them into runs"
         )
+    for count, where in first.items():
+        if problem := problem_of(count):
+            raise DataError(f"{where}: {problem}")
 
 
 def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, Mapping[str, object]], object]]) -> None:

@@ -497,9 +497,13 @@ def read_pipeline_class(folder: Path) -> str:
 
 def set_source_images(model: DiffusionModel, count: int) -> None:
     """Sets how many images a sample starts from at most. Raises ConfigError when the model takes fewer."""
-    if count > 1 and not model.takes_several_images:
-        takes = "edits or animates one image" if model.takes_image else "takes no source images"
-        raise ConfigError(f"data.max_source_images {count}: {model.pipeline_class} {takes}: leave it out")
+    if count > 1 and not model.takes_image:
+        raise ConfigError(
+            f"data.max_source_images {count}: {model.pipeline_class} takes no source images: leave it out"
+        )
+    problem = model.source_problem(count)
+    if problem and model.takes_image:
+        raise ConfigError(f"data.max_source_images {count}: {problem}")
     model.max_source_images = count
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +40,8 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     """
     probe = model.probe_content()
     image = probe[0].permute(1, 2, 0).numpy() if model.takes_image else None
+    if image is not None and model.least_source_images > 1:
+        image = np.stack([image] * model.least_source_images)
     latents = [_digest_tensor(model.encode_pixels(probe))]
     embedded = model.encode_prompts(["a probe"], False, None if image is None else [image]).tensors
     prompts = [[name, _digest_tensor(tensor)] for name, tensor in sorted(embedded.items())]

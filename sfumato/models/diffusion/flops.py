@@ -35,7 +35,7 @@ class BatchFlops:
         """Operations for one image or video of a batch, without guidance."""
         kind = batch.size, batch.num_sources
         if kind not in self._counted:
-            several = batch.conditioning.tensors if batch.num_sources > 1 else None
+            several = batch.conditioning.tensors if self._model.max_source_images > 1 else None
             self._counted[kind] = denoiser_flops(self._model, *batch.size, several)
         return self._counted[kind]
 

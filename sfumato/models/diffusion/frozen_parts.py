@@ -52,16 +52,18 @@ class FrozenParts(ABC):
     """Name of the tokenizer of the encoder that reads the longest prompts."""
     takes_image: ClassVar[bool] = False
     """Whether every sample starts from an image of its own besides the prompt (editing, image to video)."""
-    takes_several_images: ClassVar[bool] = False
-    """Whether a sample may start from several images (editing)."""
     makes_sound: ClassVar[bool] = False
     """Whether samples are sounds, int16 ``[A, N]`` of A channels, in place of pixels."""
     makes_video_with_sound: ClassVar[bool] = False
     """Whether samples are videos with sound, whose latents hold both (``video_with_sound.py``)."""
     frame_rate: ClassVar[float] = 0.0
     """Frames per second of videos with sound."""
+    least_source_images: int = 1
+    """Fewest images that a sample can start from, of a family that ``takes_image``."""
+    most_source_images: int = 1
+    """Most images that a sample can start from: of edits several, of videos perhaps the first and the last frame."""
     max_source_images: int = 1
-    """Most images that a sample starts from. Set it where several are taken, before sizes are asked for."""
+    """Most images that a sample starts from here, see ``set_source_images``."""
     max_sequence_length: int
     """Tokens of the longest text encoder."""
 
@@ -91,8 +93,8 @@ class FrozenParts(ABC):
 
         Args:
             prompt: says how to change or continue the image.
-            image: uint8 ``[H, W, 3]``, already of the size at which the model reads it; for families that
-                ``takes_several_images`` perhaps ``[S, H, W, 3]``.
+            image: uint8 ``[H, W, 3]``, already of the size at which the model reads it; of several images
+                ``[S, H, W, 3]``.
 
         Returns:
             Tensors ``[1, ...]`` by the names that ``denoise`` takes.
@@ -383,9 +385,10 @@ class FrozenParts(ABC):
             return
         if len(images) != len(prompts):
             raise DataError(f"{len(prompts)} prompts with {len(images)} images: give one image per prompt")
-        if any(image.ndim == 4 for image in images) and not self.takes_several_images:
-            raise DataError(f"{self.pipeline_class} takes one source image, and a prompt has several: give one")
         wrong = [image for image in images if image.dtype != np.uint8 or image.ndim not in (3, 4)]
+        for image in images if not wrong else ():
+            if problem := self.source_problem(1 if image.ndim == 3 else len(image)):
+                raise DataError(f"a prompt has {problem}")
         wrong += [image for image in images if are_alike and image.shape != images[0].shape]
         if wrong:
             raise DataError(
@@ -409,14 +412,24 @@ class FrozenParts(ABC):
             return {name: tensor[None] for name, tensor in next(iter(self._prompts.values())).items()}
         return self.encode_prompts([""], with_negative=False, images=self.blank_images(1, height, width)).tensors
 
-    def blank_images(self, count: int, height: int, width: int, num_sources: int = 1) -> list[np.ndarray] | None:
+    def source_problem(self, count: int) -> str:
+        """What is wrong with so many source images of a sample; empty if nothing is."""
+        if self.least_source_images <= count <= self.most_source_images:
+            return ""
+        least = self.least_source_images
+        most = self.most_source_images
+        taken = str(most) if least == most else f"{least} to {most}"
+        return f"{count} source images, and this {self.pipeline_class} takes {taken}"
+
+    def blank_images(self, count: int, height: int, width: int, num_sources: int = 0) -> list[np.ndarray] | None:
         """Black images for ``encode_prompts``; None for a family that takes none.
 
         Args:
             count: of prompts.
             height, width: in pixels.
-            num_sources: images of each prompt.
+            num_sources: images of each prompt; 0 takes as few as there can be.
         """
+        num_sources = num_sources or self.least_source_images
         several = (num_sources,) if num_sources > 1 else ()
         return [np.zeros((*several, height, width, 3), np.uint8)] * count if self.takes_image else None
 

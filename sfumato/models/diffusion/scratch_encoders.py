@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         Qwen2_5_VLTextModel,
         Qwen3ForCausalLM,
         Qwen3VLModel,
+        SiglipImageProcessor,
+        SiglipVisionModel,
     )
 
 
@@ -200,3 +202,29 @@ def build_qwen_vl_text_encoder(
 ) -> Qwen2_5_VLTextModel:
     """The Qwen2_5_VLTextModel of ``build_qwen_vl_encoder``, which reads no images."""
     return build_qwen_vl_encoder(tokenizer, width, num_layers, num_heads, num_kv_heads).model.language_model
+
+
+def build_siglip_vision_encoder(
+    width: int = 32, num_layers: int = 2, num_heads: int = 4, image_size: int = 16, patch_size: int = 8
+) -> SiglipVisionModel:
+    """A SiglipVisionModel with random weights."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    config = SiglipVisionConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        image_size=image_size,
+        patch_size=patch_size,
+    )
+    return SiglipVisionModel(config)
+
+
+def build_siglip_processor(encoder: SiglipVisionModel) -> SiglipImageProcessor:
+    """The processor that scales images to the size that an encoder reads."""
+    from transformers import SiglipImageProcessor
+
+    side = encoder.config.image_size
+    assert isinstance(side, int), "the encoders that are built here read squares"
+    return SiglipImageProcessor(size={"height": side, "width": side})

@@ -101,8 +101,8 @@ def prepare_prompts(model: DiffusionModel, prompts: Sequence[Prompt], config: Di
     height, width, _ = config.rollout.size
     for prompt in prompts if model.takes_image else ():
         prompt.check_source(height, width)
-    if model.takes_several_images:
-        check_source_counts(prompts)
+    if model.takes_image:
+        check_source_counts(prompts, model.source_problem)
     if model.image_family is not None and not model.takes_image and any(prompt.source for prompt in prompts):
         model.say("the prompts' source images are not read: model.from_images true makes samples from them")
     if config.model.keep_encoders:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.latents import (
@@ -167,7 +168,7 @@ class Flux2KleinEdit(Flux2Klein):
     theirs up to a megapixel."""
 
     takes_image: ClassVar[bool] = True
-    takes_several_images: ClassVar[bool] = True
+    most_source_images = MOST_SOURCE_IMAGES
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, H, W]``, of several ``[1, S, C, H, W]``."""

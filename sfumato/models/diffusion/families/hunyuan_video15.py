@@ -55,13 +55,18 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        return build_pipeline(cls.blueprint(), description, seed)
+
+    @classmethod
+    def blueprint(cls) -> Blueprint:
+        """Of what the pipeline consists."""
         import diffusers
 
         def make_guider(parts: dict[str, Any], guidance_scale: float = 6.0) -> diffusers.ClassifierFreeGuidance:
             return diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
 
-        blueprint = Blueprint(
-            pipeline=diffusers.HunyuanVideo15Pipeline,
+        return Blueprint(
+            pipeline=cls.pipeline_type(),
             denoiser=diffusers.HunyuanVideo15Transformer3DModel,
             vae=build_hunyuan_video15_autoencoder,
             texts={
@@ -80,7 +85,6 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
             scheduler_settings={"shift": 5.0},
             further={"guider": make_guider},
         )
-        return build_pipeline(blueprint, description, seed)
 
     def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         pipeline = self.pipeline
@@ -94,15 +98,24 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
             crop_start=pipeline.prompt_template_encode_start_idx,
         )
 
-    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+    def image_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the network takes of a given first frame; without one there is nothing.
+
+        Returns:
+            ``[B, C + 1, F, H, W]``, the latents of the frame and a mask of given frames; and tokens ``[B, T, D]`` of
+            the image.
+        """
         batch, channels, *sides = latents.shape
         no_frame = latents.new_zeros(batch, channels + 1, *sides)
-        no_image = latents.new_zeros(batch, 0, self.denoiser.config.image_embed_dim)
+        return no_frame, latents.new_zeros(batch, 0, self.denoiser.config.image_embed_dim)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        frame, image_tokens = self.image_inputs(latents, embeddings)
         with masks_without_values(embeddings["prompt_mask"]):
             return self.denoiser(
-                hidden_states=torch.cat([latents, no_frame], dim=1),
+                hidden_states=torch.cat([latents, frame], dim=1),
                 timestep=self.timestep(sigma.to(latents.device)).to(self.input_dtype),
-                image_embeds=no_image,
+                image_embeds=image_tokens,
                 return_dict=False,
                 **self.text_inputs(embeddings),
             )[0]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.latents import (
@@ -237,7 +238,7 @@ class QwenImageEditPlus(QwenImageEdit):
     pipeline."""
 
     pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
-    takes_several_images: ClassVar[bool] = True
+    most_source_images = MOST_SOURCE_IMAGES
 
     def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus

@@ -258,7 +258,10 @@ class Wan(VideoLatents, FlowSchedule):
 
 
 class WanImageToVideo(Wan):
-    """A video from a first frame and a text. ``frames`` must be set before prompts and images are embedded."""
+    """A video from a first frame and a text, or from the first and the last frame.
+
+    ``frames`` must be set before prompts and images are embedded.
+    """
 
     pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
     takes_image: ClassVar[bool] = True
@@ -269,11 +272,22 @@ class WanImageToVideo(Wan):
     def __init__(self, pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> None:
         """As ``Wan``. Raises ConfigError also when the pipeline lacks an image encoder that the transformer needs."""
         super().__init__(pipeline, *args, **kwargs)
-        if self._network.config.image_dim is not None and pipeline.image_encoder is None:
+        network = self._network.config
+        if network.image_dim is not None and pipeline.image_encoder is None:
             raise ConfigError(
                 f"{self.pipeline_class}: the transformer takes what an image encoder sees (image_dim), and there is no "
                 "image_encoder: take a whole pipeline"
             )
+        # diffusers joins the embeddings of two images where pos_embed_seq_len is set, and then always
+        sees_both = network.image_dim is not None and network.pos_embed_seq_len is not None
+        if sees_both and isinstance(self.denoiser, WanPair):
+            raise ConfigError(
+                f"{self.pipeline_class}: of two transformers, none may take the embeddings of two images "
+                "(pos_embed_seq_len)"
+            )
+        expands = pipeline.config.expand_timesteps  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+        self.least_source_images = 2 if sees_both else 1
+        self.most_source_images = 1 if expands or (network.image_dim is not None and not sees_both) else 2
 
     @classmethod
     def _infer_settings(cls, parts: Keywords, expands: bool, settings: Keywords) -> Keywords:
@@ -294,13 +308,26 @@ class WanImageToVideo(Wan):
         """``prompt_embeds``, ``image_latents`` ``[1, C, F, H, W]`` of the first frame, and ``image_embeds`` of CLIP.
 
         The frame is encoded as a video that goes on with ``frames - 1`` grey frames, except with ``expand_timesteps``.
+        With a last frame that is the last of these, ``image_embeds`` is ``[1, 2, T, D]``, and ``has_last`` ``[1, 1]``
+        is true.
+
+        Raises:
+            ConfigError: where a last frame would be the first one, too.
         """
         pipeline = self.pipeline
         network = self._network
-        self.latent_shape(*image.shape[:2], self.frames)  # pyright: ignore[reportCallIssue]
+        height, width = image.shape[-3:-1]
+        self.latent_shape(height, width, self.frames)
         embeddings = self.embed_prompts([prompt])
-        video = torch.from_numpy(image.copy()).to(self.device).permute(2, 0, 1)[None, :, None] / 127.5 - 1
-        if not pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+        pictures = image if image.ndim == 4 else image[None]
+        video = torch.from_numpy(pictures.copy()).to(self.device).permute(3, 0, 1, 2)[None] / 127.5 - 1
+        if len(pictures) > 1:
+            if self.frames == 1:
+                raise ConfigError("a first and a last frame are those of a video: set num_frames to more than 1")
+            grey = video.new_zeros(1, 3, self.frames - 2, height, width)
+            video = torch.cat([video[:, :, :1], grey, video[:, :, 1:]], dim=2)
+            embeddings["has_last"] = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        elif not pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             video = torch.nn.functional.pad(video, (0, 0, 0, 0, 0, self.frames - 1))
         embeddings["image_latents"] = self._encode(video.to(pipeline.vae.dtype))
         if network.config.image_dim is None:
@@ -310,7 +337,8 @@ class WanImageToVideo(Wan):
                 f"model.max_sequence_length {self.max_sequence_length}: this model reads image and text by their place "
                 f"in {TEXT_TOKENS} tokens of text; set it to {TEXT_TOKENS}"
             )
-        embeddings["image_embeds"] = pipeline.encode_image(Image.fromarray(image), self.device)
+        seen = pipeline.encode_image([Image.fromarray(picture) for picture in pictures], self.device)
+        embeddings["image_embeds"] = seen[None] if len(pictures) > 1 else seen
         return embeddings
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
@@ -329,10 +357,14 @@ class WanImageToVideo(Wan):
         else:
             mask = torch.zeros_like(latents[:, :1]).repeat(1, self.pipeline.vae_scale_factor_temporal, 1, 1, 1)
             mask[:, :, 0] = 1
+            if "has_last" in embeddings:  # the last of the frames that the last latent frame stands for
+                mask[:, -1, -1] = embeddings["has_last"].to(mask.dtype)[:, :, None]
             inputs = torch.cat([latents, mask, condition], dim=1)
         image_arguments = {}
         if "image_embeds" in embeddings:
-            image_arguments["encoder_hidden_states_image"] = embeddings["image_embeds"].to(latents.dtype)
+            seen = embeddings["image_embeds"].to(latents.dtype)
+            # of two images diffusers takes the rows one after the other
+            image_arguments["encoder_hidden_states_image"] = seen.flatten(0, 1) if seen.ndim == 4 else seen
         velocity = self.denoiser(
             hidden_states=inputs,
             timestep=timestep,
@@ -355,7 +387,10 @@ class WanImageToVideo(Wan):
         if self._network.config.image_dim is not None:
             encoder = self.pipeline.image_encoder
             num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2 + 1
-            shapes["image_embeds"] = (num_tokens, encoder.config.hidden_size), encoder.dtype
+            several = (self.max_source_images,) if self.max_source_images > 1 else ()
+            shapes["image_embeds"] = (*several, num_tokens, encoder.config.hidden_size), encoder.dtype
+        if self.max_source_images > 1:
+            shapes["has_last"] = (1,), torch.bool
         return shapes
 
     def _token_timesteps(self, latents: Tensor, timestep: Tensor) -> Tensor:

@@ -1,0 +1,74 @@
+"""HunyuanVideo 1.5 from a first frame, whose latents are channels of the input, with a mask, and which SigLIP sees."""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from sfumato.config.open_mappings import Keywords
+from sfumato.models.diffusion.described import Blueprint
+from sfumato.models.diffusion.families.hunyuan_video15 import HunyuanVideo15
+from sfumato.models.diffusion.scratch_encoders import build_siglip_processor, build_siglip_vision_encoder
+
+
+class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+    """HunyuanVideo 1.5 from a first frame and a text. ``frames`` must be set before images are embedded.
+
+    The frame keeps its size, whereas diffusers' pipeline first brings it to one that the model was trained with.
+    """
+
+    pipeline_class: ClassVar[str] = "HunyuanVideo15ImageToVideoPipeline"
+    takes_image: ClassVar[bool] = True
+    encoder_names: ClassVar[tuple[str, ...]] = (*HunyuanVideo15.encoder_names, "image_encoder")
+
+    @classmethod
+    def blueprint(cls) -> Blueprint:
+        def make_processor(parts: Keywords) -> object:
+            return build_siglip_processor(parts["image_encoder"])
+
+        def make_encoder(parts: Keywords, width: int = 32, num_layers: int = 2, num_heads: int = 4) -> nn.Module:
+            return build_siglip_vision_encoder(width, num_layers, num_heads)
+
+        plain = super().blueprint()
+        return replace(
+            plain,
+            infer=lambda parts: {
+                **plain.infer(parts),
+                "image_embed_dim": parts["image_encoder"].config.hidden_size,
+                "task_type": "i2v",
+            },
+            further={**plain.further, "image_encoder": make_encoder, "feature_extractor": make_processor},
+        )
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """What ``embed_prompts`` returns, ``image_latents`` ``[1, C, 1, H, W]``, and ``image_embeds`` ``[1, T, D]``."""
+        self.latent_shape(*image.shape[:2], self.frames)  # pyright: ignore[reportCallIssue]
+        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+        seen = self.pipeline.encode_image(
+            Image.fromarray(image), batch_size=1, device=self.device, dtype=self.pipeline.image_encoder.dtype
+        )
+        return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels), "image_embeds": seen}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.image_encoder
+        num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2
+        return {
+            **super().embedding_shapes(height, width),
+            "image_latents": (self.latent_shape(height, width), torch.float32),
+            "image_embeds": ((num_tokens, encoder.config.hidden_size), encoder.dtype),
+        }
+
+    def image_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        frame = embeddings["image_latents"].to(latents.dtype)
+        given = torch.cat([frame, torch.ones_like(frame[:, :1])], dim=1)
+        later = latents.shape[2] - 1
+        return torch.nn.functional.pad(given, (0, 0, 0, 0, 0, later)), embeddings["image_embeds"].to(latents.dtype)
