@@ -1,4 +1,4 @@
-"""Batches of documents of random tokens, for tests of language models and of models with a scalar head."""
+"""Batches of documents of random tokens, and sequences, for tests of language models and of scalar heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.rollout.text.tokens import FinishReason, TokenSequence
 
 LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 
@@ -28,3 +29,21 @@ def samples(learned: float = 0.6) -> list[TextSample]:
 def batch(chosen: Sequence[TextSample], packed: bool = True) -> TokenBatch:
     """A micro-batch of them."""
     return make_batch(chosen, list(range(len(chosen))), [0] * len(chosen), packed, 0, 2)
+
+
+def single_turn(
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    log_probs: Sequence[float],
+    versions: Sequence[int],
+    finish_reason: FinishReason,
+) -> TokenSequence:
+    """A prompt with one completion."""
+    num_prompt_tokens = len(prompt_ids)
+    return TokenSequence(
+        np.array([*prompt_ids, *token_ids], np.int32),
+        np.arange(num_prompt_tokens + len(token_ids)) >= num_prompt_tokens,
+        np.array([0.0] * num_prompt_tokens + list(log_probs), np.float32),
+        np.array([-1] * num_prompt_tokens + list(versions), np.int32),
+        finish_reason,
+    )

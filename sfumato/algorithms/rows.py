@@ -30,9 +30,9 @@ def by_row(default: object = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"axis": "row"})
 
 
-def by_group(default: object = dataclasses.MISSING) -> Any:
+def by_group() -> Any:
     """A field with one row per group of samples. ``rows`` leaves it as it is, ``cat`` joins those of all containers."""
-    return dataclasses.field(default=default, metadata={"axis": "group"})
+    return dataclasses.field(metadata={"axis": "group"})
 
 
 class TensorRows:

@@ -169,7 +169,8 @@ class GAE(TokenAdvantage):
 class Distillation(TokenAdvantage):
     """log p_teacher - log p of each token: rewards are logged, but not learned from.
 
-    The penalty is ``coef`` times the k1 estimate of the KL to the teacher (``distillation``).
+    The penalty is ``coef`` times the k1 estimate of the KL to the teacher. With ``policy_gradient`` or ``ppo_clip`` the
+    expected gradient is that of KL(student, teacher) of each token.
     """
 
     type: ClassVar[str] = "distillation"
@@ -315,18 +316,6 @@ def whitened(
     variance = squares / (count - ddof).clamp(min=1)
     scaled = torch.where(count > ddof, centred * torch.rsqrt(variance + eps), centred)
     return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
-
-
-def distillation(log_probs: Float[Tensor, "rows"], teacher_log_probs: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
-    """Advantages of on-policy distillation: -(log p - log p_teacher) of the tokens that the student drew, ``[R]``.
-
-    With ``policy_gradient`` or ``ppo_clip`` the expected gradient is that of KL(student, teacher) of each token.
-
-    Args:
-        log_probs: ``[R]`` of the student when the update begins.
-        teacher_log_probs: ``[R]``.
-    """
-    return (teacher_log_probs - log_probs).detach()
 
 
 def value_loss(

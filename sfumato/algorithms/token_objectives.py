@@ -5,7 +5,7 @@
 gradient, for any values there.
 
 GRPO, Dr. GRPO, RLOO, REINFORCE++ and PPO differ in their advantages and share ``ppo_clip``. On-policy distillation has
-an advantage too (``token_advantages.distillation``).
+an advantage too (``token_advantages.Distillation``).
 
 Shapes: R rows, each a token that the policy drew; N sequences.
 """

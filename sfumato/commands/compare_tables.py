@@ -74,11 +74,11 @@ def show_comparison(comparison: Comparison, console: Console, page: Path | None)
         _print(console, f"\nwritten: {page}")
 
 
-def sparkline(values: Sequence[float], low: float, high: float, width: int = SPARK_WIDTH) -> str:
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
     """A curve in one line of characters, each the mean of its share of the values, between two limits."""
     if not values:
         return ""
-    width = min(width, len(values))
+    width = min(SPARK_WIDTH, len(values))
     bounds = [round(index * len(values) / width) for index in range(width + 1)]
     means = [math.fsum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(bounds)]
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0

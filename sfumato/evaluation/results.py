@@ -64,17 +64,16 @@ class Evaluation:
         """Names of all metrics, in order."""
         return list(dict.fromkeys(result.metric for result in self.results))
 
-    def add_metric(self, metric: str, by_model: Mapping[str, Values], seed: int = 0) -> None:
+    def add_metric(self, metric: str, by_model: Mapping[str, Values]) -> None:
         """Adds the results of a metric of single samples.
 
         Args:
             metric: its name.
             by_model: values of the models that have it.
-            seed: of the resampling.
         """
         for model, values in by_model.items():
             finite = {key: value for key, value in values.items() if math.isfinite(value)}
-            interval = _interval(finite, seed)
+            interval = _interval(finite)
             failed = len(values) - len(finite)
             self.results.append(MetricResult(model, metric, *interval, len(finite), failed))
         reference = next((model for model in self.models if model in by_model), None)
@@ -88,7 +87,7 @@ class Evaluation:
                 if key in other and math.isfinite(values[key]) and math.isfinite(other[key])
             }
             unpaired = len(values) + len(other) - 2 * len(pairs)
-            interval = _interval(pairs, seed)
+            interval = _interval(pairs)
             self.differences.append(PairedResult(model, reference, metric, *interval, len(pairs), unpaired))
 
     def add_value(self, model: str, metric: str, value: float) -> None:
@@ -104,11 +103,11 @@ class Evaluation:
         return next((pair for pair in self.differences if (pair.model, pair.metric) == (model, metric)), None)
 
 
-def _interval(values: Values, seed: int) -> Interval:
+def _interval(values: Values) -> Interval:
     """The mean with its interval over prompts; NaN without values."""
     if not values:
         return Interval(math.nan, math.nan, math.nan)
-    return paired_bootstrap(list(values.values()), seed, clusters=[prompt for prompt, _ in values])
+    return paired_bootstrap(list(values.values()), clusters=[prompt for prompt, _ in values])
 
 
 def format_interval(mean: float, low: float, high: float, signed: bool = False) -> str:

@@ -76,10 +76,9 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
     )
 
 
-def restrict_mount(target: str, *, can_write: bool = False, can_execute: bool = True) -> None:
-    """No devices, no set-user-id, and unless stated no writing, for a mount and all mounts below it."""
-    attributes = _ATTR_NOSUID | _ATTR_NODEV
-    attributes |= (0 if can_write else _ATTR_RDONLY) | (0 if can_execute else _ATTR_NOEXEC)
+def restrict_mount(target: str, *, can_execute: bool = True) -> None:
+    """No devices, no set-user-id and no writing, for a mount and all mounts below it."""
+    attributes = _ATTR_NOSUID | _ATTR_NODEV | _ATTR_RDONLY | (0 if can_execute else _ATTR_NOEXEC)
     packed = struct.pack("QQQQ", attributes, 0, 0, 0)  # struct mount_attr: set, clear, propagation, user namespace
     call = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, packed, len(packed))
     _check(call, f"restricting the mount {target}")

@@ -188,17 +188,10 @@ class Sandbox:
             seen = finished.stdout.decode("utf-8", "replace").strip() or finished.describe()
             raise SandboxError(f"programs would not be contained here: {seen}; {_REMEDY}")
 
-    def run_python(
-        self,
-        source: str,
-        arguments: Sequence[str] = (),
-        *,
-        files: Mapping[str, bytes] | None = None,
-        stdin: bytes = b"",
-    ) -> Finished:
+    def run_python(self, source: str, *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
         """Runs a program of Python, without installed packages; see ``run`` for its files and standard input."""
         files = {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}
-        return self.run([PYTHON, "-I", "-S", "/tmp/main.py", *arguments], files=files, stdin=stdin)
+        return self.run([PYTHON, "-I", "-S", "/tmp/main.py"], files=files, stdin=stdin)
 
     def run(self, command: Sequence[str], *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
         """Runs a command to its end.

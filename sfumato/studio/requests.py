@@ -90,9 +90,9 @@ def parse_body(body: bytes | bytearray, names: frozenset[str]) -> dict[str, obje
     return value
 
 
-def json_response(value: object, status: int = 200) -> Response:
+def json_response(value: object) -> Response:
     """An answer in JSON, with null for numbers that are not finite."""
-    return Response(strict_json(value), status, media_type="application/json")
+    return Response(strict_json(value), media_type="application/json")
 
 
 def refusal(status: int, text: str) -> Response:

@@ -28,7 +28,6 @@ def paired_bootstrap(
     num_resamples: int = NUM_RESAMPLES,
     *,
     clusters: Sequence[Hashable] | None = None,
-    confidence: float = CONFIDENCE,
 ) -> Interval:
     """The mean of paired differences with its percentile bootstrap interval.
 
@@ -41,7 +40,6 @@ def paired_bootstrap(
         seed: of the resampling; the same arguments give the same interval.
         num_resamples: how often the prompts are drawn anew.
         clusters: ``[n]``, the prompt of each pair; None counts each pair as a prompt.
-        confidence: share of the resampled means that lies in the interval.
 
     Returns:
         Mean, lower and upper bound. Differences that are all 0 with two prompts or more give exactly (0, 0, 0).
@@ -56,8 +54,6 @@ def paired_bootstrap(
         raise ValueError("a difference is not finite: leave out pairs without a value, and say how many")
     if clusters is not None and len(clusters) != len(values):
         raise ValueError(f"{len(values)} differences have {len(clusters)} clusters")
-    if num_resamples < 1 or not 0 < confidence < 1:
-        raise ValueError(f"num_resamples {num_resamples} must be above 0, and confidence {confidence} in (0, 1)")
     names = range(len(values)) if clusters is None else clusters
     index_of_cluster = {name: index for index, name in enumerate(dict.fromkeys(names))}
     cluster_of_value = np.array([index_of_cluster[name] for name in names])
@@ -74,6 +70,6 @@ def paired_bootstrap(
     for start in range(0, num_resamples, chunk):
         drawn = generator.integers(num_clusters, size=(min(chunk, num_resamples - start), num_clusters))
         means.append(sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1))
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return Interval(mean, float(low), float(high))

@@ -16,7 +16,7 @@ from sfumato.config.load import flatten, read_yaml
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError, DataError
-from sfumato.tracking.bootstrap import NUM_RESAMPLES, paired_bootstrap
+from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.folder import ENVIRONMENT, OWN_FOLDER, read_environment
 from sfumato.tracking.json_lines import Series, finite, is_number, is_step, read_jsonl, series_of
 from sfumato.tracking.lock import read_owner
@@ -317,7 +317,7 @@ def pair_runs(first: RunRecord, other: RunRecord, step: int | None = None, seed:
 
 
 def paired_rewards(
-    before: Sequence[SampleRow], after: Sequence[SampleRow], seed: int = 0, num_resamples: int = NUM_RESAMPLES
+    before: Sequence[SampleRow], after: Sequence[SampleRow], seed: int = 0
 ) -> tuple[tuple[PairedDifference, ...], int]:
     """Differences of every reward between two evaluations, of two runs or of two steps of one run.
 
@@ -325,7 +325,6 @@ def paired_rewards(
         before: rows of ``samples.jsonl``.
         after: rows of another evaluation, whose samples of the same prompt, seed and number are their partners.
         seed: of the bootstrap.
-        num_resamples: of the bootstrap.
 
     Returns:
         The differences of rewards that both have, the total first; and how many samples have no partner.
@@ -345,7 +344,7 @@ def paired_rewards(
             continue
         clusters = [cluster for cluster, _, _ in scored]
         changes = [other_value - value for _, value, other_value in scored]
-        interval = paired_bootstrap(changes, seed, num_resamples, clusters=clusters)
+        interval = paired_bootstrap(changes, seed, clusters=clusters)
         differences.append(
             PairedDifference(
                 reward=name,

@@ -212,7 +212,6 @@ CALLS = {
     "token_advantages:discounted_returns": lambda: (normal(R), sequences(), MASK, 0.9),
     "token_advantages:gae": lambda: (normal(R), normal(R), sequences(), MASK, 0.9, 0.9),
     "token_advantages:whitened": lambda: (normal(R), MASK),
-    "token_advantages:distillation": lambda: (normal(R), normal(R)),
     "token_advantages:value_loss": lambda: (normal(R), normal(R), normal(R), MASK),
     "token_kl:TokenKL.penalty": lambda: (of_kind("token_kl:TokenKL"), normal(R), normal(R), normal(R)),
     "token_kl:estimate": lambda: (normal(R), "k3"),

@@ -15,7 +15,7 @@ from sfumato.config.row_limit import RowLimit
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files import rows as rows_module
 from sfumato.data.files.bad_rows import bad_row_limit, describe_bad_rows
-from sfumato.data.files.folders import describe_left_out, find_files
+from sfumato.data.files.folders import describe_left_out, find_sources
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
 from sfumato.data.files.rows import open_rows, readable_rows
 from sfumato.data.files.sources import open_sources, open_validation
@@ -27,6 +27,10 @@ from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
 
 TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
+
+
+def find_files(path, option, held_out=False):
+    return [file for part in find_sources(path, option, held_out) for file in part.files]
 
 
 def write_parquet(path, rows):

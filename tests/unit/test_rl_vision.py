@@ -33,11 +33,12 @@ from sfumato.rollout.engines.served.http_server import NOT_SENT
 from sfumato.rollout.engines.served.vllm_images import RenderedImages, token_runs
 from sfumato.rollout.text.packing import pack_samples
 from sfumato.rollout.text.policy import build_text_policy, open_prompts
-from sfumato.rollout.text.tokens import TextRollout, TokenSequence, single_turn
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import run_task_here
 from tests.tiny_vision import picture
 from tests.tiny_vision_rl import tiny_vision_rl_config
+from tests.token_batches import single_turn
 
 SLOW_KINDS = ("qwen2_vl", "qwen2_5_vl", "internvl", "gemma3", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma4")
 SLOW_KINDS += ("llava", "llava_next", "smolvlm", "llava_onevision", "qwen3_vl_moe")

@@ -15,8 +15,9 @@ from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.models.language.shared_prompts import can_share_prompts
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.text.packing import pack_samples
-from sfumato.rollout.text.tokens import TextRollout, TokenSequence, single_turn
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from tests.survey.tiny_configs import tiny_config
+from tests.token_batches import single_turn
 from tests.unit import test_document_rows
 from tests.unit.test_document_rows import gradients, model
 

@@ -18,10 +18,10 @@ from sfumato.algorithms.off_policy import Decoupled, KLRejection, OffPolicy, Rej
 from sfumato.algorithms.sequences import Reduce, Sequences
 from sfumato.algorithms.token_advantages import (
     GAE,
+    Distillation,
     Returns,
     SampleAdvantage,
     discounted_returns,
-    distillation,
     gae,
     penalised,
     token_rewards,
@@ -497,8 +497,13 @@ def test_the_expected_gradient_of_distillation_is_that_of_the_kl_to_the_teacher(
     log_probs = logits.log_softmax(0)
     kl = (log_probs.exp() * (log_probs - teacher)).sum()
     (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    advantages = distillation(log_probs, teacher)
-    assert not advantages.requires_grad
+    found = Distillation().compute(
+        torch.zeros(1),
+        Sequences.of_lengths(torch.tensor([7])),
+        torch.ones(7) > 0,
+        TokenKL(1.0, "k1", "reward").penalty(log_probs.detach(), teacher),
+    )
+    advantages = found.values
     for objective in (PolicyGradient(), PPOClip()):
         losses, _ = objective.loss(
             log_probs - log_probs.detach(),
@@ -514,7 +519,7 @@ def test_distillation_is_returns_without_a_future_and_a_penalty_of_k1() -> None:
     student, teacher = normal(), normal()
     penalties = TokenKL(1.0, "k1", "reward").penalty(student, teacher)
     found = Returns(whiten=False, gamma=0.0).compute(torch.zeros(5, dtype=torch.float64), SEQUENCES, MASK, penalties)
-    torch.testing.assert_close(found.values, torch.where(MASK, distillation(student, teacher), 0.0))
+    torch.testing.assert_close(found.values, torch.where(MASK, teacher - student, 0.0))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])

@@ -20,7 +20,6 @@ from sfumato.rollout.agents.turns import DrawnText
 from sfumato.rollout.debug.dumps import read_dump
 from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.rollout.text.policy import build_text_template, open_prompts, stop_tokens
-from sfumato.rollout.text.tokens import single_turn
 from sfumato.tracking.json_lines import read_jsonl
 from tests.tiny import (
     load_task,
@@ -31,6 +30,7 @@ from tests.tiny import (
     write_config,
 )
 from tests.tiny_vision import tiny_vision_config
+from tests.token_batches import single_turn
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 VISION_START, IMAGE, VIDEO = 259, 261, 262

@@ -58,11 +58,6 @@ def data_ending(path: Path) -> str:
     return inner if is_compressed(path) and inner in TEXT_ENDINGS else path.suffix.lower()
 
 
-def find_files(path: str | Path, option: str, held_out: bool = False) -> list[Path]:
-    """The files of ``find_sources``. Raises as it does."""
-    return [file for part in find_sources(path, option, held_out) for file in part.files]
-
-
 def find_sources(path: str | Path, option: str, held_out: bool = False) -> list[FolderFiles]:
     """The files that ``open_rows`` opens, for each of several paths.
 

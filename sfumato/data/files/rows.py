@@ -362,7 +362,7 @@ def open_rows(path: str | Path, text_column: str, option: str, held_out: bool = 
 
     Args:
         path: a .jsonl, .json, .parquet, .arrow, .tar, .csv or .txt file, a folder of such files (searched with its
-            subfolders, in the order of their names; of one that holds several splits, see ``find_files``), or several
+            subfolders, in the order of their names; of one that holds several splits, see ``find_sources``), or several
             of these with commas between. All but .parquet, .arrow and .tar files may be compressed. Also URLs, and data
             sets of a ``dataset_info.json`` (see ``find_sources``).
         text_column: name of the only column of a .txt file.
@@ -424,7 +424,7 @@ def join_rows(tables: list[FileTable]) -> FileTable:
 
 
 def open_file(path: Path, text_column: str, option: str) -> FileTable:
-    """Opens one of ``find_files``. Raises DataError when it is broken or empty."""
+    """Opens one of ``find_sources``. Raises DataError when it is broken or empty."""
     ending = data_ending(path)
     if ending == ".txt":
         rows: FileTable = read_text_rows(path, text_column)

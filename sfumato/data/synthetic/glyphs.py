@@ -198,11 +198,11 @@ def is_held_out(word: str, config: GlyphConfig) -> bool:
     return int.from_bytes(digest, "big") / 2**64 < config.held_out
 
 
-def training_words(config: GlyphConfig, limit: int = 50_000) -> list[str]:
-    """All words that may be shown, in a fixed order. Raises DataError when there are more than ``limit``."""
+def training_words(config: GlyphConfig) -> list[str]:
+    """All words that may be shown, in a fixed order. Raises DataError when there are more than 50,000."""
     count = len(config.characters) ** config.length
-    if count > limit:
-        raise DataError(f"there are {count} words of {config.length} characters; listing them stops at {limit}")
+    if count > 50_000:
+        raise DataError(f"there are {count} words of {config.length} characters; listing them stops at 50000")
     words = map("".join, itertools.product(config.characters, repeat=config.length))
     return [word for word in words if not is_held_out(word, config)]
 

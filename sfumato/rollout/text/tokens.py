@@ -6,7 +6,6 @@ samples, L tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,21 +83,3 @@ class TextRollout(Rollout):
             # the fewest digits that make the same float32
             "log_probs": [float(str(value)) for value in log_probs[:MOST_TOKENS]],
         }
-
-
-def single_turn(
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    log_probs: Sequence[float],
-    versions: Sequence[int],
-    finish_reason: FinishReason,
-) -> TokenSequence:
-    """A prompt with one completion."""
-    num_prompt_tokens = len(prompt_ids)
-    return TokenSequence(
-        np.array([*prompt_ids, *token_ids], np.int32),
-        np.arange(num_prompt_tokens + len(token_ids)) >= num_prompt_tokens,
-        np.array([0.0] * num_prompt_tokens + list(log_probs), np.float32),
-        np.array([-1] * num_prompt_tokens + list(versions), np.int32),
-        finish_reason,
-    )
