@@ -209,8 +209,8 @@ def rate_of(name: str, steps: int) -> float:
 
 def balance(num_steps: int) -> dict[str, float]:
     """Share of time lost to waiting for the rank with most work, by how samples are shared out."""
+    from sfumato.data.files.row_table import FiledRow
     from sfumato.data.text.format import build_transform
-    from sfumato.data.text.row_samples import FiledRow
     from sfumato.models.estimate.flops import FlopCount
     from sfumato.parallel.bin_packing import pack
 

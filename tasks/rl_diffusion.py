@@ -49,13 +49,12 @@ from sfumato.rollout.diffusion.trajectories import (
     with_proximal_means,
 )
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, EncodedRequests
-from sfumato.runtime.decisions import note_rows
 from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
-from sfumato.runtime.update import Update
+from sfumato.runtime.update import Update, note_rows
 from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task

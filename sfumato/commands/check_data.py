@@ -14,7 +14,7 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitD
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable, filed_row
 from sfumato.data.files.sources import Sources, open_sources, open_validation
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.images.prompts import check_prompts, load_prompts
@@ -31,7 +31,6 @@ from sfumato.data.text.loader import adopt_answer_end, build_text_loader
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.prompt_template import build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
-from sfumato.data.text.row_samples import filed_row
 from sfumato.data.text.token_store import find_token_store
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import Dataset

@@ -18,7 +18,7 @@ from sfumato.data.media.pictures import File
 
 if TYPE_CHECKING:
     from sfumato.config.sections import TaskConfig
-    from sfumato.data.files.rows import RowTable
+    from sfumato.data.files.row_table import RowTable
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Size in bytes and number of the pieces of a large file that are read, at even distances. Smaller files are read

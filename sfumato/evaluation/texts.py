@@ -17,6 +17,7 @@ from sfumato.config.paths import find_model_folder
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_rl import TextRLConfig, TextRLTrainConfig
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.loader import open_validation_prompts
 from sfumato.data.text.prompt_formats.base import PromptFormat
@@ -24,7 +25,6 @@ from sfumato.data.text.prompt_formats.files import Prompts
 from sfumato.data.text.prompt_formats.images import ImagePrompts
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, SourceRun, one_process
@@ -44,7 +44,7 @@ from sfumato.rollout.text.policy import EVALUATION, build_text_template, stop_to
 from sfumato.tracking.folder import run_date
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import RowTable
+    from sfumato.data.files.row_table import RowTable
 
 DEFAULT_SEED = 42
 DEFAULT_NEW_TOKENS = 256

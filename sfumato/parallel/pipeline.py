@@ -259,7 +259,6 @@ class Pipeline:
         tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
         # torch requires an example of the last stage's output, but does not use its shape: tokens stand for it.
         return AutocastStage(
-            self,
             self._stages[index],
             index,
             last_index + 1,
@@ -267,6 +266,9 @@ class Pipeline:
             input_args=(handed_on(index) if index else tokens,),
             output_args=(handed_on(index + 1) if index < last_index else tokens,),
             group=self._mesh.group("pp"),
+            autocast=lambda: self._autocast(),  # that of the step, which sets it
+            arguments_of=lambda number, is_first: self._arguments(self._batches[number], is_first),
+            check_output=self._check_dtype,
         )
 
     def _part_of_loss(self, logits: Tensor, index: Tensor) -> Tensor:

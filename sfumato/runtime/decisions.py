@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
-
-if TYPE_CHECKING:
-    from sfumato.algorithms.objectives import Ratio, RatioObjective
-    from sfumato.runtime.update import MicroBatch
 
 MOST_DECISIONS = 4096
 """Most decisions of a sample that are written, so that a line of ``samples.jsonl`` stays bounded."""
@@ -86,18 +81,3 @@ def rows_with_gradient(
     leaf = log_ratio.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf).sum(), leaf)
     return (gradient != 0) | (advantages == 0)
-
-
-def note_rows(
-    decisions: Decisions, micro: MicroBatch, objective: RatioObjective, ratio: Ratio, **about: object
-) -> None:
-    """Takes the ratios of a micro-batch's R rows, where samples are saved after the update."""
-    if not (decisions.is_wanted and micro.is_counted):
-        return
-    advantages = micro.advantages
-    has_gradient = rows_with_gradient(
-        lambda log_ratio: objective.loss(replace(ratio, log_ratio=log_ratio), advantages)[0],
-        ratio.log_ratio,
-        advantages,
-    )
-    decisions.add(micro.samples.sample_ids, micro.sample_of_row, ratio.log_ratio, has_gradient, **about)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ import torch
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_permutation
+from sfumato.algorithms.objectives import Ratio, RatioObjective
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.rl import RLConfig
 from sfumato.parallel.bin_packing import pack
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Passes, RankBatch, Rollout, SampleRequest, join_rollouts
-from sfumato.runtime.decisions import Decisions
+from sfumato.runtime.decisions import Decisions, rows_with_gradient
 from sfumato.runtime.states import Actor
 
 
@@ -222,3 +223,18 @@ def micro_batches(
     num_passes = int(mesh.max(math.ceil(len(units) / (config.train.micro_batch_size // unit_size))))
     parts = torch.arange(len(units)).tensor_split(num_passes)
     return [torch.cat([empty, *(units[index] for index in part.tolist())]) for part in parts]
+
+
+def note_rows(
+    decisions: Decisions, micro: MicroBatch, objective: RatioObjective, ratio: Ratio, **about: object
+) -> None:
+    """Takes the ratios of a micro-batch's R rows, where samples are saved after the update."""
+    if not (decisions.is_wanted and micro.is_counted):
+        return
+    advantages = micro.advantages
+    has_gradient = rows_with_gradient(
+        lambda log_ratio: objective.loss(replace(ratio, log_ratio=log_ratio), advantages)[0],
+        ratio.log_ratio,
+        advantages,
+    )
+    decisions.add(micro.samples.sample_ids, micro.sample_of_row, ratio.log_ratio, has_gradient, **about)

@@ -10,10 +10,10 @@ import torch
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.pictures import read_image
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import DataError
 from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model, build_reader

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.sounds import read_sound
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.estimate.meta_models import plan_language_model

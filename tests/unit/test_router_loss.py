@@ -18,9 +18,9 @@ from sfumato.commands.check_config import check_config
 from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.text.format import Document, TextSample, build_transform
 from sfumato.data.text.packing import make_batch
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import set_attention

@@ -9,11 +9,11 @@ import torch
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.clips import VideoProcessor
 from sfumato.data.media.pictures import read_image
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import set_attention

@@ -14,11 +14,11 @@ from benchmarks.vision_throughput import balance
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import set_attention

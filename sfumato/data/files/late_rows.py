@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sfumato.data.files.rows import RowFile
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import FileTable
+    from sfumato.data.files.row_table import FileTable
 
 
 class LateRows:

@@ -10,7 +10,7 @@ from sfumato.data.files.file_rows import no_column
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import RowTable
+    from sfumato.data.files.row_table import RowTable
 
 
 class MappedRows:

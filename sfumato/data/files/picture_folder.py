@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
-from sfumato.data.files.rows import FiledRows, read_text
+from sfumato.data.files.row_table import FiledRows
+from sfumato.data.files.rows import read_text
 from sfumato.data.media.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from sfumato.data.files.arrow_values import arrow_row
 from sfumato.data.files.file_rows import FileRows
-from sfumato.data.files.rows import JoinedRows, JsonlRows, RowFile, RowTable, empty_file
+from sfumato.data.files.row_table import RowTable
+from sfumato.data.files.rows import JoinedRows, JsonlRows, RowFile, empty_file
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from sfumato.data.files.rows import FiledRows, FileTable
+    from sfumato.data.files.row_table import FiledRows, FileTable
 
 
 Table = RowFile | RowTable

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.arrow_values import arrow_row, arrow_rows
@@ -26,6 +26,7 @@ from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.files.folders import data_ending, find_sources
 from sfumato.data.files.mapped_rows import MappedRows
+from sfumato.data.files.row_table import FileTable, RowTable
 from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 
@@ -37,40 +38,6 @@ if TYPE_CHECKING:
 
 ARROW_BLOCK = 1000
 """Rows of an Arrow table that are converted to Python values in one call, where all rows are read."""
-
-
-class RowTable(Protocol):
-    """A table with random access."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, object]:
-        """The row. Raises DataError that names file and row."""
-        ...
-
-    def describe(self, index: int) -> str:
-        """File and row number, for messages."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Identifies the rows, for caches: by the files, their sizes and times."""
-        ...
-
-
-class FiledRows(RowTable, Protocol):
-    """A table from files. Its rows may name other files by paths."""
-
-    def folder(self, index: int) -> Path:
-        """The folder that paths in a row are relative to."""
-        ...
-
-
-class FileTable(FiledRows, Protocol):
-    """A table from files, of which a column can be read without the others."""
-
-    def column(self, key: str) -> list[object]:
-        """One column of all rows; where a row of it is broken, the list may hold a DataError."""
-        ...
 
 
 class JsonlRows(FileRows):

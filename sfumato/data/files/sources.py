@@ -16,7 +16,8 @@ from sfumato.data.files.folders import refuse_twice
 from sfumato.data.files.late_rows import LateRows
 from sfumato.data.files.remote import is_url, without_secrets
 from sfumato.data.files.row_blocks import Table
-from sfumato.data.files.rows import RowFile, RowTable, find_row_files, join_rows
+from sfumato.data.files.row_table import RowTable
+from sfumato.data.files.rows import RowFile, find_row_files, join_rows
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh

@@ -16,7 +16,8 @@ from sfumato.config.paths import LONGEST_NAME
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
 from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata
-from sfumato.data.files.rows import FiledRows, JoinedRows, join_rows, open_rows, text_field
+from sfumato.data.files.row_table import FiledRows
+from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
 from sfumato.data.media.pictures import (
     ANIMATION_ENDINGS,

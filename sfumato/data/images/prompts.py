@@ -10,7 +10,8 @@ import numpy as np
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.files.rows import FiledRows, open_rows, text_field
+from sfumato.data.files.row_table import FiledRows
+from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.images.source_images import (
     check_source_images,
     count_source_images,

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from sfumato.config.writing import open_new, write_atomically
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.stored import BROKEN_ARRAY, close_on_disk, digest_of, make_cache_folder, open_cache_lock
 from sfumato.data.media.kinds import AudioFile, DrawnFile, Medium, VideoFile
 from sfumato.data.media.pictures import VERSION as PICTURES

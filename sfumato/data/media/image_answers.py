@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform
 from sfumato.data.media.kinds import DrawnFile, Medium
 from sfumato.data.media.pictures import File, read_image
@@ -21,7 +22,6 @@ from sfumato.data.media.vision import ImageReader, Images, Span, Tensors
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.format import Document, TextSample, TextTransform, fingerprint_of, fit
 from sfumato.data.text.messages import Messages, read_tools
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
 

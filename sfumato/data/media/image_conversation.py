@@ -13,6 +13,7 @@ import numpy as np
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.file_columns import find_file
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
 from sfumato.data.media.vision import ImageReader, Images, Span
@@ -20,7 +21,6 @@ from sfumato.data.text.chat import ChatTemplate, build_chat_template
 from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, fingerprint_of, fit
 from sfumato.data.text.messages import Messages, read_tools
 from sfumato.data.text.row_layouts import CONVERSATION_KEYS, read_conversation
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
 from sfumato.errors import DataError
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
 from sfumato.data.media.kinds import NAMES, Medium
 from sfumato.data.media.vision import ImageReader
@@ -14,7 +15,6 @@ from sfumato.data.text.format import TextSample, TextTransform, fingerprint_of, 
 from sfumato.data.text.messages import Messages, read_tools
 from sfumato.data.text.pairs import read_pair
 from sfumato.data.text.row_layouts import PAIRS, PREFERENCE_KEYS, convert_row
-from sfumato.data.text.row_samples import FiledRow
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
 

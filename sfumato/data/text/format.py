@@ -23,8 +23,8 @@ from sfumato.errors import ConfigError, DataError, OverlongError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+    from sfumato.data.files.row_table import FiledRow
     from sfumato.data.media.kinds import Medium
-    from sfumato.data.text.row_samples import FiledRow
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""

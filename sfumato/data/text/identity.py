@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
+from sfumato.data.files.row_table import filed_row
 from sfumato.data.files.sources import Sources
 from sfumato.data.identity import (
     BLOCKS,
@@ -16,13 +17,13 @@ from sfumato.data.identity import (
 )
 from sfumato.data.media.pictures import File
 from sfumato.data.text.format import MediaTransform, TextTransform, has_media, source_of
-from sfumato.data.text.row_samples import filed_row
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.identity import Identity, identify
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import RowFile, RowTable
+    from sfumato.data.files.row_table import RowTable
+    from sfumato.data.files.rows import RowFile
 
 
 def identify_text(

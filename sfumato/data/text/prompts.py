@@ -17,7 +17,7 @@ from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.config.user_functions import import_function
 from sfumato.data.files.folders import describe_left_out, shared_line
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import FiledRow, RowTable, filed_row
 from sfumato.data.media.image_conversation import as_text, images_of
 from sfumato.data.media.vision import Images
 from sfumato.data.prompt_loader import PromptLoader
@@ -25,7 +25,6 @@ from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.data.text.messages import Messages
 from sfumato.data.text.prompt_formats.base import PromptRow
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
-from sfumato.data.text.row_samples import FiledRow, filed_row
 from sfumato.errors import ConfigError, DataError
 
 LOOKED_AT = 64

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.data.background import Calls
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable, filed_row
 from sfumato.data.text.format import TextSample, TextTransform, has_media
 from sfumato.data.text.tokenise import Asking, Tokens
 from sfumato.errors import DataError, OverlongError
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import FiledRows
 
     class _AskingTransform(TextTransform, Protocol):
         def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]: ...
@@ -32,20 +30,6 @@ BATCH_CHARACTERS = 2**18
 
 SHARED_ROWS = 64
 """Rows that each of several ranks transforms before they exchange their samples."""
-
-
-class FiledRow(dict[str, Any]):
-    """A row that knows the folder that its paths are relative to. For rows made in code it is the working folder."""
-
-    folder = Path()
-
-
-def filed_row(rows: RowTable, index: int) -> FiledRow:
-    """Reads a row for a transform with media. Raises DataError as the table does."""
-    row = FiledRow(rows[index])
-    if hasattr(rows, "folder"):
-        row.folder = cast("FiledRows", rows).folder(index)
-    return row
 
 
 def samples_of(

@@ -27,7 +27,7 @@ from sfumato.config.file_checks import read_json
 from sfumato.config.writing import make_new_folder, open_new, write_atomically
 from sfumato.data.files.bad_rows import BadRows, describe_bad_rows
 from sfumato.data.files.file_digests import signature_of
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable, filed_row
 from sfumato.data.files.sources import Sources
 from sfumato.data.files.stored import (
     MANIFEST,
@@ -42,7 +42,7 @@ from sfumato.data.media.kinds import DrawnFile, Medium
 from sfumato.data.media.pictures import VERSION as PICTURES
 from sfumato.data.media.vision import Images
 from sfumato.data.text.format import Document, MediaTransform, TextSample, TextTransform, has_media
-from sfumato.data.text.row_samples import filed_row, samples_of
+from sfumato.data.text.row_samples import samples_of
 from sfumato.errors import DataError
 
 MEDIA = "media.json"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.files.rows import RowTable, open_rows, text_field
+from sfumato.data.files.row_table import RowTable
+from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.text.messages import Messages, read_messages
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.files.rows import RowTable, open_rows, text_field
+from sfumato.data.files.row_table import RowTable
+from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.text.format import find_key
 from sfumato.data.text.messages import read_messages, read_tools, without_absent
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages

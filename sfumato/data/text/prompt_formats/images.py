@@ -14,7 +14,7 @@ from sfumato.data.text.prompt_formats.files import Prompts
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
-    from sfumato.data.text.row_samples import FiledRow
+    from sfumato.data.files.row_table import FiledRow
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable
 from sfumato.data.synthetic.reasoning_gym import load
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow
 from sfumato.errors import ConfigError, DataError

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.config.trust import refuse_code
-from sfumato.data.files.rows import RowTable
+from sfumato.data.files.row_table import RowTable
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 
