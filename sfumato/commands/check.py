@@ -41,7 +41,9 @@ def run(options: argparse.Namespace) -> int:
     """Prints what was found, and returns the exit code."""
     from sfumato.commands.find_task import load_for_task
     from sfumato.config.load import parse_overrides
+    from sfumato.config.shipped import find_shipped
 
+    options.config = find_shipped(options.config)
     overrides = parse_overrides(options.overrides)
     with code_of_configurations(options.trust_code):
         load_for_task(options.config, overrides, options.task, options.ranks)  # before the slow imports

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sfumato.config.load import load_config, suggest
+from sfumato.config.load import load_config, read_yaml, suggest
 from sfumato.config.tasks import TASKS, schema_of
 from sfumato.errors import ConfigError
 
@@ -35,6 +35,7 @@ def load_for_task(
     """
     if task is not None and task not in TASKS:
         raise ConfigError(f"--task {task}: there is no such task{suggest(task, list(TASKS))}")
+    read_yaml(path)  # what is wrong with the file itself is wrong for every task
     mistakes: dict[str, ConfigError] = {}
     with _world_size(num_ranks):
         for name in TASKS if task is None else [task]:

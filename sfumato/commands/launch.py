@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.config.shipped import shipped_folder
+from sfumato.config.shipped import find_shipped, shipped_folder
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,10 +123,9 @@ def _complete(config: Path) -> str:
 
 def _with_shipped_config(arguments: list[str]) -> list[str]:
     """The arguments, with the path of a shipped configuration that is given as ``configs/...`` from another folder."""
-    if not arguments or not arguments[0].startswith("configs/") or Path(arguments[0]).exists():
+    if not arguments or arguments[0].startswith("-"):
         return arguments
-    shipped = shipped_folder() / arguments[0]
-    return [str(shipped), *arguments[1:]] if shipped.is_file() else arguments
+    return [str(find_shipped(arguments[0])), *arguments[1:]]
 
 
 def _installable() -> str:

@@ -31,10 +31,11 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Makes the data; 0 when it is made."""
     from sfumato.config.load import parse_overrides
+    from sfumato.config.shipped import find_shipped
 
     overrides = parse_overrides(options.overrides)
     from sfumato.commands.preprocess_data import preprocess
 
     with code_of_configurations(options.trust_code):
-        preprocess(options.config, overrides, options.task)
+        preprocess(find_shipped(options.config), overrides, options.task)
     return 0

@@ -19,6 +19,13 @@ def shipped_folder() -> Path:
     return package if (package / "tasks").is_dir() else package.parent
 
 
+def find_shipped(path: str | Path) -> Path:
+    """The path, or the configuration that comes with sfumato where it is given as ``configs/...`` from elsewhere."""
+    path = Path(path)
+    shipped = shipped_folder() / path
+    return shipped if path.parts[:1] == ("configs",) and not path.exists() and shipped.is_file() else path
+
+
 def find_beside(data: Mapping[str, object], path: str | Path) -> dict[str, object]:
     """A configuration's values, with the paths of files that do not lie where the command was called.
 

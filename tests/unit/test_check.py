@@ -141,6 +141,7 @@ def test_bad_rows_are_named_and_stop_it_or_not(tmp_path: Path, bad: dict[str, An
     found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip"}))
     assert found.exit_code == WRONG
     assert len(found.problems) == 1 and "rows.jsonl" in found.problems[0] and message in found.problems[0]
+    assert "data.max_bad_rows leaves such rows out" in found.notes
     found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip", "max_bad_rows": 1}))
     assert found.exit_code == FITS and message in found.notes[0]
     assert "1 of the 5 rows that were looked at are bad" in shown(found)

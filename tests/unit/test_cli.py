@@ -42,6 +42,17 @@ def test_mistakes_are_printed_without_a_trace(tmp_path: Path, capsys: pytest.Cap
         assert shown.startswith("error: ") and message in shown and "Traceback" not in shown
 
 
+def test_a_shipped_configuration_is_understood_from_any_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("check", "preprocess"):
+        assert main([command, "configs/quickstart/text_sft.yaml", "--train.lrr", "1"]) == 2
+        assert "did you mean 'lr'" in capsys.readouterr().err
+        assert main([command, "configs/quickstart/none.yaml"]) == 2
+        assert capsys.readouterr().err.startswith("error: configuration file not found: configs/quickstart/none.yaml")
+
+
 def test_options_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["doctor", "--train.lr", "1"], ["check", "x.yaml", "--ranks", "0"], ["chekc"], []):
         with pytest.raises(SystemExit) as stop:

@@ -424,12 +424,11 @@ class _Chat:
                         raise self._error(index, "the chat template leaves out some of what it says")
                 for name in _tool_names(message.get("tool_calls") or []):
                     if name not in answers[index]:
-                        raise self._error(index, f"the chat template leaves out its call of {name!r}")
+                        raise self._error(index, f"the chat template leaves out its call of {name!r}{_template_with_tools()}")
         for name in _tool_names(self.tools or []):
             if name not in text:
                 raise DataError(
-                    f"{self.where}: the chat template leaves out the tool {name!r}; data.chat_template hermes shows "
-                    f"tools (templates by name: {', '.join(template_names())})"
+                    f"{self.where}: the chat template leaves out the tool {name!r}{_template_with_tools()}"
                 )
 
     def _error(self, index: int, problem: str) -> DataError:
@@ -555,6 +554,11 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     Some tokenizers leave that space out of the offsets: a token then begins where the one before it ends.
     """
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
+
+
+def _template_with_tools() -> str:
+    """What a message says of templates that show tools and calls."""
+    return f"; data.chat_template hermes shows tools (templates by name: {', '.join(template_names())})"
 
 
 def _tool_names(tools: Iterable[object]) -> list[str]:
