@@ -272,7 +272,12 @@ def _look_at_data(findings: Findings, config: TaskConfig) -> None:
     for part in (findings.data.training, findings.data.validation):
         lines, stops = bad_rows_of(part, bad_row_limit(limit, sum(source.num_rows for source in part)))
         (findings.problems if stops else findings.notes).extend(lines)
-        if stops and limit == 0 and hasattr(config.data, "max_bad_rows") and not any(source.is_fatal for source in part):
+        if (
+            stops
+            and limit == 0
+            and hasattr(config.data, "max_bad_rows")
+            and not any(source.is_fatal for source in part)
+        ):
             findings.notes.append("data.max_bad_rows leaves such rows out")
     findings.notes.extend(findings.data.notes)
 

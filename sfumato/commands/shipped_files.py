@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def find_config(name: str) -> Path:
     """A configuration by its name, with or without its folder and ending.
 
     Raises:
-        ConfigError: when there is none, or several of that name; the message lists what there is.
+        ConfigError: when there is none, or several of that name; the message says which is near, and where to look.
     """
     files = config_files()
     path = Path(name)
@@ -52,11 +53,11 @@ def find_config(name: str) -> Path:
     matching = [key for key in files if key.rpartition("/")[2] == plain]
     if len(matching) == 1:
         return files[matching[0]]
-    from sfumato.config.load import suggest
-
-    names = {key.rpartition("/")[2]: key for key in files}
-    several = f"there are several of that name: {', '.join(matching)}" if matching else "there is none of that name"
-    raise ConfigError(f"--config {name}: {several}{'' if matching else suggest(plain, [*names])}")
+    if matching:
+        raise ConfigError(f"--config {name}: there are several of that name: {', '.join(matching)}")
+    near = difflib.get_close_matches(plain, {key.rpartition("/")[2] for key in files}, n=1, cutoff=0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"--config {name}: there is none of that name{meant} (`sfumato recipes` lists them)")
 
 
 def summary_of_script(path: Path) -> str:

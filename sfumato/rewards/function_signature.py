@@ -15,6 +15,8 @@ TRL = {"completions", "completion_ids"}
 
 WRAPPERS = {
     "flow_grpo": """\
+import numpy
+
 def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets torch.from_numpy of it
     images = numpy.stack([sample.image for sample in samples])
     return {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])[0]""",

@@ -351,8 +351,8 @@ def test_tools_and_their_calls_reach_the_template(tmp_path):
     )
     with pytest.raises(DataError, match="row: the chat template leaves out the tool 'add_up'"):
         template_of(tmp_path, CHATML).encode([user("q"), assistant("a")], "row", tools=[TOOL])
+    said = {"role": "assistant", "content": "so", "tool_calls": [call]}
     with pytest.raises(DataError, match=r"message 2 .* leaves out its call of 'add_up'; data.chat_template hermes"):
-        said = {"role": "assistant", "content": "so", "tool_calls": [call]}
         template_of(tmp_path, CHATML).encode([user("q"), said], "row")
 
 

@@ -68,7 +68,7 @@ def test_a_folder_that_exists_and_names_that_are_none_are_refused(
         (["here", "--task", "train_text"], "here exists: name a folder that does not"),
         (["file/project", "--task", "train_text"], "file/project cannot be made: Not a directory"),
         (["new", "--task", "train_txt"], "there is no such task; did you mean 'train_text'?"),
-        (["new", "--config", "qwen3_8b_stf"], "did you mean 'qwen3_8b_sft'?"),
+        (["new", "--config", "qwen3_8b_stf"], "did you mean 'qwen3_8b_sft'? (`sfumato recipes` lists them)"),
         (["new", "--config", "autoencoder"], "several of that name: omni/autoencoder, quickstart/autoencoder"),
         (["new", "--task", "train_text", "--config", "quickstart/rl"], "is a configuration of rl_diffusion"),
         (["new"], "name --task, --config or both"),

@@ -424,12 +424,12 @@ class _Chat:
                         raise self._error(index, "the chat template leaves out some of what it says")
                 for name in _tool_names(message.get("tool_calls") or []):
                     if name not in answers[index]:
-                        raise self._error(index, f"the chat template leaves out its call of {name!r}{_template_with_tools()}")
+                        raise self._error(
+                            index, f"the chat template leaves out its call of {name!r}{_template_with_tools()}"
+                        )
         for name in _tool_names(self.tools or []):
             if name not in text:
-                raise DataError(
-                    f"{self.where}: the chat template leaves out the tool {name!r}{_template_with_tools()}"
-                )
+                raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}{_template_with_tools()}")
 
     def _error(self, index: int, problem: str) -> DataError:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
