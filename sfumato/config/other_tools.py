@@ -38,7 +38,7 @@ def explain_option(place: str, value: object, schema: type[BaseModel]) -> str:
 
     Args:
         place: of the key, dotted.
-        value: below the key; of a mapping each option in it is looked up.
+        value: below the key; of a mapping, or a list of them, each option in it is looked up.
         schema: of the task.
     """
     explained = []
@@ -52,6 +52,8 @@ def explain_option(place: str, value: object, schema: type[BaseModel]) -> str:
 def _iterate_leaves(place: str, value: object) -> list[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         return [leaf for key, item in value.items() for leaf in _iterate_leaves(f"{place}.{key}", item)]
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):  # ai-toolkit's jobs and data
+        return [leaf for item in value for leaf in _iterate_leaves(place, item)]
     return [(place, value)]
 
 

@@ -73,19 +73,26 @@ class RunReader:
         )
         self._lock = threading.Lock()
         self._read_at = 0.0
+        self._listed_at = 0.0
         self._parsed: dict[str, tuple[tuple[int, int, int], object]] = {}
         self._shared: dict[str, tuple[tuple[Cursor, str], float, dict[str, object]]] = {}
         self._sharing = threading.Lock()
 
-    def refresh(self, at_most_every_s: float = 0.5) -> None:
-        """Reads what the run has written since the last call."""
+    def refresh(self, at_most_every_s: float = 0.5, with_samples: bool = True) -> None:
+        """Reads what the run has written since the last call.
+
+        Args:
+            at_most_every_s: less time after the last call nothing is read.
+            with_samples: whether new steps are looked for, too, which takes longest on a file system that is far away.
+        """
         with self._lock:
-            if time.monotonic() - self._read_at < at_most_every_s:
-                return
-            for tail, table in self._tails:
-                tail.read_new(table.clear, table.add)
-            self.samples.refresh()
-            self._read_at = time.monotonic()
+            if time.monotonic() - self._read_at >= at_most_every_s:
+                for tail, table in self._tails:
+                    tail.read_new(table.clear, table.add)
+                self._read_at = time.monotonic()
+            if with_samples and time.monotonic() - self._listed_at >= at_most_every_s:
+                self.samples.refresh()
+                self._listed_at = time.monotonic()
 
     @property
     def problems(self) -> list[str]:
@@ -254,7 +261,7 @@ class RunsFolder:
         reader = self.reader(name)
         if reader is None:
             return None
-        reader.refresh()
+        reader.refresh(with_samples=False)
         description = describe(reader)
         self._described[name] = (stamp, description)
         return description

@@ -24,6 +24,13 @@ MOST_ROWS = 20_000
 """Rows that are read of one step."""
 SNIPPET = 160
 """Characters of an answer in a cell of the gallery."""
+LOOK_AGAIN_S = 30.0
+"""Least time between two looks at all steps. Until then a step whose folder has the number of before counts as the same
+one; a file system may give the number of a removed folder to the next."""
+LOOK_AGAIN_SHARE = 0.01
+"""Most of the time that these looks may take: on a file system that is far away 10,000 of them take seconds."""
+NEWEST_STEPS = 8
+"""Steps that are always looked at, since a run may still write to them."""
 FILE_FIELDS = ("file", "source")
 """Fields of a row that name a file beside it."""
 
@@ -90,12 +97,15 @@ class SampleIndex:
         self._key_numbers: dict[Key, int] = {}
         self._entries: dict[int, StepEntry] = {}
         self._folders: dict[int, Stamp] = {}
+        self._folder_numbers: dict[int, int] = {}
+        self._are_all_looked_at = True
+        self._look_again_at = 0.0
         self._seen: tuple[int, int] | None = None
         self._rows: OrderedDict[tuple[int, Stamp], list[Record]] = OrderedDict()
         self._lock = threading.RLock()
 
     def refresh(self) -> bool:
-        """Looks for new, replaced and removed steps; returns whether there are any. Costs a ``stat`` where not."""
+        """Looks for new, replaced and removed steps; returns whether it had to. Costs a ``stat`` if not."""
         with self._lock:
             folder = self.run_dir / "samples"
             try:
@@ -103,10 +113,16 @@ class SampleIndex:
             except OSError:  # nothing was written yet, or the run was moved away
                 status = None
             seen = None if status is None else (status.st_ino, status.st_mtime_ns)
-            if seen == self._seen:
+            is_due = time.monotonic() >= self._look_again_at
+            if seen == self._seen and (self._are_all_looked_at or not is_due):
                 return False
             self._seen = seen
-            folders = {} if seen is None else self._list_folders(folder)
+            began = time.monotonic()
+            folders = {} if seen is None else self._list_folders(folder, looks_at_all=is_due)
+            self._are_all_looked_at = is_due
+            if is_due:
+                took_s = time.monotonic() - began
+                self._look_again_at = time.monotonic() + max(LOOK_AGAIN_S, took_s / LOOK_AGAIN_SHARE)
             replaced = [step for step, stamp in self._folders.items() if folders.get(step) != stamp]
             for step in replaced:
                 self._entries.pop(step, None)
@@ -115,20 +131,33 @@ class SampleIndex:
             self._folders = folders
             return True
 
-    def _list_folders(self, folder: Path) -> dict[int, Stamp]:
-        """Steps with what tells their samples from those of before. Links and unfinished folders are left out."""
+    def _list_folders(self, folder: Path, looks_at_all: bool) -> dict[int, Stamp]:
+        """Steps with what tells their samples from those of before. Links and unfinished folders are left out.
+
+        Args:
+            folder: that holds those of the steps.
+            looks_at_all: whether steps that were there before are looked at again.
+        """
         if path_inside(self.run_dir, folder.absolute()) is None:
             return {}
-        steps = {}
+        numbers = {}
+        names = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 match = STEP_FOLDER.fullmatch(entry.name)
-                if match is None or not entry.is_dir(follow_symlinks=False):
-                    continue
-                stamp = _stamp_of(Path(entry.path))
-                if stamp is not None:
-                    steps[int(match[1])] = stamp
-        return dict(sorted(steps.items()))
+                if match is not None and entry.is_dir(follow_symlinks=False):
+                    numbers[int(match[1])] = entry.inode()
+                    names[int(match[1])] = entry.name
+        newest = set(sorted(numbers)[-NEWEST_STEPS:])
+        steps = {}
+        for step in sorted(numbers):
+            stamp = self._folders.get(step)
+            if stamp is None or looks_at_all or step in newest or numbers[step] != self._folder_numbers.get(step):
+                stamp = _stamp_of(folder / names[step])
+            if stamp is not None:
+                steps[step] = stamp
+        self._folder_numbers = numbers
+        return steps
 
     @property
     def steps(self) -> list[int]:

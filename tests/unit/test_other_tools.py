@@ -81,6 +81,11 @@ SAID = [
     (TextRLConfig, "beta: 0.1", "TRL's beta is algorithm.kl.coef here"),
     (TrainTextDpoConfig, "beta: 0.1", "TRL's beta is dpo.beta here"),
     (TrainDitConfig, "network: {linear: 16}", "ai-toolkit's linear is --model.lora.rank 16 here"),
+    (
+        TrainDitConfig,
+        "config: {process: [{training_folder: out, datasets: [{folder_path: cats}]}]}",
+        "ai-toolkit's training_folder is --train.output_dir out here; ai-toolkit's folder_path is --data.train_path",
+    ),
     (TrainDitConfig, "sample: {sample_every: 250}", "ai-toolkit's sample_every is --sample.every_steps 250 here"),
     (TextRLConfig, "algorithm: {objective: {type: ppo_clip, epsilon: 0.1}}", "is algorithm.objective.clip_range here"),
 ]

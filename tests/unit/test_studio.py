@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
+from sfumato.studio import samples
 from sfumato.studio.app import Studio, build_app
 from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.studio.series import Curve, reduce_curve
@@ -19,7 +20,7 @@ from sfumato.studio.tail import LineTail
 from sfumato.studio.thumbnails import Thumbnails
 from sfumato.tracking.curves import smooth
 from sfumato.tracking.lock import Owner
-from sfumato.tracking.samples import SampleRecord, save_samples
+from sfumato.tracking.samples import SampleRecord, save_samples, step_folder
 from tests.studio_runs import HOST, PROMPTS, TOKEN, add_decisions, eval_records, picture, write_run, write_steps
 
 
@@ -224,6 +225,31 @@ def test_the_gallery_has_each_prompt_and_seed_at_each_step(client, runs):
     assert again["generation"] > gallery["generation"]
     new = read(client, "/api/cells", run="a", steps="8")["8"]
     assert new["version"] != column["8"]["version"] and len(new["cells"]) == 2
+
+
+def test_a_new_step_has_the_others_looked_at_only_now_and_then(tmp_path, monkeypatch):
+    for step in range(1, 41):
+        save_samples(tmp_path, step, eval_records(step)[:1])
+    looked_at = []
+    stamp_of = samples._stamp_of
+    monkeypatch.setattr(samples, "_stamp_of", lambda folder: (looked_at.append(folder.name), stamp_of(folder))[1])
+    index = samples.SampleIndex(tmp_path)
+    assert index.refresh() and len(looked_at) == 40 and index.index(10.0)
+    looked_at.clear()
+    assert not index.refresh() and not looked_at, "nothing is new"
+    save_samples(tmp_path, 41, eval_records(41)[:1])
+    assert index.refresh() and max(index.steps) == 41
+    assert len(looked_at) == samples.NEWEST_STEPS and looked_at[-1] == "step_000041"
+    # a folder that was replaced has another number, or is seen when all are looked at again
+    os.rename(step_folder(tmp_path, 3), tmp_path / "old")
+    save_samples(tmp_path, 3, eval_records(3)[:2])
+    os.utime(step_folder(tmp_path, 5) / "samples.jsonl", ns=(7, 7))
+    generation = index.generation
+    assert index.refresh() and index.generation == generation + 1
+    assert len(index.entry(3).repeated) == 2 and index.entry(5).version != "7"
+    index._look_again_at = 0.0
+    assert index.refresh() and index.generation == generation + 2 and index.entry(5).version == "7"
+    assert not index.refresh()
 
 
 def test_groups_and_samples_say_what_they_taught(client, runs):

@@ -97,8 +97,7 @@ export async function show(view, parameters, {keepInAddress}) {
     space.style.width = `${name + data.repeated_steps.length * width}px`;
     space.style.height = `${rows.length * height}px`;
     columns.style.width = space.style.width;
-    cells.forEach((cell) => cell.remove());
-    cells.clear();
+    for (const [key, cell] of cells) removeCell(key, cell);
     draw();
   }
 
@@ -129,15 +128,19 @@ export async function show(view, parameters, {keepInAddress}) {
       }
     }
     for (const [key, cell] of cells) {
-      if (!seen.has(key)) {
-        cell.remove();
-        cells.delete(key);
-      }
+      if (!seen.has(key)) removeCell(key, cell);
     }
     fill(columns, heads);
     fill(names, name ? rows.slice(firstRow, lastRow + 1).map((prompt, index) => h("div", {class: "name", title: prompt.prompt,
       style: {top: `${(firstRow + index) * height}px`, width: `${name - 6}px`, height: `${height}px`}},
       prompt.kind === "watched" ? h("small", {}, "watched · ") : "", prompt.prompt, h("br"), h("small", {}, `seed ${prompt.seed}`))) : []);
+  }
+
+  /** Removes a cell; a picture that was still on its way would hold up those that are seen. */
+  function removeCell(key, cell) {
+    cell.querySelector("img")?.removeAttribute("src");
+    cell.remove();
+    cells.delete(key);
   }
 
   function chunkOf(number) {
