@@ -12,6 +12,8 @@ FLOW_GRPO = {"images", "prompts", "metadata"}
 """Parameters of a reward function of flow_grpo, which gets a batch and returns values and details."""
 TRL = {"completions", "completion_ids"}
 """Parameters of a reward function of TRL, which gets columns of a batch by their names."""
+VERL = {"solution_str", "ground_truth"}
+"""Parameters of a reward function of verl, which gets one answer, and returns a number or a dictionary with it."""
 
 WRAPPERS = {
     "flow_grpo": """\
@@ -19,12 +21,18 @@ import numpy
 
 def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets torch.from_numpy of it
     images = numpy.stack([sample.image for sample in samples])
-    return {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])[0]""",
+    values = {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])
+    return values[0] if isinstance(values, tuple) else values""",
     "TRL": """\
 def score(samples):  # for conversations: completions=[[{{"role": "assistant", "content": sample.text}}] for ...]
     columns = {{key: [sample.metadata.get(key) for sample in samples] for key in samples[0].metadata}}
     prompts, completions = [sample.prompt for sample in samples], [sample.text for sample in samples]
     return {name}(prompts=prompts, completions=completions, **columns)""",
+    "verl": """\
+def score(sample):  # rows of data.data_type verl; of others the columns have their own names
+    row = sample.metadata
+    value = {name}(row.get("data_source"), sample.text, row.get("answer"), row.get("extra_info"))
+    return value["score"] if isinstance(value, dict) else value""",
 }
 """What calls a function of others, by whose it is."""
 
@@ -46,7 +54,7 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
         groupwise: whether it is given a list.
 
     Raises:
-        ConfigError: when it cannot be called so; the message has the lines that call a function of flow_grpo or TRL.
+        ConfigError: when it cannot be called so; the message has the lines that call a function of another tool.
     """
     try:
         signature = inspect.signature(function)
@@ -55,12 +63,12 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
     names = list(signature.parameters)
     place = place_of(function)
     where = path if place is None else f"{path} ({place[0]}:{place[1]})"
-    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if {*names} & TRL else ""
+    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if {*names} & TRL else "verl" if {*names} >= VERL else ""
     if whose:
         name = path.rpartition(":")[2]
         raise ConfigError(
-            f"{where} is a function of {whose}, {name}{signature}: put this beside it, and name it instead, with "
-            f"groupwise: true\n{WRAPPERS[whose].format(name=name)}"
+            f"{where} is a function of {whose}, {name}{signature}: put this beside it, and name it instead"
+            f"{', with groupwise: true' if 'samples' in WRAPPERS[whose] else ''}\n{WRAPPERS[whose].format(name=name)}"
         )
     argument = "the list of a group's samples" if groupwise else "a Sample"
     try:

@@ -27,7 +27,6 @@ PICTURES = [Sample(prompt="p", group_id=0, image=np.full((2, 3, 3), value, np.ui
 
 SOURCE = """
 import functools
-import numpy
 
 
 def flow(images, prompts, metadata):
@@ -36,6 +35,14 @@ def flow(images, prompts, metadata):
 
 def trl(prompts, completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
+
+
+def only_values(images, prompts, metadata):
+    return [float(image.mean()) for image in images]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": len(solution_str) + float(ground_truth)}
 
 
 def factory():
@@ -69,15 +76,23 @@ def source(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("name", "samples", "values"), [("flow", PICTURES, [10.0, 20.0]), ("trl", TEXTS, [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("name", "samples", "values"),
+    [
+        ("flow", PICTURES, [10.0, 20.0]),
+        ("only_values", PICTURES, [10.0, 20.0]),
+        ("trl", TEXTS, [1.0, 2.0]),
+        ("verl", TEXTS, [5.0, 6.0]),
+    ],
+)
 def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, tmp_path, name, samples, values):
-    with pytest.raises(ConfigError, match=r"is a function of (flow_grpo|TRL)") as error:
+    with pytest.raises(ConfigError, match=r"is a function of (flow_grpo|TRL|verl)") as error:
         FunctionReward(path=f"{source}:{name}").prepare()
     assert f"{source}:{SOURCE[: SOURCE.index(f'def {name}')].count(chr(10)) + 1}" in str(error.value)
     lines = str(error.value).partition("\n")[2]
     mended = tmp_path / "mended.py"
     mended.write_text(f"{SOURCE}\n\n{lines}\n")
-    reward = FunctionReward(path=f"{mended}:score", groupwise=True, process=False)
+    reward = FunctionReward(path=f"{mended}:score", groupwise="groupwise: true" in str(error.value), process=False)
     reward.prepare()
     assert list(reward.score(samples)) == values
 
