@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, WanPipeline
 from safetensors.torch import load_file, save_file
 
 from sfumato.errors import ConfigError
@@ -12,6 +12,7 @@ from sfumato.models.diffusion.kohya import from_kohya, to_kohya
 from tests.unit.test_lora_files import trained
 
 READERS = {
+    "stable_diffusion": ("StableDiffusionPipeline", StableDiffusionPipeline),
     "stable_diffusion_xl": ("StableDiffusionXLPipeline", StableDiffusionXLPipeline),
     "qwen_image": ("QwenImagePipeline", QwenImagePipeline),
     "wan": ("WanPipeline", WanPipeline),
@@ -41,7 +42,7 @@ def test_diffusers_reads_what_is_written_bit_for_bit(name, tmp_path: Path):
 
     read = pipeline.lora_state_dict(str(tmp_path / "kohya.safetensors"))
     read = read[0] if isinstance(read, tuple) else read
-    if name == "stable_diffusion_xl":
+    if name.startswith("stable_diffusion"):
         # diffusers reads these by its names of before peft; how often each matrix comes is compared
         by_bits = sorted(value.numpy().tobytes() for value in read.values())
         assert by_bits == sorted(value.numpy().tobytes() for value in layers.values())
