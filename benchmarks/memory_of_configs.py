@@ -3,7 +3,7 @@
     python -m benchmarks.memory_of_configs [CONFIG ...] [--write]
 
 Nothing is downloaded. Models are built without weights: language models from the descriptions beside their
-configurations, diffusion models from ``published_pipelines.yaml``. With ``--write`` the tables go into
+configurations, diffusion models from ``published_pipelines.yaml``. With ``--write`` the table goes into
 ``docs/device_memory.md``; of configurations that are not named the page keeps its lines.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 import yaml
 
 from sfumato.commands.check_config import Findings, check_config
-from sfumato.commands.check_diffusion_rl import DECODING, DRAWING, EMBEDDING
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
@@ -29,8 +28,7 @@ from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, buil
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "device_memory.md"
-TABLES = ("configurations", "phases")
-START, END = "<!-- {} by python -m benchmarks.memory_of_configs -->", "<!-- end of the generated table -->"
+START, END = "<!-- configurations by python -m benchmarks.memory_of_configs -->", "<!-- end of the generated table -->"
 GIB = 2**30
 ENOUGH_GIB = 100_000.0
 """Memory with which every configuration fits, so that no other settings are tried."""
@@ -45,20 +43,17 @@ TOKENIZERS |= {"ByT5Tokenizer": build_byt5_tokenizer}
 
 @dataclass(frozen=True)
 class Line:
-    """A configuration's line in each table."""
+    """A configuration's line in the table."""
 
     config: str
     devices: str
     device_gib: int
     cells: tuple[str, ...]
     """Device memory, whether it fits, CPU memory of a machine, disk, and what is largest on the device."""
-    phases: tuple[str, ...] = ()
-    """Device memory of update, drawing, decoding and embedding, of RL of diffusion models."""
 
-    def rows(self) -> dict[str, str]:
-        """The rows of Markdown, by table."""
-        rows = {"configurations": f"| `{self.config}` | {self.devices} | {' | '.join(self.cells)} |"}
-        return rows | ({"phases": f"| `{self.config}` | {' | '.join(self.phases)} |"} if self.phases else {})
+    def row(self) -> str:
+        """The row of Markdown."""
+        return f"| `{self.config}` | {self.devices} | {' | '.join(self.cells)} |"
 
 
 def main() -> None:
@@ -71,7 +66,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
             line = line_of(path, Path(folder))
-            print(*line.rows().values(), sep="\n", flush=True)
+            print(line.row(), flush=True)
             if options.write:
                 PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), line), encoding="utf-8")
 
@@ -124,28 +119,26 @@ def line_of(path: Path, folder: Path) -> Line:
     name = str(path.relative_to(ROOT / "configs"))
     devices = f"{found.layout.size} of {count}" if stated and found.layout.size != count else str(found.layout.size)
     devices = f"{devices} x {device_gib} GB"
-    return Line(name, devices, device_gib, *cells_of(found, device_gib))
+    return Line(name, devices, device_gib, cells_of(found, device_gib))
 
 
-def cells_of(found: Findings, device_gib: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The cells of a line, and those of its phases, if it has any."""
+def cells_of(found: Findings, device_gib: int) -> tuple[str, ...]:
+    """The cells of a line."""
     if found.model is None or found.host is None:
-        return ("", "", "", "", found.problems[0] if found.problems else found.notes[-1]), ()
+        return ("", "", "", "", found.problems[0] if found.problems else found.notes[-1])
     rank = found.model.largest
     device = needed(rank, on_gpu=True) / GIB
     phase = max(rank.phases, key=lambda name: rank.phases[name], default=None)
     is_phase = phase is not None and rank.phases[phase] == rank.total
     tightest = str(phase) if is_phase else largest_of(rank.parts)
     disk = sum(found.host.disk.values()) / GIB
-    cells = (
+    return (
         f"{device:.1f}",
         "yes" if device <= device_gib else "**no**",
         f"{found.host.needed_bytes / GIB:,.0f}",
         f"{disk:,.1f}" if disk < 10 else f"{disk:,.0f}",
         tightest,
     )
-    phases = [sum(rank.parts.values()), *(rank.phases.get(name, 0) for name in (DRAWING, DECODING, EMBEDDING))]
-    return cells, tuple(f"{size / GIB:.1f}" for size in phases) if rank.phases else ()
 
 
 def largest_of(sizes: dict[str, int]) -> str:
@@ -188,15 +181,13 @@ def write_pipeline(name: str, root: Path) -> Path:
 
 
 def filled(page: str, line: Line) -> str:
-    """The page with the rows of a line in its tables, in the place of those of the same configuration."""
-    for table, row in line.rows().items():
-        before, start, rest = page.partition(START.format(table))
-        content, _, after = rest.partition(END)
-        head, rows = content.strip().split("\n")[:2], content.strip().split("\n")[2:]
-        name = row.split("|")[1]
-        rows = sorted([*(other for other in rows if other.split("|")[1] != name), row])
-        page = "\n".join([f"{before}{start}", *head, *rows, f"{END}{after}"])
-    return page
+    """The page with the row of a line in its table, in the place of that of the same configuration."""
+    before, start, rest = page.partition(START)
+    content, _, after = rest.partition(END)
+    head, rows = content.strip().split("\n")[:2], content.strip().split("\n")[2:]
+    name = line.row().split("|")[1]
+    rows = sorted([*(other for other in rows if other.split("|")[1] != name), line.row()])
+    return "\n".join([f"{before}{start}", *head, *rows, f"{END}{after}"])
 
 
 if __name__ == "__main__":

@@ -372,6 +372,6 @@ def test_a_pipeline_is_predicted_by_its_configuration_files_alone(tmp_path: Path
 def test_a_line_of_the_page_of_all_configurations_is_as_the_page_has_it(tmp_path: Path) -> None:
     line = memory_of_configs.line_of(ROOT / "configs" / "text" / "qwen3_8b_sft.yaml", tmp_path)
     page = memory_of_configs.PAGE.read_text()
-    assert line.rows()["configurations"] in page and memory_of_configs.filled(page, line) == page, (
+    assert line.row() in page and memory_of_configs.filled(page, line) == page, (
         "python -m benchmarks.memory_of_configs --write"
     )

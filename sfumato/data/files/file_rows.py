@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 from sfumato.errors import DataError
 
+if TYPE_CHECKING:
+    from sfumato.data.files.rows import RowTable
+
 MAX_LINE = 64 * 2**20
 """Bytes of the longest line of a .jsonl file, and of the longest caption, that is read."""
 
@@ -37,15 +40,20 @@ class FileRows:
         return file_fingerprint([self.path])
 
     def column(self, key: str) -> list[object]:
-        """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
-        values = []
-        for index in range(len(self)):
-            try:
-                row = self[index]
-                values.append(row[key] if key in row else no_column(key, row, self.describe(index)))
-            except DataError as error:
-                values.append(error)
-        return values
+        """See ``read_column``."""
+        return read_column(self, key)
+
+
+def read_column(rows: RowTable, key: str) -> list[object]:
+    """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
+    values: list[object] = []
+    for index in range(len(rows)):
+        try:
+            row = rows[index]
+            values.append(row[key] if key in row else no_column(key, row, rows.describe(index)))
+        except DataError as error:
+            values.append(error)
+    return values
 
 
 def no_column(key: str, columns: Iterable[str], where: str) -> DataError:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sfumato.data.files.dataset_info import RowMapping
-from sfumato.data.files.file_rows import no_column
-from sfumato.errors import DataError
+from sfumato.data.files.file_rows import read_column
 
 if TYPE_CHECKING:
     from sfumato.data.files.row_table import RowTable
@@ -40,12 +39,5 @@ class MappedRows:
         return f"{self.rows.fingerprint()} {self.mapping}"
 
     def column(self, key: str) -> list[object]:
-        """One column of all rows. For a row that is broken or has no such column, the list holds a DataError."""
-        values = []
-        for index in range(len(self)):
-            try:
-                row = self[index]
-                values.append(row[key] if key in row else no_column(key, row, self.describe(index)))
-            except DataError as error:
-                values.append(error)
-        return values
+        """See ``read_column``."""
+        return read_column(self, key)
