@@ -49,7 +49,7 @@ class Line:
     devices: str
     device_gib: int
     cells: tuple[str, ...]
-    """Device memory, whether it fits, CPU memory of a machine, disk, and what is largest on the device."""
+    """Device memory, bold where it does not fit, CPU memory of a machine, disk, and what is largest on the device."""
 
     def row(self) -> str:
         """The row of Markdown."""
@@ -101,7 +101,7 @@ def line_of(path: Path, folder: Path) -> Line:
             str(path.relative_to(ROOT / "configs")),
             f"{count} x {device_gib} GB",
             device_gib,
-            ("", "", "", "", UNREADABLE[pipeline]),
+            ("", "", "", UNREADABLE[pipeline]),
         )
     if pipeline is not None:
         overrides = {"model": {"model_path": str(write_pipeline(pipeline, folder))}}
@@ -125,7 +125,7 @@ def line_of(path: Path, folder: Path) -> Line:
 def cells_of(found: Findings, device_gib: int) -> tuple[str, ...]:
     """The cells of a line."""
     if found.model is None or found.host is None:
-        return ("", "", "", "", found.problems[0] if found.problems else found.notes[-1])
+        return ("", "", "", found.problems[0] if found.problems else found.notes[-1])
     rank = found.model.largest
     device = needed(rank, on_gpu=True) / GIB
     phase = max(rank.phases, key=lambda name: rank.phases[name], default=None)
@@ -133,8 +133,7 @@ def cells_of(found: Findings, device_gib: int) -> tuple[str, ...]:
     tightest = str(phase) if is_phase else largest_of(rank.parts)
     disk = sum(found.host.disk.values()) / GIB
     return (
-        f"{device:.1f}",
-        "yes" if device <= device_gib else "**no**",
+        f"{device:.1f}" if device <= device_gib else f"**{device:.1f}**",
         f"{found.host.needed_bytes / GIB:,.0f}",
         f"{disk:,.1f}" if disk < 10 else f"{disk:,.0f}",
         tightest,

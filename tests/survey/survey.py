@@ -379,7 +379,9 @@ def _sentences(found: dict[str, dict[str, Cell]]) -> Iterator[str]:
         for title, cell in found[name].items():
             if cell.verdict != "equal":
                 # transformers goes on about its issues and its own options
-                sentence = cell.text.partition(" Please request the support")[0]
+                sentence = cell.text.partition(" Please request the support")[0].removesuffix(
+                    " (train.probe warn goes on all the same)"
+                )
                 modes_of.setdefault(sentence.replace(f"make this {name} with", "make it with"), []).append(title)
         for sentence, titles in modes_of.items():
             where = "" if len(titles) == len(MODES) else f" ({', '.join(titles)})"
