@@ -110,6 +110,18 @@ def call_flux(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor
     return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
 
 
+def call_flux_fill(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    """The pipeline draws the latents of the masked picture from their distribution; here it takes the mode."""
+    module = sys.modules[type(pipeline).__module__]
+    picture, mask = images[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "retrieve_latents", lambda output, generator=None: output.latent_dist.mode())
+        more = settings(row, guidance_scale=scale, image=picture, mask_image=mask)
+        return pipeline(prompt=prompts, latents=pack(latents), **more).images
+
+
 def call_stable_diffusion(
     row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
 ) -> Any:
@@ -302,6 +314,16 @@ ROWS = {
     "flux": Row(tiny_families.tiny_flux, call_flux, (4, 8, 12), 4, size=(16, 24), velocity=unpacked),
     "flux_schnell": Row(tiny_families.tiny_flux_schnell, call_flux, (4, 8, 8), 4, velocity=unpacked, brief=True),
     "flux_kontext": Row(tiny_families.tiny_flux_kontext, call_flux, (4, 8, 8), 4, batched=False, velocity=unpacked),
+    "flux_fill": Row(
+        tiny_families.tiny_flux_fill,
+        call_flux_fill,
+        (4, 8, 8),
+        4,
+        batched=False,
+        sources=2,
+        velocity=unpacked,
+        brief=True,
+    ),
     "qwen_image": Row(
         tiny_families.tiny_qwen_image,
         call_qwen,

@@ -17,6 +17,7 @@ MODELS = {
     "StableDiffusion3Pipeline": ("Stable Diffusion 3, 3.5", "2 B (medium 2.5 B), large 8 B"),
     "FluxPipeline": ("FLUX.1 dev, schnell", "12 B"),
     "FluxKontextPipeline": ("FLUX.1 Kontext", "12 B"),
+    "FluxFillPipeline": ("FLUX.1 Fill", "12 B"),
     "Flux2Pipeline": ("FLUX.2 dev", "32 B"),
     "Flux2KleinPipeline": ("FLUX.2 klein", "4 B, 9 B"),
     "ChromaPipeline": ("Chroma1", "9 B"),
@@ -64,6 +65,7 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     images = family.with_images() if family.image_family is not None else family
     if images.takes_image:
         shown = "the first frame" if makes_videos else "images" if images.most_source_images > 1 else "an image"
+        shown = "an image with its mask" if images.least_source_images > 1 else shown
         takes = f"text and {shown}" if images is family else f"text, or text and {shown}"
     plan = family.parallel_plan
     pictures = "videos, images" if makes_videos else "images"

@@ -47,6 +47,11 @@ def tiny_flux_kontext() -> dict[str, Any]:
     return {**tiny_flux(), "pipeline": "FluxKontextPipeline"}
 
 
+def tiny_flux_fill() -> dict[str, Any]:
+    """FLUX.1 Fill."""
+    return {**tiny_flux(), "pipeline": "FluxFillPipeline"}
+
+
 def tiny_stable_diffusion() -> dict[str, Any]:
     """Stable Diffusion 1.5: 16x16 pixels are 4 x 8 x 8 latents; attention at one of two levels."""
     return {

@@ -22,12 +22,21 @@ from tests.dist.ranks import RankPool
 from tests.family_rows import ROWS, wake
 
 TOLERANCE = 2e-5
-NO_SEQUENCE = ("chroma", "sana", "sana_video", "krea2", "hunyuan_image", "hunyuan_video15", "ltx2")
+NO_SEQUENCE = (
+    "chroma",
+    "sana",
+    "sana_video",
+    "krea2",
+    "hunyuan_image",
+    "hunyuan_video15",
+    "hunyuan_video15_image",
+    "ltx2",
+)
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, and
 text that is dropped before the last layer; of LTX-2 there are two sequences."""
 NO_TENSOR = ("ltx2",)
 """Families whose layers cannot be cut: rotary embeddings come with all heads."""
-FAMILIES = ("flux2_klein", "flux2_klein_edit", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
+FAMILIES = ("flux2_klein", "flux2_klein_edit", "flux_fill", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2": {},

@@ -375,7 +375,8 @@ def test_sizes_beyond_the_positions_are_refused(built: Built) -> None:
 
 
 def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
-    image = np.zeros((*built.row.size, 3), np.uint8)
+    least = built.model.least_source_images
+    image = np.zeros((*([least] if least > 1 else []), *built.row.size, 3), np.uint8)
     if not built.model.takes_image:
         with pytest.raises(DataError, match="takes no images"):
             built.model.encode_prompts(PROMPTS, images=[image] * len(PROMPTS))
@@ -385,12 +386,15 @@ def test_images_are_asked_for_where_they_are_needed(built: Built) -> None:
     with pytest.raises(DataError, match="2 prompts with 1 images"):
         built.model.encode_prompts(PROMPTS, images=[image])
     with pytest.raises(DataError, match="of one size"):
-        built.model.encode_prompts(PROMPTS, images=[image, image[:-1]])
-    others = "of one size and number" if built.model.most_source_images > 1 else "2 source images, and this .* takes 1"
-    with pytest.raises(DataError, match=others):
-        built.model.encode_prompts(PROMPTS, images=[image, np.stack([image, image])])
+        built.model.encode_prompts(PROMPTS, images=[image, image[..., :-1, :, :]])
+    one_more = np.zeros((least + 1, *built.row.size, 3), np.uint8)
+    takes_more = built.model.most_source_images > least
+    with pytest.raises(
+        DataError, match="of one size and number" if takes_more else f"{least + 1} source images, and .* takes"
+    ):
+        built.model.encode_prompts(PROMPTS, images=[image, one_more])
     with pytest.raises(ValueError, match="multiples of"):
-        built.model.encode_prompts(PROMPTS[:1], images=[image[:-1]])
+        built.model.encode_prompts(PROMPTS[:1], images=[image[..., :-1, :, :]])
     assert built.images is not None
     swapped = built.model.encode_prompts(PROMPTS, images=built.images[::-1])
     latents, sigma = torch.zeros(2, *built.row.latent_shape), torch.tensor([0.9, 0.3])

@@ -58,6 +58,7 @@ class Flux(KLLatents, FlowTokens):
     )
     caches_steps: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+    prompt_tokenizer: ClassVar[str] = "tokenizer_2"
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
@@ -83,8 +84,10 @@ class Flux(KLLatents, FlowTokens):
             clip = build_clip_encoder(tokenizer, projection=False, **text)
             t5_encoder = build_t5_encoder(t5_tokenizer, silent=False, **{"width": 32, **t5})
             vae = build_autoencoder(**vae_settings)
+            latent_channels = vae.config.latent_channels  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+            spatial_factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
             inferred = {
-                "in_channels": vae.config.latent_channels * PATCH**2,  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+                **cls.channels_of(latent_channels, spatial_factor),
                 "joint_attention_dim": t5_encoder.config.d_model,
                 "pooled_projection_dim": clip.config.hidden_size,
             }
@@ -100,7 +103,11 @@ class Flux(KLLatents, FlowTokens):
             tokenizer_2=t5_tokenizer,
         )
 
-    prompt_tokenizer = "tokenizer_2"
+    @classmethod
+    def channels_of(cls, latent_channels: int, spatial_factor: int) -> dict[str, int]:
+        """The transformer's channels of tokens, of an autoencoder that makes so many channels of so many pixels a
+        side."""
+        return {"in_channels": latent_channels * PATCH**2}
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` of T5 and ``pooled`` ``[B, P]`` of CLIP, as the pipeline computes them."""
@@ -124,16 +131,21 @@ class Flux(KLLatents, FlowTokens):
     def embeds_guidance(self) -> bool:
         return bool(self.denoiser.config.guidance_embeds)
 
+    def image_tokens(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The tokens ``[B, T, C]`` of the image that is made and behind them of a given one; positions ``[T, 3]``."""
+        tokens = pack(latents)
+        ids = patch_ids(latents, 0)
+        if "image_latents" in embeddings:
+            image = embeddings["image_latents"].to(self.input_dtype)
+            tokens = torch.cat([tokens, pack(image)], dim=1)
+            ids = torch.cat([ids, patch_ids(image, 1)])
+        return tokens, ids
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
         dtype = self.input_dtype
         device = latents.device
-        tokens = pack(latents)
-        ids = patch_ids(latents, 0)
-        if "image_latents" in embeddings:
-            image = embeddings["image_latents"].to(dtype)
-            tokens = torch.cat([tokens, pack(image)], dim=1)
-            ids = torch.cat([ids, patch_ids(image, 1)])
+        tokens, ids = self.image_tokens(latents, embeddings)
         sigma = sigma.to(device)
         guidance = embeddings.get("guidance", torch.ones_like(sigma)).to(device) if self.embeds_guidance else None
         prompt_embeds = embeddings["prompt_embeds"].to(dtype)
