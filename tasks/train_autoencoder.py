@@ -102,7 +102,8 @@ def main(config: TrainAutoencoderConfig) -> None:
     run.save_samples(state.step, reconstruct(model, examples[:12], captions, config.train.seed, state.step))
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
-    run.say(f"pipeline with the trained autoencoder: {config.train.output_dir}/hf_ckpt")
+    folder = config.train.output_dir
+    run.say(f"pipeline with the trained autoencoder: {folder}/hf_ckpt   report: {folder}/report.html")
     run.finish()
 
 

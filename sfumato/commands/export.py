@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
         for file in write_kohya(out, pipeline_class):
             print(printable(f"{file}: adapters with kohya's names"))
     if options.dtype:
-        print(f"{change_dtype(out, options.dtype)} files of weights are {options.dtype}")
+        num_files = change_dtype(out, options.dtype)
+        print(f"the weights are {options.dtype} ({num_files} file{'s' if num_files > 1 else ''})")
     if options.comfyui:
         for file in write_single_files(out):
             print(printable(f"{file}: for ComfyUI's models/diffusion_models"))

@@ -70,10 +70,7 @@ def finished_lines(output_dir: Path, task: str, total_steps: int, free_folder: P
     """
     folder = shlex.quote(str(output_dir))
     attempt = f"try it: sfumato {TRY_COMMANDS[task]} {folder}   " if task in TRY_COMMANDS else ""
-    lines = [
-        f"report: {output_dir / 'report.html'}   {attempt}compare: sfumato compare {folder} OTHER_RUN   "
-        f"export: sfumato export {folder} OUT"
-    ]
+    lines = [f"{attempt}compare: sfumato compare {folder} OTHER_RUN   export: sfumato export {folder} OUT"]
     if more := fork_command(output_dir / "config.yaml", free_folder, 2 * total_steps):
         lines.append(f"go on from its end, also with another --train.lr: {more}")
     return lines

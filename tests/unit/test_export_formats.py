@@ -28,7 +28,8 @@ def dtypes_in(folder):
 def test_an_export_is_cast_and_loads(run, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["export", str(run / "hf_ckpt"), str(out), "--dtype", "bf16"]) == 0
-    assert "copy of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "copy of" in said and "the weights are bf16 (1 file)\n" in said
     assert dtypes_in(out) == {torch.bfloat16}
     assert {path.stat().st_mode & 0o777 for path in out.rglob("*.safetensors")} == {0o644}
     assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch.bfloat16

@@ -73,6 +73,7 @@ def test_going_on_with_another_rate(tmp_path, monkeypatch, capsys):
     run = run_task_here("train_dit", config)
     said = capsys.readouterr().err
     assert f"try it: sfumato sample {run} " in said and f"sfumato compare {run} OTHER_RUN" in said
+    assert said.count("report.html") == 1, "where the report is, is said once"
     monkeypatch.setattr(sys, "argv", ["tasks/train_dit.py", "my.yaml", "--train.lr", "2e-3"])
     other = tmp_path / "other"
 
