@@ -125,6 +125,11 @@ def test_every_page_shows_its_run_also_on_a_phone(studio, view):
     page = studio.tab(view, viewport={"width": 390, "height": 844})
     page.wait_for_selector(PAGES[view], state="attached")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than a phone"
+    for tab in page.locator(".tabs a[aria-current]").all():
+        box = tab.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, "the tab of the page that is shown is out of sight"
+    brand, dot = (page.locator(name).bounding_box() for name in (".brand", ".live"))
+    assert dot["y"] < brand["y"] + brand["height"], "the bar has room for its first line"
     assert not page.query_selector("[role=alert]")
     page.context.close()
 

@@ -88,6 +88,9 @@ function drawBar(page, run) {
     Object.entries(PAGES).filter(([name, entry]) => name !== "runs" && !entry.hidden).map(([name, entry]) =>
       h("a", {href: link(name, {run}), "aria-current": isCurrent(name, page) ? "page" : null}, entry.title)));
   fill(bar, top, tabs);
+  // on a phone the tabs are wider than the window
+  const current = tabs && tabs.querySelector("[aria-current]");
+  if (current) tabs.scrollLeft = current.offsetLeft + current.offsetWidth / 2 - tabs.clientWidth / 2;
 }
 
 function isCurrent(name, page) {

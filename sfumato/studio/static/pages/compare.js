@@ -21,6 +21,7 @@ export async function show(view, parameters) {
     fill(body, h("p", {class: "empty"}, "add a run to compare with"));
     return {};
   }
+  fill(body, h("p", {class: "empty"}, "computing …"));
   const figures = new FigureList();
   let key = "";
 

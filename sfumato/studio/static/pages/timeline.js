@@ -65,7 +65,8 @@ function picture(data) {
         svg("title", {}, `${kind} of step ${step}: ${(end - start).toFixed(2)} s${version === null ? "" : `, policy ${version}`}`)))];
   });
   return h("div", {class: "scroll card"}, svg("svg", {viewBox: `0 0 ${WIDTH} ${height}`, class: "timeline", role: "img", "aria-label": "what each process did"},
-    ...marks, ...rows, svg("text", {x: LEFT, y: height - 4}, "0 s"), svg("text", {x: WIDTH - RIGHT, y: height - 4, "text-anchor": "end"}, duration(data.seconds))));
+    ...marks, ...rows, svg("text", {x: LEFT, y: height - 4}, "0s"), svg("text", {x: WIDTH - RIGHT, y: height - 4, "text-anchor": "end"},
+      data.seconds < 10 ? `${data.seconds.toFixed(1)}s` : duration(data.seconds))));
 }
 
 function legend(data) {

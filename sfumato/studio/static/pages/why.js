@@ -12,6 +12,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   const body = h("div");
   fill(view, h("h1", {}, "Why did the reward rise?"),
     h("div", {class: "tools"}, "from step", from, "to step", to), body);
+  fill(body, h("p", {class: "empty"}, "computing …"));
   let steps = [];
 
   async function update() {
