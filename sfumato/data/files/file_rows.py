@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
-    from sfumato.data.files.rows import RowTable
+    from sfumato.data.files.row_table import RowTable
 
 MAX_LINE = 64 * 2**20
 """Bytes of the longest line of a .jsonl file, and of the longest caption, that is read."""
