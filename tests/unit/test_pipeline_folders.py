@@ -160,7 +160,7 @@ NULL = [None, None]
         ),
         ("stable_diffusion_xl", lambda f: edit(f, _class_name="StableDiffusionXLInpaintPipeline"), "not known"),
         ("stable_diffusion_xl", lambda f: edit(f, _class_name="StableDiffusionXLImg2ImgPipeline"), "not known"),
-        ("flux", lambda f: edit(f, _class_name="FluxFillPipeline"), "'FluxFillPipeline' is not known"),
+        ("flux", lambda f: edit(f, _class_name="FluxControlPipeline"), "'FluxControlPipeline' is not known"),
         ("sd3", only_bin, "is not read, since it may run a program"),
         ("sd3", lambda f: rename_weights(f, "vae", "x"), "variant x alone"),
         (
