@@ -46,7 +46,7 @@ def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(services, "get_node", fail_once)
     with start_cluster(RuntimeConfig(backend="ray", object_store_gb=0.1), run_in(tmp_path), num_cpus=1, num_gpus=0):
         assert {"gcs_server", "raylet"} <= set(names), "it had started them"
-        deadline = time.monotonic() + 30  # Ray's agents end when they miss their raylet
+        deadline = time.monotonic() + 90  # Ray's agents end when they miss their raylet
         while left := [each for each in first if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
