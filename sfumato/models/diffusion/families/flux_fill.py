@@ -72,5 +72,5 @@ class FluxFill(Flux):
         }
 
     def image_tokens(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        given = pack(embeddings["image_latents"].to(self.input_dtype))
-        return torch.cat([pack(latents), given], dim=2), patch_ids(latents, 0)
+        source_tokens = pack(embeddings["image_latents"].to(self.input_dtype))
+        return torch.cat([pack(latents), source_tokens], dim=2), patch_ids(latents, 0)

@@ -69,6 +69,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     def image_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         frame = embeddings["image_latents"].to(latents.dtype)
-        given = torch.cat([frame, torch.ones_like(frame[:, :1])], dim=1)
+        frame_and_mask = torch.cat([frame, torch.ones_like(frame[:, :1])], dim=1)
         later = latents.shape[2] - 1
-        return torch.nn.functional.pad(given, (0, 0, 0, 0, 0, later)), embeddings["image_embeds"].to(latents.dtype)
+        image_tokens = embeddings["image_embeds"].to(latents.dtype)
+        return torch.nn.functional.pad(frame_and_mask, (0, 0, 0, 0, 0, later)), image_tokens
