@@ -267,7 +267,7 @@ def _write_control(reader: RunReader, name: str, content: bytes) -> None:
 
 def _read_answers(reader: RunReader) -> dict[str, object]:
     answers: list[Record] = []
-    LineTail(reader.folder / ANSWERS).read_new(answers.clear, answers.append)
+    LineTail(reader.folder / ANSWERS).read_new(answers.clear, answers.extend)
     waiting = sorted(path.stem for path in (reader.folder / FOLDER).glob("studio-*.json"))
     prompts = read_text(reader.folder / FOLDER, WATCHED).splitlines()
     prompts = [line for line in prompts if line.strip() and not line.startswith("#")]

@@ -16,6 +16,8 @@ JSON = dict[str, object]
 
 INDEX_S = 0.7
 """How long a page waits for steps to be looked at; the rest is looked at when it asks again."""
+FIRST_INDEX_S = 0.1
+"""The same where none has been looked at: enough for the newest, which are seen first."""
 MOST_PROMPT = 400
 """Characters of a prompt in a list of samples."""
 MOST_TEXT = 20_000
@@ -28,7 +30,7 @@ MOST_DEPTH = 6
 def describe_gallery(reader: RunReader) -> JSON:
     """The rows and columns of the matrix of evaluations, and the steps that have training samples."""
     index = reader.samples
-    is_complete = index.index(INDEX_S)
+    is_complete = index.index(INDEX_S if index.num_indexed else FIRST_INDEX_S)
     totals = [cell.total for step in index.repeated_steps() if (entry := index.entry(step)) for cell in entry.repeated]
     totals = [total for total in totals if math.isfinite(total)]
     return {

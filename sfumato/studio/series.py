@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +30,17 @@ class Curve:
     steps: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, step: int, value: float) -> None:
+    def extend(self, steps: array[float], values: Sequence[float]) -> None:
+        """Adds values; one of a step that has a value replaces it."""
+        is_later = not self.steps or not steps or steps[0] > self.steps[-1]
+        if is_later and all(map(operator.lt, steps, steps[1:])):
+            self.steps.extend(steps)
+            self.values.extend(values)
+            return
+        for step, value in zip(steps, values, strict=True):
+            self.add(step, value)
+
+    def add(self, step: float, value: float) -> None:
         """Adds a value; one of a step that has a value replaces it."""
         if self.steps and step <= self.steps[-1]:
             index = int(np.searchsorted(np.frombuffer(self.steps), step))
@@ -74,32 +86,39 @@ class MetricTable:
         self.curves.clear()
         self.num_left_out = 0
 
-    def add(self, record: Mapping[str, object]) -> None:
-        """Takes a line of ``metrics.jsonl`` or ``timings.jsonl``; what is no number is left out."""
-        step = record.get("step")
-        if not is_step(step):
+    def add(self, records: Sequence[Mapping[str, object]]) -> None:
+        """Takes lines of ``metrics.jsonl`` or ``timings.jsonl`` in their order; what is no number is left out."""
+        for names, block in itertools.groupby(records, tuple):
+            self._add_block(names, list(block))
+
+    def _add_block(self, names: tuple[str, ...], records: Sequence[Mapping[str, object]]) -> None:
+        """Takes lines with the same names. A long run has millions of values, so columns are taken as a whole."""
+        columns = dict(zip(names, zip(*(record.values() for record in records), strict=True), strict=True))
+        all_steps = columns.pop("step", ())
+        is_counted = [is_step(step) for step in all_steps]
+        steps = array("d", itertools.compress(all_steps, is_counted))
+        for name, column in columns.items() if steps else ():
+            values = column if all(is_counted) else tuple(itertools.compress(column, is_counted))
+            if set(map(type, values)) == {float}:
+                self._extend(name, steps, values)
+                continue
+            numbers = {
+                step: math.nan if value is None else float(value)
+                for step, value in zip(steps, values, strict=True)
+                if value is None or is_number(value)
+            }
+            self._extend(name, array("d", numbers), tuple(numbers.values()))
+
+    def _extend(self, name: str, steps: array[float], values: Sequence[float]) -> None:
+        if not steps:
             return
-        curves = self.curves
-        for name, value in record.items():
-            # a long run has millions of values: what nearly all of them are is looked at first
-            if type(value) is not float:
-                if name == "step" or not (value is None or is_number(value)):
-                    continue
-                value = math.nan if value is None else float(value)
-            curve = curves.get(name)
-            if curve is None:
-                if name == "step":
-                    continue
-                if len(curves) >= MOST_METRICS:
-                    self.num_left_out += 1
-                    continue
-                curve = curves[name] = Curve()
-            steps = curve.steps
-            if steps and step <= steps[-1]:
-                curve.add(step, value)
-            else:
-                steps.append(step)
-                curve.values.append(value)
+        curve = self.curves.get(name)
+        if curve is None:
+            if len(self.curves) >= MOST_METRICS:
+                self.num_left_out += len(values)
+                return
+            curve = self.curves[name] = Curve()
+        curve.extend(steps, values)
 
     @property
     def last_step(self) -> int:

@@ -80,17 +80,19 @@ class Owner:
 class FolderLock:
     """A run folder that this process holds."""
 
-    def __init__(self, folder: Path, owner: Owner, made_folders: list[Path]) -> None:
+    def __init__(self, folder: Path, owner: Owner, made_folders: list[Path], dead_state: Seen | None = None) -> None:
         """Use ``lock_folder``, which starts the renewals, too.
 
         Args:
             folder: the run folder.
             owner: this process.
             made_folders: that were made for the lock, outermost first; ``release`` removes them if they are empty.
+            dead_state: of the lock of a dead process that was taken over.
         """
         self.folder = folder
         self.owner = owner
         self._made_folders = made_folders
+        self._dead_state = dead_state
         self._checked = time.monotonic()
         self._begin_to_beat()
         _held.add(self)
@@ -119,6 +121,8 @@ class FolderLock:
     def move_folder(self, new_path: Path) -> None:
         """Renames the folder with its content, and holds a new, empty one in its place.
 
+        A lock that was taken over from a dead process goes back into the renamed folder, which says how its run ended.
+
         Args:
             new_path: of the renamed folder.
 
@@ -133,7 +137,8 @@ class FolderLock:
         except OSError as error:
             self._begin_to_beat()
             raise FolderError(f"{self.folder} cannot be moved to {new_path}: {error.strerror}") from error
-        (new_path / NAME).unlink()
+        _put_back(new_path / NAME, self._dead_state)
+        self._dead_state = None
         self.folder.mkdir(exist_ok=True)
         if not _link(self.folder / NAME, self.owner):
             self.abandon()
@@ -203,14 +208,15 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
         token=secrets.token_hex(8),
     )
     path = folder / NAME
+    dead_state = None
     try:
         while not _link(path, owner):
-            _take_over(path, owner, say)
+            dead_state = _take_over(path, owner, say)
             if (state := _read(path)) is not None and state[0] == owner:
                 break
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be written: {error.strerror}") from error
-    return FolderLock(folder, owner, made_folders)
+    return FolderLock(folder, owner, made_folders, dead_state)
 
 
 def read_owner(folder: Path) -> Owner | None:
@@ -232,7 +238,7 @@ Seen = tuple["Owner | None", float]
 """The state of a lock: its holder, None where the file does not name one (yet), and the time of its last renewal."""
 
 
-def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
+def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> Seen | None:
     """Replaces the lock of a dead process. Does nothing when there is another lock by then, or none.
 
     Args:
@@ -240,23 +246,39 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> None:
         owner: this process.
         say: takes a line for the person who watches.
 
+    Returns:
+        The state of the lock that was replaced; None where it was none, or of an earlier run of this process.
+
     Raises:
         FolderError: when its holder is alive.
     """
     dead_state, reason = _wait_for_death(path, say)
     if dead_state is None:
-        return
+        return None
     with _hold_exclusively(path) as state:
         if state != dead_state:
-            return
+            return None
         # A lock that an earlier run of this process left: its thread must not go on renewing the file.
         for lock in [lock for lock in _held if lock.owner == dead_state[0]]:
             lock.abandon()
         os.replace(_write_beside(path, owner), path)
-    if not dead_state[0] or not dead_state[0].is_self:
+    is_other = not dead_state[0] or not dead_state[0].is_self
+    if is_other:
         time.sleep(SETTLE_S)
     if (new_state := _read(path)) is not None and new_state[0] == owner and reason:
         say(reason)
+    return dead_state if is_other else None
+
+
+def _put_back(path: Path, dead_state: Seen | None) -> None:
+    """Replaces this process's lock in a folder that was moved aside by that of the run in it, if that one is dead."""
+    if dead_state is not None and (dead_owner := dead_state[0]) is not None:
+        with contextlib.suppress(OSError):  # a full disk: the folder then has no lock, as that of a run that ended
+            beside = _write_beside(path, dead_owner)
+            os.utime(beside, (dead_state[1], dead_state[1]))
+            os.replace(beside, path)
+            return
+    path.unlink()
 
 
 def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None, str]:

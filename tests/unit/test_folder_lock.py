@@ -215,6 +215,22 @@ def test_a_fork_does_not_give_its_parents_folder_back(tmp_path: Path) -> None:
     lock.check()
 
 
+def test_a_run_that_was_killed_still_says_so_where_its_folder_is_moved_to(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.kill()
+    holder.wait()
+    os.utime(tmp_path / "run" / NAME, (1e9, 1e9))
+    before = lock_of(tmp_path / "run")
+    lock = lock_folder(tmp_path / "run", print)
+    lock.move_folder(tmp_path / "run.1")
+    assert lock_of(tmp_path / "run.1") == before and (tmp_path / "run.1" / NAME).stat().st_mtime == 1e9
+    assert names(tmp_path / "run.1") == names(tmp_path / "run") == [NAME]
+    lock.check()
+    lock.move_folder(tmp_path / "run.2")
+    assert names(tmp_path / "run.2") == [], "the dead process was not in this one"
+
+
 def test_a_folder_that_is_moved_leaves_a_held_one(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path / "run", print)
     (tmp_path / "run/mark").touch()

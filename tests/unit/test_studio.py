@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from starlette.testclient import TestClient
 from sfumato.studio import samples
 from sfumato.studio.app import Studio, build_app
 from sfumato.studio.secrets import hide_in_text, hide_secrets
-from sfumato.studio.series import Curve, reduce_curve
+from sfumato.studio.series import Curve, MetricTable, reduce_curve
 from sfumato.studio.tail import LineTail
 from sfumato.studio.thumbnails import Thumbnails
 from sfumato.tracking.curves import smooth
@@ -58,14 +59,14 @@ def test_whole_lines_alone_are_read_and_another_file_is_a_reset(tmp_path):
     tail = LineTail(path)
 
     def look():
-        return tail.read_new(lambda: (resets.append(1), records.clear()), records.append)
+        return tail.read_new(lambda: (resets.append(1), records.clear()), records.extend)
 
     assert not look()
     path.write_bytes(b'{"step": 1}\n{"st')
     assert look() and records == [{"step": 1}]
     with path.open("ab") as file:
-        file.write(b'ep": 2}\nno json\n[1]\n')
-    assert look() and records == [{"step": 1}, {"step": 2}] and tail.num_broken == 2
+        file.write(b'ep": 2}\nno json\n[1]\n{"text": "half a \\ud83d pair"}\n')
+    assert look() and records == [{"step": 1}, {"step": 2}, {"text": "half a \ud83d pair"}] and tail.num_broken == 2
     assert not look()
     replacement = tmp_path / "new"
     replacement.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n{"step": 5}\n{"step": 6}\n')
@@ -76,6 +77,18 @@ def test_whole_lines_alone_are_read_and_another_file_is_a_reset(tmp_path):
     assert look() and len(resets) == 2 and records[0] == {"step": 9}
     path.unlink()
     assert look() and records == [] and not look()
+
+
+def test_numbers_of_lines_with_other_names_or_in_another_order_are_all_held():
+    table = MetricTable()
+    lines = [{"step": step, "loss": step / 7, "lr": 1.0} for step in range(5)]
+    lines += [{"lr": 2, "step": 5, "loss": None}, {"step": 6, "loss": "high", "lr": True}, {"step": -1, "loss": 9.0}]
+    lines += [{"loss": 5.0, "step": 7}, {"loss": 3.0, "step": 3}, {"loss": 8.0, "step": 8}, {"loss": 8.5, "step": 8}]
+    table.add(lines)
+    loss, lr = (dict(zip(*map(list, table.curves[name].arrays()), strict=True)) for name in ("loss", "lr"))
+    assert math.isnan(loss.pop(5.0))
+    assert loss == {0: 0, 1: 1 / 7, 2: 2 / 7, 3: 3, 4: 4 / 7, 7: 5, 8: 8.5} and list(loss) == sorted(loss)
+    assert lr == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 2} and table.last_step == 8
 
 
 def test_a_file_that_is_a_link_or_may_not_be_read_is_said(tmp_path, runs, client):
@@ -232,7 +245,7 @@ def test_a_new_step_has_the_others_looked_at_only_now_and_then(tmp_path, monkeyp
         save_samples(tmp_path, step, eval_records(step)[:1])
     looked_at = []
     stamp_of = samples._stamp_of
-    monkeypatch.setattr(samples, "_stamp_of", lambda folder: (looked_at.append(folder.name), stamp_of(folder))[1])
+    monkeypatch.setattr(samples, "_stamp_of", lambda folder: (looked_at.append(Path(folder).name), stamp_of(folder))[1])
     index = samples.SampleIndex(tmp_path)
     assert index.refresh() and len(looked_at) == 40 and index.index(10.0)
     looked_at.clear()

@@ -9,7 +9,7 @@ const MOST_CHUNKS = 48;
 const SIZES = {small: 84, middle: 132, large: 260};
 const HEAD = 30;
 
-export async function show(view, parameters, {keepInAddress}) {
+export async function show(view, parameters, {keepInAddress, isShown}) {
   const run = parameters.get("run");
   const slider = h("input", {type: "range", min: 0, max: 0, value: 0, "aria-label": "step"});
   const output = h("output");
@@ -152,7 +152,7 @@ export async function show(view, parameters, {keepInAddress}) {
         for (const entry of Object.values(columnsOfChunk)) entry.byKey = new Map(entry.cells.map((cell) => [cell[0], cell]));
         chunks.set(number, columnsOfChunk);
         while (chunks.size > MOST_CHUNKS) chunks.delete(chunks.keys().next().value);
-        draw();
+        if (isShown()) draw();
       }).catch((error) => { chunks.delete(number); console.warn(error.message); });
       return null;
     }
@@ -229,5 +229,10 @@ export async function show(view, parameters, {keepInAddress}) {
     keepInAddress({step: active.step, row: active.row});
     return true;
   }
-  return {update, keys, close: () => { clearTimeout(timer); observer.disconnect(); }};
+  return {update, keys, close: () => {
+    clearTimeout(timer);
+    observer.disconnect();
+    // the next page must not wait for pictures of this one
+    for (const [key, cell] of cells) removeCell(key, cell);
+  }};
 }
