@@ -130,6 +130,7 @@ def describe_sample(reader: RunReader, step: int, row: Record) -> JSON:
     kind = text_of(row, "kind")
     neighbours = [other for other in rows if other.get("kind") == kind] if kind in IN_MATRIX else alike
     index = reader.samples
+    index.look_around(step, is_train=kind not in IN_MATRIX)
     steps = index.repeated_steps() if kind in IN_MATRIX else index.train_steps()
     advantages = [abs(value) for other in alike if (value := number_of(other, "advantage")) is not None]
     return {

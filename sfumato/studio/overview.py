@@ -19,6 +19,8 @@ from sfumato.tracking.reward_hacking import OPTIMISED, evaluation_only, signs_of
 MOST_FACTS = 60
 LOG_BYTES = 2**16
 """Bytes of the log that are sent at once."""
+LONGEST_LINE = 600
+"""Characters of the last line of a log that the overview shows."""
 KEY_CURVES = (
     "reward/total",
     "eval/reward/total",
@@ -78,8 +80,11 @@ def describe_overview(reader: RunReader) -> JSON:
         log_problem = str(error)
     else:
         log_problem = ""
+    line = describe_run(reader)
+    last_lines = log.rstrip().rsplit("\n", 1) if line["state"] in ("stopped", "died") else []
     return {
-        **describe_run(reader),
+        **line,
+        "last_line": hide_in_text(printable(last_lines[-1][:LONGEST_LINE])) if last_lines else "",
         "figures": _figures(reader),
         "signs": signs,
         "has_signs": any(name.startswith("diversity/") for name in metrics) or bool(evaluation_only(metrics)),

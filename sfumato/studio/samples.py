@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import os
 import re
@@ -29,6 +31,10 @@ LOOK_AGAIN_S = 30.0
 one; a file system may give the number of a removed folder to the next."""
 LOOK_AGAIN_SHARE = 0.01
 """Most of the time that these looks may take: on a file system that is far away 10,000 of them take seconds."""
+FIRST_STEPS = 8
+"""Steps at the beginning that are looked at before the others."""
+MOST_AROUND = 200
+"""Steps that are looked at, at most, for the one before or after a sample's."""
 NEWEST_STEPS = 8
 """Steps that are always looked at, since a run may still write to them."""
 FILE_FIELDS = ("file", "source")
@@ -170,19 +176,33 @@ class SampleIndex:
         return len(self._entries)
 
     def index(self, budget_s: float) -> bool:
-        """Looks at steps that were not looked at, the newest first; returns whether all of them have been.
+        """Looks at steps that were not looked at; returns whether all of them have been.
+
+        The newest come first, since they are seen first, but for the very first ones: pages that go from the beginning
+        to the end must not begin elsewhere each time they ask.
 
         Args:
             budget_s: stops after so many seconds, so that a page need not wait for a long run.
         """
         deadline = time.monotonic() + budget_s
         with self._lock:
-            for step in reversed(self._folders):
+            for step in itertools.chain(itertools.islice(self._folders, FIRST_STEPS), reversed(self._folders)):
                 if step not in self._entries:
                     if time.monotonic() > deadline:
                         return False
                     self.entry(step)
             return True
+
+    def look_around(self, step: int, is_train: bool) -> None:
+        """Looks at steps before and after one until there is one with samples of that kind on both sides."""
+        with self._lock:
+            steps = self.steps
+            index = bisect.bisect_left(steps, step)
+            for others in (reversed(steps[:index]), iter(steps[bisect.bisect_right(steps, step) :])):
+                for other in itertools.islice(others, MOST_AROUND):
+                    entry = self.entry(other)
+                    if entry is not None and (entry.num_train if is_train else entry.repeated):
+                        break
 
     def entry(self, step: int) -> StepEntry | None:
         """What the index holds of a step; None where there is no such step."""

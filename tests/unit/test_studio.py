@@ -124,8 +124,11 @@ def write_lock(folder, **changes):
 
 
 def test_a_run_that_is_at_work_died_or_stands_still(client, runs):
+    stopped = read(client, "/api/overview", run="a")
+    assert stopped["last_line"] == "step 3: reward failed: sharp: timed out (2 of 8 samples)"
     write_lock(runs / "a")
     alive = read(client, "/api/overview", run="a")
+    assert alive["last_line"] == ""
     assert alive["state"] == "running" and alive["eta_s"] == pytest.approx(8 * 0.5)
     old = time.time() - 3600
     for name in ("metrics.jsonl", "timings.jsonl", "log.txt"):

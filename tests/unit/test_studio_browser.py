@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from sfumato.tracking.samples import SampleRecord, save_samples
+from sfumato.tracking.timeline import RUN, STEP, Event, Timeline
 from tests.studio_runs import TOKEN, add_decisions, picture, write_run, write_steps
 from tests.unit.test_studio import write_lock
 
@@ -93,6 +94,13 @@ def runs(tmp_path_factory):
         "'", '"'
     )
     (folder / "samples.jsonl").write_text("".join(f"{line[:-1]}{fields}\n" for line in lines))
+    write_run(root / "experiments" / "a_long_name_that_somebody_gave_to_a_run_of_theirs", total=100_000)
+    timeline = Timeline(root / "b")
+    for step in range(1, 5):
+        timeline.add([Event("sampler", rank, "generate", 10.0 * step, 10.0 * step + 6, step, 0) for rank in range(2)])
+        timeline.add([Event("actor", 0, "update", 10.0 * step + 6, 10.0 * step + 9, step, step)])
+        timeline.add([Event(RUN, 0, STEP, 10.0 * step, 10.0 * step + 10, step)])
+    timeline.close()
     return root
 
 
@@ -115,6 +123,7 @@ PAGES = {
     "why?run=a": "table[data-table=intervals] .interval",
     "compare?run=a&run=b": "td:has-text('train.max_steps')",
     "timeline?run=a": "text=no timeline",
+    "timeline?run=b": ".timeline rect",
     "files?run=a": "#config:has-text('max_steps: 20')",
     "checkpoints?run=a": "text=no finished checkpoint",
 }
@@ -131,6 +140,11 @@ def test_every_page_shows_its_run_also_on_a_phone(studio, view):
     brand, dot = (page.locator(name).bounding_box() for name in (".brand", ".live"))
     assert dot["y"] < brand["y"] + brand["height"], "the bar has room for its first line"
     assert not page.query_selector("[role=alert]")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.runs')].every((list) => list.parentElement.scrollWidth <= 390)"
+    )
+    sizes = [text.bounding_box()["height"] for text in page.locator(".timeline text").all()]
+    assert not sizes or min(sizes) > 11, "texts are too small to read"
     page.context.close()
 
 

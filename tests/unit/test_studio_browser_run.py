@@ -153,7 +153,7 @@ def test_the_quickstart_under_way_stopped_resumed_killed_and_moved_aside(browser
         page.wait_for_selector("main .badge.running", timeout=300_000)
         page.wait_for_selector("main .state:has-text('step 1 of 2000')")
         open_view(page, studio, "runs")
-        page.wait_for_selector("tr:has-text('rl.1')")
+        page.wait_for_selector("tr:has-text('rl.1') .badge.died")
         shoot(page, "6_moved_aside")
         open_view(page, studio, f"gallery?run=rl.1&step={stopped_at + 4}")
         page.wait_for_selector("a.cell.active img")

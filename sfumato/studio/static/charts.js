@@ -89,7 +89,7 @@ export class CurveFigure {
       width: plotWidth(this.place), height: HEIGHT, legend: {show: false}, padding: [8, 8, 0, 0],
       scales: {x: {time: false}, y: {range: limits}, beside: {range: limits}},
       cursor: {sync: {key: "steps", scales: ["x", null]}, drag: {x: true, y: false}, points: {size: 6}},
-      axes: [{...axis, size: 26}, {...axis, size: 54, values: (plot, ticks, index, space, step) => ticks.map((value) => tick(value, step))}],
+      axes: [{...axis, size: 26}, {...axis, size: (plot, texts) => axisWidth(texts), values: (plot, ticks, index, space, step) => ticks.map((value) => tick(value, step))}],
       series: [{}, ...series.map((item) => ({
         label: item.label, width: item.width, dash: item.dash, scale: item.scale ?? "y", alpha: item.alpha,
         stroke: () => colour(item.alpha < 1 ? item.base : item.shade), spanGaps: true,
@@ -145,6 +145,12 @@ function tick(value, step) {
   if (value === 0) return "0";
   const rounded = Number(value.toPrecision(Math.min(Math.max(Math.ceil(Math.log10(size / step)) + 1, 4), 7)));
   return size < 1e-3 || size >= 1e5 ? rounded.toExponential().replace("+", "") : String(rounded);
+}
+
+/** The pixels that the numbers beside an axis need: numbers that differ late have many digits. */
+function axisWidth(texts) {
+  const longest = (texts ?? []).reduce((most, text) => Math.max(most, text.length), 0);
+  return Math.max(54, 14 + 6.6 * longest);
 }
 
 function lastOf(values) {

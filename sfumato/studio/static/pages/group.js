@@ -11,41 +11,53 @@ export async function show(view, parameters, {keepInAddress}) {
   let step = parameters.has("step") ? Number(parameters.get("step")) : null;
   let first = Number(parameters.get("first") ?? 0);
   let steps = [];
+  let shown = "";
+  let generation = 0;
+  let later;
   const slider = h("input", {type: "range", min: 0, max: 0, value: 0, "aria-label": "step"});
   const output = h("output");
   const body = h("div");
   fill(view, h("div", {class: "tools"}, h("div", {class: "slider"}, slider, output)), body);
 
   async function update() {
-    const follows = step === null || step === steps.at(-1);
-    ({train_steps: steps} = await get("/api/gallery", {run}));
-    if (!steps.length) {
-      fill(body, h("p", {class: "empty"}, "this run has no training samples: supervised tasks draw none"));
+    const isNewest = step === null || (steps.length && step === steps.at(-1) && !parameters.has("step"));
+    const {train_steps: all, is_complete: isComplete, generation: now} = await get("/api/gallery", {run});
+    steps = all;
+    generation = now;
+    clearTimeout(later);
+    if (!isComplete) later = setTimeout(() => update().catch((error) => console.warn(error.message)), 300);
+    // a step that the address names is shown before all have been looked at
+    if (step === null && !steps.length) {
+      fill(body, h("p", {class: "empty"}, isComplete ? "this run has no training samples: supervised tasks draw none" : "looking at samples …"));
       return;
     }
-    slider.max = steps.length - 1;
-    if (follows && !parameters.has("step")) await goTo(steps.length - 1);
-    else if (!body.firstChild) await goTo(Math.max(0, steps.findLastIndex((other) => other <= step)));
+    slider.max = Math.max(0, steps.length - 1);
+    slider.value = indexOf(step);
+    await goTo(isNewest ? steps.at(-1) : step);
   }
 
-  async function goTo(index) {
-    step = steps[index];
-    slider.value = index;
+  const indexOf = (wanted) => Math.max(0, steps.findLastIndex((other) => other <= wanted));
+
+  async function goTo(wanted) {
+    const asked = `${wanted} ${generation}`;
+    if (shown === asked) return;
+    step = wanted;
+    shown = asked;
+    slider.value = indexOf(step);
     output.textContent = `step ${step}`;
-    const asked = step;
-    const data = await get("/api/step", {run, step});
-    if (asked === step) draw(data);
+    const data = await get("/api/step", {run, step: wanted});
+    if (shown === asked) draw(data);
   }
 
   function draw(data) {
     const wanted = parameters.get("group");
     const groups = data.groups;
     const range = rewardRange(groups.flatMap((group) => group.samples.map((sample) => sample.total)));
-    const shown = wanted === null ? groups.slice(first, first + SHOWN) : groups.filter((group) => group.group === wanted);
+    const chosen = wanted === null ? groups.slice(first, first + SHOWN) : groups.filter((group) => group.group === wanted);
     fill(body, data.problem && h("p", {class: "warning"}, data.problem),
       wanted !== null && h("p", {}, h("a", {href: link("group", {run, step})}, `all ${groups.length} groups of this step`)),
-      !shown.length && h("p", {class: "empty"}, "no such group in this step"),
-      shown.map((group) => drawGroup(run, data, group, range, wanted !== null)),
+      !chosen.length && h("p", {class: "empty"}, groups.length ? "no such group in this step" : "no training samples of this step"),
+      chosen.map((group) => drawGroup(run, data, group, range, wanted !== null)),
       wanted === null && groups.length > SHOWN && h("p", {class: "tools"},
         h("button", {type: "button", disabled: !first, onclick: () => move(-SHOWN, data)}, "before"),
         h("small", {}, `groups ${first + 1} to ${Math.min(first + SHOWN, groups.length)} of ${groups.length}`),
@@ -69,15 +81,15 @@ export async function show(view, parameters, {keepInAddress}) {
     parameters.delete("group");
     first = 0;
     keepInAddress({step: steps[index], group: null, first: null});
-    return goTo(index);
+    return goTo(steps[index]);
   }
   await update();
   return {
     update,
-    close: () => clearTimeout(wait),
+    close: () => { clearTimeout(wait); clearTimeout(later); },
     keys: (key) => {
       const by = {ArrowLeft: -1, ArrowRight: 1}[key];
-      const index = steps.indexOf(step) + (by ?? 0);
+      const index = indexOf(step) + (by ?? 0);
       if (!by || !(index in steps)) return false;
       pick(index);
       return true;

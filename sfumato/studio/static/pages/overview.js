@@ -51,6 +51,8 @@ function header(data) {
       left && h("span", {title: `ends about ${end}`}, `${left}, until ${end}`),
       data.task && h("span", {}, data.task), data.date && h("span", {}, `begun ${data.date}`)),
     data.state_text && h("p", {class: "warning"}, data.state_text),
+    data.last_line && h("p", {class: "note"}, h("a", {href: link("files", {run: data.run})}, "its log"), " ends with: ",
+      h("span", {class: "text", id: "last-line"}, data.last_line)),
     data.idle && h("p", {class: "warning"}, data.idle));
 }
 

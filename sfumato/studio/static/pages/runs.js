@@ -49,7 +49,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   function pendingRow(line) {
     return h("tr", {class: "link", onclick: () => { location.hash = link("overview", {run: line.run}); }},
       h("td", {}, h("a", {href: link("overview", {run: line.run})}, line.run)), h("td"),
-      h("td", {colSpan: 5, class: "empty"}, "reading …"));
+      h("td", {colSpan: 5}, h("small", {}, "reading …")));
   }
 
   function row(line) {

@@ -3,7 +3,7 @@
 import {fileAddress, get, link} from "../api.js";
 import {chip, fill, h, rewardRange} from "../dom.js";
 
-export async function show(view, parameters, {keepInAddress, isShown}) {
+export async function show(view, parameters, {keepInAddress}) {
   const run = parameters.get("run");
   const runs = [run, ...parameters.getAll("with").filter((name) => name !== run)];
   const kind = parameters.get("kind") ?? "eval";
@@ -13,6 +13,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   let films = [];
   let steps = [];
   let timer;
+  let later;
   const slider = h("input", {type: "range", min: 0, max: 0, value: 0, "aria-label": "step"});
   const output = h("output");
   const play = h("button", {type: "button", onclick: toggle}, "play");
@@ -29,7 +30,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
     const keys = all.filter((key) => key.kind === kind).sort((a, b) => a.id - b.id);
     if (!keys.length) {
       fill(frames, h("p", {class: "empty"}, isComplete ? "this run has no samples of evaluations yet" : "looking at samples …"));
-      if (!isComplete) setTimeout(() => isShown() && update(), 400);
+      if (!isComplete) later = setTimeout(() => update().catch((error) => console.warn(error.message)), 400);
       return;
     }
     const chosen = keys.find((key) => key.id === id && (seed === null || key.seed === seed)) ?? keys[0];
@@ -39,6 +40,8 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
       prompts.value = `${id} ${seed}`;
     }
     films = await Promise.all(runs.map((name) => get("/api/frames", {run: name, kind, id, seed, prompt: chosen.prompt})));
+    clearTimeout(later);
+    if (films.some((film) => !film.is_complete)) later = setTimeout(() => update().catch((error) => console.warn(error.message)), 400);
     const wasAtEnd = step === null || step === steps.at(-1);
     steps = [...new Set(films.flatMap((film) => film.frames.map((frame) => frame.step)))].sort((a, b) => a - b);
     slider.max = Math.max(0, steps.length - 1);
@@ -93,7 +96,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
   await update();
   return {
     update,
-    close: () => clearInterval(timer),
+    close: () => { clearInterval(timer); clearTimeout(later); },
     keys: (key) => {
       if (key === " ") { toggle(); return true; }
       const by = {ArrowLeft: -1, ArrowRight: 1}[key];

@@ -4,7 +4,8 @@ import {get} from "../api.js";
 import {duration, fill, h, svg} from "../dom.js";
 
 const KINDS = ["generate", "score", "update", "sync", "evaluate", "save", "load"];
-const ROW = 30, LEFT = 110, WIDTH = 1100, RIGHT = 50, TOP = 24;
+const BAR = 22, TOP = 24, BOTTOM = 22;
+const NARROW = 600;
 
 export async function show(view, parameters, {keepInAddress}) {
   const run = parameters.get("run");
@@ -23,7 +24,7 @@ export async function show(view, parameters, {keepInAddress}) {
     output.textContent = steps.length ? `until step ${last ?? steps.at(-1)}` : "";
     if (data.problem) fill(body, h("p", {class: "warning"}, data.problem));
     else if (!data.rows.length) fill(body, h("p", {class: "empty"}, "no timeline: it is written by RL, and by runs with roles"));
-    else fill(body, picture(data), legend(data), ...Object.entries(data.left_out).map(([role, [shown, total]]) =>
+    else fill(body, h("div", {class: "card"}, picture(data, body.clientWidth - 30)), legend(data), ...Object.entries(data.left_out).map(([role, [shown, total]]) =>
       h("p", {class: "note"}, `${shown} of ${total} processes of ${role} are shown`)));
   }
 
@@ -36,7 +37,14 @@ export async function show(view, parameters, {keepInAddress}) {
     wait = setTimeout(update, 60);
   };
   await update();
-  return {update, close: () => clearTimeout(wait), keys: (key) => {
+  let width = body.clientWidth;
+  const observer = new ResizeObserver(() => {
+    if (body.clientWidth === width) return;
+    width = body.clientWidth;
+    update().catch((error) => console.warn(error.message));
+  });
+  observer.observe(body);
+  return {update, close: () => { clearTimeout(wait); observer.disconnect(); }, keys: (key) => {
     const by = {ArrowLeft: -1, ArrowRight: 1}[key];
     if (!by) return false;
     slider.value = Number(slider.value) + by;
@@ -45,28 +53,35 @@ export async function show(view, parameters, {keepInAddress}) {
   }};
 }
 
-function picture(data) {
-  const scale = (WIDTH - LEFT - RIGHT) / data.seconds;
-  const height = TOP + data.rows.length * ROW + 22;
-  const ends = Object.entries(data.ends);
+/** The picture in pixels of the screen, so that its texts have one size. On a phone names stand above their bars. */
+function picture(data, width) {
+  const isNarrow = width < NARROW;
+  const [left, right] = isNarrow ? [0, width] : [110, width - 50];
+  const rowHeight = isNarrow ? BAR + 22 : BAR + 8;
+  const scale = (right - left) / data.seconds;
+  const height = TOP + data.rows.length * rowHeight + BOTTOM;
   const marks = [];
   let before = 0;
-  for (const [step, end] of ends) {
-    const x = LEFT + end * scale;
-    marks.push(svg("line", {x1: x, x2: x, y1: TOP - 6, y2: height - 20, style: {stroke: "var(--muted)", "stroke-dasharray": "3 3"}}),
-      svg("text", {x: LEFT + ((before + end) / 2) * scale, y: 13, "text-anchor": "middle"}, `step ${step}`));
+  for (const [step, end] of Object.entries(data.ends)) {
+    const x = left + end * scale;
+    const room = (end - before) * scale;
+    const text = [`step ${step}`, step].find((label) => 7 * label.length < room);
+    marks.push(svg("line", {x1: x, x2: x, y1: TOP - 6, y2: height - 20, style: {stroke: "var(--muted)", "stroke-dasharray": "3 3"}}));
+    if (text) marks.push(svg("text", {x: x - room / 2, y: 13, "text-anchor": "middle"}, text));
     before = end;
   }
   const rows = data.rows.flatMap((row, index) => {
-    const y = TOP + index * ROW;
-    return [svg("text", {x: 0, y: y + 17}, row.name), svg("text", {x: WIDTH - 4, y: y + 17, "text-anchor": "end"}, `${Math.round(100 * row.busy)} %`),
-      ...row.bars.map(([kind, version, start, end, step]) => svg("rect", {x: LEFT + start * scale, y: y + 2, rx: 2, height: ROW - 8,
+    const y = TOP + index * rowHeight;
+    const [textY, barY] = isNarrow ? [y + 12, y + 16] : [y + 17, y + 2];
+    return [svg("text", {x: 0, y: textY}, row.name),
+      svg("text", {x: width, y: textY, "text-anchor": "end"}, `${Math.round(100 * row.busy)} %${isNarrow ? " busy" : ""}`),
+      ...row.bars.map(([kind, version, start, end, step]) => svg("rect", {x: left + start * scale, y: barY, rx: 2, height: BAR,
         width: Math.max(1, (end - start) * scale), style: {fill: `var(--${KINDS.includes(kind) ? kind : "other"})`}},
         svg("title", {}, `${kind} of step ${step}: ${(end - start).toFixed(2)} s${version === null ? "" : `, policy ${version}`}`)))];
   });
-  return h("div", {class: "scroll card"}, svg("svg", {viewBox: `0 0 ${WIDTH} ${height}`, class: "timeline", role: "img", "aria-label": "what each process did"},
-    ...marks, ...rows, svg("text", {x: LEFT, y: height - 4}, "0s"), svg("text", {x: WIDTH - RIGHT, y: height - 4, "text-anchor": "end"},
-      data.seconds < 10 ? `${data.seconds.toFixed(1)}s` : duration(data.seconds))));
+  return svg("svg", {width, height, viewBox: `0 0 ${width} ${height}`, class: "timeline", role: "img", "aria-label": "what each process did"},
+    ...marks, ...rows, svg("text", {x: left, y: height - 4}, "0s"), svg("text", {x: right, y: height - 4, "text-anchor": "end"},
+      data.seconds < 10 ? `${data.seconds.toFixed(1)}s` : duration(data.seconds)));
 }
 
 function legend(data) {

@@ -14,12 +14,14 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
     h("div", {class: "tools"}, "from step", from, "to step", to), body);
   fill(body, h("p", {class: "empty"}, "computing …"));
   let steps = [];
+  let drawn = "";
 
   async function update() {
     const data = await get("/api/gallery", {run});
     const isNew = data.repeated_steps.length !== steps.length;
     steps = data.repeated_steps;
-    if (!data.is_complete) setTimeout(() => isShown() && update(), 400);
+    if (!data.is_complete) setTimeout(() => isShown() && update().catch((error) => console.warn(error.message)), 400);
+    if (steps.length < 2 && !data.is_complete) return;
     if (steps.length < 2) {
       fill(body, h("p", {class: "empty"}, "two evaluations with samples are needed: eval.every_steps and eval.num_saved say when and how many"));
       return;
@@ -29,7 +31,9 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
     const [first, last] = [parameters.get("first") ?? steps[0], parameters.get("last") ?? steps.at(-1)];
     fill(from, options()).value = steps.includes(Number(first)) ? first : steps[0];
     fill(to, options()).value = steps.includes(Number(last)) ? last : steps.at(-1);
-    await load();
+    const pair = `${from.value} ${to.value}`;
+    if (pair !== drawn) await load();
+    drawn = pair;
   }
 
   async function load() {
@@ -41,6 +45,7 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
     parameters.set("first", from.value);
     parameters.set("last", to.value);
     keepInAddress({first: from.value, last: to.value});
+    drawn = `${from.value} ${to.value}`;
     load();
   };
 
