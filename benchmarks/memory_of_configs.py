@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ from sfumato.commands.check_config import Findings, check_config
 from sfumato.commands.check_model import needed
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
-from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, build_gemma_tokenizer
+from sfumato.models.diffusion.scratch_encoders import (
+    build_byt5_tokenizer,
+    build_gemma_tokenizer,
+    build_qwen3_vl_processor,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "device_memory.md"
@@ -36,9 +41,12 @@ DEVICES = re.compile(r"(\d+|one) GPUs? of (\d+) GB")
 PUBLISHED = re.compile(r"(\d+) GPUs")
 UNREADABLE = {"Qwen-Image-Edit": "not predicted: its processor needs torchvision"}
 """Pipelines that cannot be built where this page is made."""
+if find_spec("torchvision") is None:
+    UNREADABLE["Qwen-Image-2.1"] = UNREADABLE["Qwen-Image-Edit"]
 TOKENIZERS = {"CLIPTokenizer": build_clip_tokenizer, "T5Tokenizer": build_t5_tokenizer}
 TOKENIZERS |= {"Qwen2Tokenizer": build_qwen_tokenizer, "GemmaTokenizer": build_gemma_tokenizer}
 TOKENIZERS |= {"ByT5Tokenizer": build_byt5_tokenizer}
+TOKENIZERS |= {"Qwen3VLProcessor": lambda: build_qwen3_vl_processor({"tokenizer": build_qwen_tokenizer()})}
 
 
 @dataclass(frozen=True)

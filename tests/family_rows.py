@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -176,6 +177,18 @@ def call_qwen_edit(
         return pipeline(prompt=prompts, latents=pack(latents), **settings(row, **more)).images
 
 
+def call_qwen21(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    """Pictures have a channel of transparency, and are shown on white."""
+    height, width = row.size
+    more = settings(row, true_cfg_scale=scale, negative_prompt=[""] * len(prompts))
+    del more["max_sequence_length"]
+    if images is not None:
+        more |= {"image": images[0], "output_resolution": math.sqrt(height * width)}
+    pictures = pipeline(prompt=prompts, latents=latents.flatten(2).transpose(1, 2), **more).images
+    alpha = pictures[..., 3:]
+    return pictures[..., :3] * alpha + 1 - alpha
+
+
 def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
 
@@ -299,6 +312,12 @@ def unpacked_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tenso
     return unpack_pixels(output[:, : height * width], height, width)
 
 
+def last_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The velocity of tokens that are latent pixels, behind those of text and of given pictures."""
+    height, width = shape[-2:]
+    return unpack_pixels(output[:, -height * width :], height, width)
+
+
 def of_v(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """CogVideoX begins at pure noise, where v is minus the image: eps - x0 = noise + v."""
     latents = keyed_normal(shape, SEED, "latent", 0, [0])
@@ -357,6 +376,34 @@ ROWS = {
         never_used=LAST_TEXT,
         needs="torchvision",
         velocity=unpacked,
+    ),
+    "qwen_image21": Row(
+        tiny_families.tiny_qwen_image21,
+        call_qwen21,
+        (4, 4, 6),
+        32,
+        size=(64, 96),
+        tokens=24,
+        batched=False,
+        needs="torchvision",
+        unpack=unpack_pixels,
+        velocity=last_pixels,
+        brief=True,
+    ),
+    "qwen_image21_edit": Row(
+        tiny_families.tiny_qwen_image21,
+        call_qwen21,
+        (4, 4, 6),
+        32,
+        size=(64, 96),
+        tokens=48,
+        batched=False,
+        needs="torchvision",
+        unpack=unpack_pixels,
+        velocity=last_pixels,
+        from_images=True,
+        sources=2,
+        brief=True,
     ),
     "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),
     "stable_diffusion": Row(tiny_families.tiny_stable_diffusion, call_stable_diffusion, (4, 8, 8), 2, exact=False),

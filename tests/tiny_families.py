@@ -311,6 +311,23 @@ def tiny_krea2() -> dict[str, Any]:
     }
 
 
+def tiny_qwen_image21() -> dict[str, Any]:
+    """Qwen-Image 2.1: 32x32 pixels are 4 x 2 x 2 latents, each of them a token; its encoder has a place for four."""
+    return {
+        "pipeline": "QwenImage21Pipeline",
+        "transformer": {
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "axes_dims_rope": [2, 2, 4],
+        },
+        "vae": {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 0.7, 2.0, 1.1]},
+        "text_encoder": {"width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"']},
+        "scheduler": {"use_dynamic_shifting": True, "max_shift": 0.9},
+    }
+
+
 def tiny_flux2() -> dict[str, Any]:
     """FLUX.2 dev: klein with the guidance scale as an input. Its encoder must have 30 layers."""
     description = tiny_flux2_klein()

@@ -404,6 +404,7 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "FLUX.2-klein": (tiny_families.tiny_flux2_klein, (16, 24), 24, None),
     "FLUX": (tiny_families.tiny_flux, (16, 16), 7, None),
     "Qwen-Image-Edit": (tiny_families.tiny_qwen_image_edit, (32, 64), 24, "torchvision"),
+    "Qwen-Image-2.1": (tiny_families.tiny_qwen_image21, (32, 32), 24, "torchvision"),
     "Qwen-Image": (tiny_families.tiny_qwen_image, (16, 16), 7, None),
     "Wan2.2-TI2V": (tiny_families.tiny_wan_small, (32, 32, 5), 7, None),
     "Wan2.2-T2V-A14B": (tiny_families.tiny_wan_pair, (16, 16, 5), 7, None),

@@ -61,11 +61,7 @@ def by_diffusers(model: DiffusionModel, name: str) -> torch.Tensor:
     start = keyed_normal(row.latent_shape, 11, "latent", 0, [0, 1])
     row.call(row, model.pipeline, PROMPTS, start, 1.0, None)
     last = model.pipeline.last_latents
-    if last.ndim == 3:
-        from sfumato.models.diffusion.latents import unpack
-
-        last = unpack(last, *row.latent_shape[-2:])
-    return last
+    return row.unpack(last, *row.latent_shape[-2:]) if last.ndim == 3 else last
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
@@ -91,6 +87,18 @@ def test_settings_of_flow_matching_give_the_samples_of_the_pipeline(name: str, s
     latents = by_sfumato(model, name)
     assert (latents - by_sfumato(published, name)).abs().max() > 1e-3, "the settings change the samples"
     assert_close(latents, by_diffusers(model, name), atol=2e-4, rtol=2e-4)
+
+
+def test_levels_that_a_pipeline_names_are_those_of_as_many_steps() -> None:
+    pytest.importorskip("torchvision")
+    name, levels = "qwen_image21", [1.0, 0.75, 0.4, 0.1]
+    model, shape = build(name, EULER, **DYNAMIC), ROWS[name].latent_shape
+    straight = [model.sigmas(num_steps, shape) for num_steps in (4, 5)]
+    model.pipeline.register_to_config(sample_sigmas=levels)
+    by_diffusers(model, name)
+    assert_close(model.sigmas(4, shape), model.pipeline.scheduler.sigmas, atol=2e-6, rtol=0)
+    assert (model.sigmas(4, shape) - straight[0]).abs().max() > 1e-2
+    assert torch.equal(model.sigmas(5, shape), straight[1])
 
 
 @pytest.mark.parametrize(

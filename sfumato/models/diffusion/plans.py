@@ -95,6 +95,22 @@ QWEN_IMAGE = ParallelPlan(
     },
 )
 
+# Each part of the sequence has keys of its own, so that it cannot be cut.
+QWEN_IMAGE21 = ParallelPlan(
+    blocks=("QwenImage21TransformerBlock",),
+    tensor={
+        "transformer_blocks.*.attn.to_q": "colwise",
+        "transformer_blocks.*.attn.to_k": "colwise",
+        "transformer_blocks.*.attn.to_v": "colwise",
+        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        "transformer_blocks.*.attn.to_out.0": "rowwise",
+        "transformer_blocks.*.img_mlp.proj": "colwise",
+        "transformer_blocks.*.img_mlp.gate_layer": "colwise",
+        "transformer_blocks.*.img_mlp.out": "rowwise",
+    },
+)
+
 Z_IMAGE = ParallelPlan(
     blocks=("ZImageTransformerBlock",),
     tensor={

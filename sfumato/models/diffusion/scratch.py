@@ -296,18 +296,16 @@ def build_qwen_vl_encoder(
         "out_hidden_size": width,
         "fullatt_block_indexes": [vision_layers - 1],
     }
-    ids: Keywords = {
-        f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
-        for kind, token in {
-            "image": "image_pad",
-            "video": "video_pad",
-            "vision_start": "vision_start",
-            "vision_end": "vision_end",
-        }.items()
-    }
-    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=language, vision_config=vision, **ids))
+    config = Qwen2_5_VLConfig(text_config=language, vision_config=vision, **image_token_ids(tokenizer))
+    encoder = Qwen2_5_VLForConditionalGeneration(config)
     torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
     return encoder
+
+
+def image_token_ids(tokenizer: PreTrainedTokenizerBase) -> Keywords:
+    """Ids of the tokens that stand for images and videos, as configurations of Qwen's models name them."""
+    kinds = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for kind, token in kinds.items()}
 
 
 def build_qwen_vl_processor(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+    from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import AutoencoderKLQwenImage21
 
 
 def build_flux2_autoencoder(
@@ -140,4 +141,30 @@ def build_hunyuan_image_autoencoder(
         spatial_compression_ratio=ratio,
         sample_size=32 * ratio,
         scaling_factor=scaling_factor,
+    )
+
+
+def build_qwen21_autoencoder(
+    base_width: int = 8,
+    multipliers: Iterable[int] = (1, 1, 1, 2, 2),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    latents_mean: Iterable[float] | None = None,
+    latents_std: Iterable[float] | None = None,
+) -> AutoencoderKLQwenImage21:
+    """An AutoencoderKLQwenImage21 of colour and transparency; each entry of ``multipliers`` but the first halves the
+    size."""
+    from diffusers import AutoencoderKLQwenImage21
+
+    multipliers = list(multipliers)
+    return AutoencoderKLQwenImage21(
+        base_dim=base_width,
+        decoder_base_dim=None,
+        z_dim=latent_channels,
+        dim_mult=multipliers,
+        num_res_blocks=layers_per_block,
+        temperal_downsample=[False] * (len(multipliers) - 1),
+        latents_mean=list(latents_mean or [0.0] * latent_channels),
+        latents_std=list(latents_std or [1.0] * latent_channels),
+        scale_factor_spatial=2 ** (len(multipliers) - 1),
     )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import MissingDependencyError
-from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, language_settings
+from sfumato.models.diffusion.scratch import (
+    build_qwen_tokenizer,
+    build_qwen_vl_encoder,
+    image_token_ids,
+    language_settings,
+)
 
 if TYPE_CHECKING:
     from transformers import (
@@ -22,7 +28,9 @@ if TYPE_CHECKING:
         PreTrainedTokenizerBase,
         Qwen2_5_VLTextModel,
         Qwen3ForCausalLM,
+        Qwen3VLForConditionalGeneration,
         Qwen3VLModel,
+        Qwen3VLProcessor,
         SiglipImageProcessor,
         SiglipVisionModel,
     )
@@ -162,9 +170,13 @@ def build_qwen3_vl_encoder(
     num_layers: int = 2,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-) -> Qwen3VLModel:
-    """A Qwen3VLModel with random weights and embeddings of standard deviation 1."""
-    from transformers import Qwen3VLConfig, Qwen3VLModel
+    generates: bool = False,
+) -> Qwen3VLModel | Qwen3VLForConditionalGeneration:
+    """A Qwen3VLModel with random weights and embeddings of standard deviation 1.
+
+    If it ``generates``, the model with a head, which it is a part of, and the ids of the tokens that stand for images.
+    """
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLModel
 
     text = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
     text["head_dim"] = width // num_heads
@@ -181,9 +193,43 @@ def build_qwen3_vl_encoder(
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     }
-    encoder = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision))
+    ids = image_token_ids(tokenizer) if generates else {}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
+    encoder = (Qwen3VLForConditionalGeneration if generates else Qwen3VLModel)(config)
     torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
     return encoder
+
+
+QWEN3_VL_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}{{ part.text }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+)
+
+
+def build_qwen3_vl_processor(
+    parts: Mapping[str, object], min_pixels: int = 32 * 32, max_pixels: int = 4096 * 32 * 32
+) -> Qwen3VLProcessor:
+    """A Qwen3VLProcessor around ``parts["tokenizer"]``, which keeps the size of images between two numbers of pixels,
+    rounded to multiples of 32.
+
+    Raises:
+        MissingDependencyError: without torchvision, which transformers needs for it.
+    """
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "transformers needs torchvision for the processor of Qwen3-VL: pip install torchvision"
+        ) from error
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    sizes: Keywords = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": 16}
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**sizes, image_mean=[0.5] * 3, image_std=[0.5] * 3),
+        tokenizer=parts["tokenizer"],
+        video_processor=Qwen3VLVideoProcessor(),
+        chat_template=QWEN3_VL_TEMPLATE,
+    )
 
 
 def build_byt5_tokenizer() -> ByT5Tokenizer:

@@ -52,11 +52,12 @@ class Krea2(QwenLatents):
         # A pipeline without components is made only to read its template.
         empty = diffusers.Krea2Pipeline(**parts)
         template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix
+        text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {"generates": False}, {"template": template})
         blueprint = Blueprint(
             pipeline=diffusers.Krea2Pipeline,
             denoiser=diffusers.Krea2Transformer2DModel,
             vae=build_qwen_autoencoder,
-            texts={"text_encoder": TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {}, {"template": template})},
+            texts={"text_encoder": text},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.z_dim * PATCH**2,
                 "text_hidden_dim": parts["text_encoder"].config.text_config.hidden_size,

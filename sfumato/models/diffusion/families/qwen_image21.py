@@ -1,0 +1,245 @@
+"""Qwen-Image 2.1: QwenImage21Transformer2DModel, in which text and images are one causal sequence, and Qwen3-VL.
+
+Where an image's tokens are depends on the length of the prompt before them, so the network runs row by row on prompts
+without padding: in a batch of its pipeline a picture depends on the longest of the prompts. With ``model.from_images``
+source images stand within the prompt.
+
+Its autoencoder has a channel of transparency. Pictures that are given are opaque, and those that are made are shown on
+white, as the model's own text encoder sees them.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sfumato.config.sections import MOST_SOURCE_IMAGES
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.families.qwen_image import QwenLatents
+from sfumato.models.diffusion.latents import (
+    encode_sources,
+    num_tokens,
+    padded,
+    source_shape,
+    split_images,
+    text_shapes,
+    token_counts,
+)
+from sfumato.models.diffusion.schedulers import dynamic_shift
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_autoencoders import build_qwen21_autoencoder
+from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder, build_qwen3_vl_processor
+from sfumato.models.diffusion.valueless_masks import has_values
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+SLOT = 4
+"""Tokens of an image for each place that the text encoder has for it."""
+
+SYSTEM_TURN = "system\nComprehend and analyze the provided prompt.\nuser\n{}\nassistant\n"
+"""Words of the pipeline's template, which become tokens of a tokenizer that is made here."""
+
+
+class QwenImage21(QwenLatents):
+    """Qwen-Image 2.1 from text."""
+
+    pipeline_class: ClassVar[str] = "QwenImage21Pipeline"
+    image_family: ClassVar[str | None] = "QwenImage21Edit"
+    parallel_plan: ClassVar[ParallelPlan] = plans.QWEN_IMAGE21
+    lora_targets: ClassVar[tuple[str, ...]] = (  # radixark/miles_diffusion, its Flow-GRPO of this model
+        *("to_k", "to_q", "to_v", "to_out.0"),
+        *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
+    )
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    prompt_tokenizer: ClassVar[str] = "processor"
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights.
+
+        Sections are those of ``build_pipeline`` and ``processor``; ``sample_sigmas`` is an argument of the pipeline.
+        The autoencoder must make a sixteenth of a side.
+
+        Raises:
+            MissingDependencyError: without torchvision.
+        """
+        import diffusers
+
+        def assemble(tokenizer: object, **parts: object) -> DiffusionPipeline:
+            return diffusers.QwenImage21Pipeline(**parts)  # pyright: ignore[reportArgumentType]
+
+        tokenizer_fixed = {"template": SYSTEM_TURN}
+        text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {"generates": True}, tokenizer_fixed)
+        blueprint = Blueprint(
+            pipeline=assemble,
+            denoiser=diffusers.QwenImage21Transformer2DModel,
+            vae=build_qwen21_autoencoder,
+            texts={"text_encoder": text},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.z_dim,
+                "out_channels": parts["vae"].config.z_dim,
+                "context_in_dim": parts["text_encoder"].config.text_config.hidden_size,
+            },
+            outputs=lambda transformer: [transformer.proj_out],
+            scheduler_settings={"use_dynamic_shifting": True},
+            settings=("sample_sigmas",),
+            further={"processor": build_qwen3_vl_processor},
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    @property
+    def patch(self) -> int:
+        return 1
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
+        """As ``DiffusionModel``; of a trajectory with as many steps as ``sample_sigmas`` of the pipeline has, those."""
+        levels = self.pipeline.config.get("sample_sigmas")
+        if levels is None or len(levels) != num_steps:
+            return super().sigmas(num_steps, latent_shape)
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        shifted = scheduler.config.use_dynamic_shifting
+        mu = {"mu": dynamic_shift(scheduler, num_tokens(latent_shape, 1), self.largest_shift)} if shifted else {}
+        scheduler.set_timesteps(sigmas=levels, **mu)
+        return scheduler.sigmas.to(torch.float32)
+
+    def _encode(self, video: Tensor) -> Tensor:
+        opaque = torch.ones_like(video[:, : self.pipeline.vae.config.in_channels - 3])
+        return super()._encode(torch.cat([video, opaque], dim=1))
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        decoded = super().latents_to_pixels(latents)
+        if decoded.shape[1] == 3:
+            return decoded
+        alpha = (decoded[:, 3:] / 2 + 0.5).clamp(0, 1)
+        return decoded[:, :3] * alpha + (1 - alpha)  # white is 1
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """The prompt with its turn of the template; the pipeline drops the system's from the embeddings."""
+        return self.pipeline.prompt_template_t2i.partition("<|im_end|>\n")[2].format(prompt)
+
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.
+
+        What the encoder makes of a token does not depend on later ones, so longer prompts are cut afterwards.
+        """
+        length = self.max_sequence_length
+        embeddings = {
+            prompt: padded(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length)
+            for prompt in dict.fromkeys(prompts)  # one by one: a batch would be padded to the longest
+        }
+        names = embeddings[prompts[0]]
+        return {name: torch.cat([embeddings[prompt][name] for prompt in prompts]) for name in names}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        encoder = self.pipeline.text_encoder
+        return text_shapes(self.max_sequence_length, encoder.config.text_config.hidden_size, encoder.dtype, torch.bool)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        prompts = embeddings["prompt_embeds"].to(self.input_dtype)
+        images = [*split_images(embeddings, latents.dtype), latents]
+        tokens = torch.cat([image.flatten(2).transpose(1, 2) for image in images], dim=1)
+        time = self.time(sigma.to(latents.device))
+        shapes = [(1, *image.shape[-2:]) for image in images]
+        num_made = num_tokens(latents.shape, 1)
+        mask = embeddings["prompt_mask"]
+        slots = embeddings.get("image_slots", torch.zeros_like(mask))
+        slots = torch.cat([slots, slots.new_ones(len(slots), num_made // SLOT)], dim=1)
+        if not has_values(mask):
+            velocity = self._count(prompts, tokens, time, [height * width for _, height, width in shapes])
+        else:
+            rows = []
+            for row, length in enumerate(token_counts(mask)):
+                is_read = torch.ones_like(slots[row])
+                is_read[length : mask.shape[1]] = False
+                output = self.denoiser(
+                    hidden_states=tokens[row : row + 1],
+                    encoder_hidden_states=prompts[row : row + 1, :length],
+                    timestep=time[row : row + 1],
+                    img_shapes=[shapes],
+                    img_mask=slots[row : row + 1, is_read],
+                    return_dict=False,
+                )[0]
+                rows.append(output[:, -num_made:])
+            velocity = torch.cat(rows)
+        return velocity.transpose(1, 2).unflatten(2, latents.shape[-2:])
+
+    def _count(self, prompts: Tensor, tokens: Tensor, time: Tensor, lengths: list[int]) -> Tensor:
+        """What the network computes, for counts of memory and operations: it finds the places of tokens by values.
+
+        Args:
+            prompts: ``[B, T, D]``, whose places of source images are left out.
+            tokens: of the images, ``[B, N, C]``, those of the picture that is made last.
+            time: ``[B]``.
+            lengths: number of tokens of each image.
+        """
+        network = self.denoiser
+        num_text = prompts.shape[1] - sum(lengths[:-1]) // SLOT
+        hidden = torch.cat([network.txt_in(prompts[:, :num_text]), network.img_in(tokens)], dim=1)
+        ends = [num_text + sum(lengths[:number]) for number in range(len(lengths))]
+        segments = [(0, num_text, True), *((start, end, False) for start, end in pairwise(ends))]
+        is_made = torch.zeros(hidden.shape[1], dtype=torch.bool, device=hidden.device)
+        embedded_time = network.time_text_embed(torch.cat([time, time[:1]]).to(hidden.dtype), hidden)
+        modulation = network.modulation(embedded_time)
+        positions = torch.zeros(
+            hidden.shape[1], network.config.attention_head_dim // 2, dtype=torch.complex64, device=hidden.device
+        )
+        for block in network.transformer_blocks:
+            hidden = block(hidden, modulation, positions, target_token_mask=is_made, segments=segments)
+        return network.proj_out(network.norm_out(hidden, embedded_time, is_made))[:, -lengths[-1] :]
+
+
+class QwenImage21Edit(QwenImage21):
+    """Qwen-Image 2.1 with source images. They keep their size, whereas the pipeline brings them to its resolution."""
+
+    takes_image: ClassVar[bool] = True
+    most_source_images = MOST_SOURCE_IMAGES
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """What ``embed_prompts`` returns, for prompt and images, ``image_slots``, bool ``[1, T]``, and
+        ``image_latents`` ``[1, C, H, W]``, of several images ``[1, S, C, H, W]``.
+
+        ``max_sequence_length`` limits the prompt and its template; the places of the images come on top.
+
+        Raises:
+            ConfigError: for a longer prompt, which cannot be cut, since it follows the images, or when the processor
+                changes the size of the images.
+        """
+        shape = self.latent_shape(*image.shape[-3:-1])
+        several = image if image.ndim == 4 else image[None]
+        embeds, _, is_slot = self.pipeline.encode_prompt(prompt, image=list(several), device=self.device)
+        expected = len(several) * num_tokens(shape, 1) // SLOT
+        if int(is_slot.sum()) != expected:
+            raise ConfigError(
+                f"the model's processor makes {int(is_slot.sum())} tokens of {len(several)} images of "
+                f"{image.shape[-3]} x {image.shape[-2]} pixels in place of {expected}: take sizes between its "
+                "min_pixels and max_pixels"
+            )
+        length = self.max_sequence_length + expected
+        if embeds.shape[1] > length:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: this prompt takes "
+                f"{embeds.shape[1] - expected} tokens, and one that goes with an image cannot be cut: {prompt!r}"
+            )
+        is_slot = torch.nn.functional.pad(is_slot, (0, length - is_slot.shape[1]))
+        return {**padded(embeds, length), "image_slots": is_slot, "image_latents": encode_sources(self, image)}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        num_slots = self.max_source_images * num_tokens(self.latent_shape(height, width), 1) // SLOT
+        length = self.max_sequence_length + num_slots
+        shapes: dict[str, tuple[Sequence[int], torch.dtype]] = super().embedding_shapes(height, width)
+        shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
+        shapes["image_slots"] = ((length,), torch.bool)
+        return shapes | {"image_latents": (source_shape(self, height, width), torch.float32)}
