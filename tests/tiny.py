@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,10 +35,11 @@ from safetensors.torch import load_file
 from sfumato.config.load import load_config, merge, parse_overrides
 from sfumato.config.recipes import FORWARD_RECIPES
 from sfumato.config.sections import ModelConfig
+from sfumato.models.diffusion import flops
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.flops import DenoiserFlops, denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout.diffusion import policy
+from sfumato.rollout.diffusion import differentiable, policy
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
@@ -267,11 +269,10 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any], with_report: b
     module = load_task(task) if isinstance(task, str) else task
     schema = typing.get_type_hints(module.main)["config"]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    counting = [each for each in (module, policy) if hasattr(each, "denoiser_flops")]
     try:
         with contextlib.ExitStack() as stack:
-            for each in counting:
-                stack.enter_context(mock.patch.object(each, "denoiser_flops", flops_counted_once))
+            for counting in (differentiable, flops, policy):
+                stack.enter_context(mock.patch.object(counting, "denoiser_flops", flops_counted_once))
             if not with_report:
                 stack.enter_context(mock.patch.object(Run, "write_report"))
             module.main(load_config(schema, overrides=config))
@@ -282,9 +283,12 @@ def run_task_here(task: str | ModuleType, config: dict[str, Any], with_report: b
     return Path(config["train"]["output_dir"])
 
 
-def flops_counted_once(model: DiffusionModel, height: int, width: int) -> DenoiserFlops:
+def flops_counted_once(
+    model: DiffusionModel, height: int, width: int, conditioning: Mapping[str, torch.Tensor] | None = None
+) -> DenoiserFlops:
     """``denoiser_flops``, which takes as long as the rest of a tiny run, once for each kind of model in a process."""
-    sizes = {name: tuple(each.shape) for name, each in model.example_embeddings(height, width).items()}
+    example = model.example_embeddings(height, width) if conditioning is None else conditioning
+    sizes = {name: tuple(each.shape[1:]) for name, each in example.items()}
     latents = model.latent_shape(height, width, model.frames)
     configs = [
         {name: value for name, value in each.config.items() if name != "_name_or_path"}
@@ -294,7 +298,7 @@ def flops_counted_once(model: DiffusionModel, height: int, width: int) -> Denois
     weights = [(name, tuple(each.shape), each.requires_grad) for name, each in model.denoiser.named_parameters()]
     key = str((type(model), latents, sizes, configs, weights))
     if key not in _FLOPS:
-        _FLOPS[key] = denoiser_flops(model, height, width)
+        _FLOPS[key] = denoiser_flops(model, height, width, conditioning)
     return _FLOPS[key]
 
 
