@@ -238,6 +238,9 @@ def call_hunyuan_video15(
 ) -> Any:
     pipeline.guider.guidance_scale = scale
     pipeline.vae.enable_slicing()  # its attention takes one video at a time
+    pipeline.tokenizer_max_length = row.tokens
+    if images is None:  # so many tokens of no image, which are masked, take most of a tiny model's time
+        pipeline.vision_num_semantic_tokens = 1
     height, width = row.size
     more: dict[str, Any] = {"height": height, "width": width}
     if images is not None:  # the pipeline chooses the size by the image

@@ -5,6 +5,7 @@ The kinds of ``tests.dist.matrix`` are taken apart further; here a family needs 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,11 +40,14 @@ text that is dropped before the last layer; of LTX-2 there are two sequences, an
 sequence sees the parts before it."""
 NO_TENSOR = ("ltx2",)
 """Families whose layers cannot be cut: rotary embeddings come with all heads."""
+QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
+"""Families that run always: text in the same sequence and before it, convolutions, two sequences."""
 FAMILIES = tuple(
     name
     for name in ("flux2_klein", "flux2_klein_edit", "flux_fill", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
     if not ROWS[name].needs or find_spec(ROWS[name].needs)
 )
+FURTHER = tuple(name for name in FAMILIES if name not in QUICK)
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2": {},
@@ -103,22 +107,38 @@ def steps_of(names: tuple[str, ...], lora: bool, config: dict[str, Any]) -> dict
 TRAINED_LORA = LoraConfig(rank=4, alpha=8)
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
-def truth(request: pytest.FixtureRequest) -> tuple[bool, dict[str, dict[str, torch.Tensor]]]:
-    return request.param, steps_of(FAMILIES, request.param, {})
+@dataclass(frozen=True)
+class Truth:
+    """What one process computes."""
+
+    lora: bool
+    steps: dict[str, dict[str, torch.Tensor]]
+    """``step_of``'s outcomes by family."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((False, QUICK), id="full"),
+        pytest.param((False, FURTHER), id="full, further families", marks=pytest.mark.slow),
+        pytest.param((True, FAMILIES), id="lora", marks=pytest.mark.slow),
+    ],
+)
+def truth(request: pytest.FixtureRequest) -> Truth:
+    lora, names = request.param
+    return Truth(lora, steps_of(names, lora, {}))
 
 
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "ring" else ()) for mode in MODES]
 )
-def test_a_step_equals_that_of_one_process(mode: str, truth: Any, ranks: RankPool) -> None:
-    lora, expected = truth
+def test_a_step_equals_that_of_one_process(mode: str, truth: Truth, ranks: RankPool) -> None:
     refused = {"ulysses": NO_SEQUENCE, "ring": NO_SEQUENCE, "tp": NO_TENSOR}.get(mode, ())
-    names = tuple(name for name in FAMILIES if name not in refused)
-    for outcomes in ranks.run(2, steps_of, names, lora, MODES[mode]):
+    names = tuple(name for name in truth.steps if name not in refused)
+    for outcomes in ranks.run(2, steps_of, names, truth.lora, MODES[mode]):
         for name in names:
-            assert outcomes[name].keys() == expected[name].keys(), name
-            for key, tensor in expected[name].items():
+            assert outcomes[name].keys() == truth.steps[name].keys(), name
+            for key, tensor in truth.steps[name].items():
                 difference = (outcomes[name][key] - tensor).norm() / tensor.norm().clamp_min(1e-4)
                 assert difference < TOLERANCE, (name, key, float(difference))
 
