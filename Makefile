@@ -16,10 +16,13 @@ TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noni
 
 setup: $(VENV)/.installed
 
+# pip takes torch where its settings say, and uv the rest, in a sixth of pip's processor time. uv reads no pip.conf: where
+# the packages are behind an index that only that file names, pip does it all.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ocr,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt -e ".[ocr,dev]" || \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[ocr,dev]"
 	@command -v tesseract >/dev/null || $(TESSERACT) >/dev/null 2>&1 || \
 		echo "No tesseract, so its tests are skipped: apt-get install tesseract-ocr, as root, brings it"
 	touch $@
