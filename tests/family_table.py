@@ -39,6 +39,7 @@ MODELS = {
     "HunyuanVideo15ImageToVideoPipeline": ("HunyuanVideo 1.5 image to video", "8.3 B"),
     "LTX2Pipeline": ("LTX-2, LTX-2.3", "19 B, 22 B"),
     "StableAudio3Pipeline": ("Stable Audio 3", "1.4 B (medium)"),
+    "AceStepPipeline": ("ACE-Step 1.5", "1.6 B"),
     "StableDiffusionPipeline": ("Stable Diffusion 1.5, 2", "0.9 B"),
     "StableDiffusionXLPipeline": ("Stable Diffusion XL", "2.6 B"),
 }
@@ -52,7 +53,7 @@ def rows_of(pipeline_class: str) -> list[Row]:
 
 def guidance_of(family: type[DiffusionModel], rows: list[Row]) -> str:
     """How the tested models are guided."""
-    embeds = {bool(row.describe().get("transformer", {}).get("guidance_embeds")) for row in rows}
+    embeds = {bool(row.describe().get("transformer", {}).get("guidance_embeds")) for row in rows} or {False}
     kinds = {True: "an input", False: "two branches"}
     guidance = " or ".join(kinds[each] for each in sorted(embeds, reverse=True))
     return f"{guidance}, rescaled" if family.guide is not DiffusionModel.guide else guidance

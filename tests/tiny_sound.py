@@ -29,6 +29,24 @@ def tiny_stable_audio3() -> dict[str, Any]:
     }
 
 
+def tiny_ace_step() -> dict[str, Any]:
+    """ACE-Step 1.5 base: 0.1 s of 8 kHz are 8 x 13 latents; the first block attends to a window."""
+    return {
+        "pipeline": "AceStepPipeline",
+        "transformer": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "sliding_window": 3,
+        },
+        "text_encoder": {"width": 16},
+        "tokenizer": {"words": ["tone", "Instruction", "Caption", "Metas", "Languages", "Lyric"]},
+    }
+
+
 def tone(frequency: float, seconds: float = 0.4, rate: int = 4000, phase: float = 0.0, level: float = 0.5) -> Waveform:
     """A sine wave of one channel."""
     times = np.arange(int(seconds * rate)) / rate

@@ -2,7 +2,9 @@
 
     python docs/examples/tones.py runs/sound/tones
 
-writes WAV files of six keys with captions (``metadata.jsonl``), and ``prompts.jsonl`` with the frequency of each.
+writes WAV files of six keys with captions (``metadata.jsonl``), and ``prompts.jsonl`` and ``eval_prompts.jsonl``
+with the frequency of each. Two captions of five name another key, as captions of collected files do: RL has to mend
+what a model learns from them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from sfumato.tracking.waveforms import Waveform
 KEYS = {"do": 300.0, "re": 450.0, "mi": 650.0, "fa": 850.0, "sol": 1100.0, "la": 1350.0}
 """Frequencies of the keys in hertz."""
 
-RATE, SECONDS, COPIES = 4000, 0.4, 64
+RATE = 4000
+SECONDS = 0.4
+COPIES = 60
+MISLABELLED = 24
+"""How many of a key's files have a caption that names another key."""
+EVALUATED = 16
+"""How many sounds of each key an evaluation draws."""
 WIDTH_HZ = 30.0
 """How far from the wanted frequency a sound still counts as the tone."""
 
@@ -31,15 +39,18 @@ def write_data(folder: Path) -> None:
     times = np.arange(int(RATE * SECONDS)) / RATE
     captions = []
     for key, frequency in KEYS.items():
+        others = [other for other in KEYS if other != key]
         for copy in range(COPIES):
             phase = generator.uniform(0, 2 * np.pi)
             wave = generator.uniform(0.3, 0.6) * np.sin(2 * np.pi * frequency * times + phase)
             name = f"{key}_{copy:02d}.wav"
             sound = Waveform((32767 * wave).round().astype(np.int16)[None], RATE)
             (folder / name).write_bytes(sound.wav())
-            captions.append({"audio": name, "text": f"key {key}"})
+            named = others[copy % len(others)] if copy < MISLABELLED else key
+            captions.append({"audio": name, "text": f"key {named}"})
     prompts = [{"prompt": f"key {key}", "hertz": frequency} for key, frequency in KEYS.items()]
-    for name, rows in (("metadata.jsonl", captions), ("prompts.jsonl", prompts)):
+    files = {"metadata.jsonl": captions, "prompts.jsonl": prompts, "eval_prompts.jsonl": prompts * EVALUATED}
+    for name, rows in files.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

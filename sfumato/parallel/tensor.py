@@ -307,7 +307,7 @@ def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: i
     for parent in parents:
         keys = ("heads", "inner_dim") if isinstance(getattr(parent, "heads", None), int) else ()
         if hasattr(parent, "processor"):  # some have other names in diffusers; transformers has no processors
-            keys = (*keys, "num_heads", "num_kv_heads")
+            keys = (*keys, "num_heads", "num_kv_heads", "kv_heads")
         for key in keys:
             if isinstance(getattr(parent, key, None), int):
                 setattr(parent, key, getattr(parent, key) // size)

@@ -14,15 +14,18 @@ import torch
 
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.sections import LoraConfig, TrainConfig
+from sfumato.models.diffusion.base import set_output
 from sfumato.models.diffusion.load import find_families
 from sfumato.models.lora import add_lora
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.parallelize import accumulate
 from sfumato.parallel.shards import trainable_parameters, whole
+from tests import family_rows, sound_rows
 from tests.dist.cases import make_mesh
 from tests.dist.ranks import RankPool
-from tests.family_rows import ROWS, wake
+from tests.family_rows import wake
 
+ROWS = {**family_rows.ROWS, **sound_rows.ROWS}
 TOLERANCE = 2e-5
 NO_SEQUENCE = (
     "qwen_image21",
@@ -34,10 +37,11 @@ NO_SEQUENCE = (
     "hunyuan_video15",
     "hunyuan_video15_image",
     "ltx2",
+    "ace_step",
 )
-"""Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, and
-text that is dropped before the last layer; of LTX-2 there are two sequences, and in Qwen-Image 2.1 each part of the
-sequence sees the parts before it."""
+"""Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
+that is dropped before the last layer, and windows of attention; of LTX-2 there are two sequences, and in Qwen-Image 2.1
+each part of the sequence sees the parts before it."""
 NO_TENSOR = ("ltx2",)
 """Families whose layers cannot be cut: rotary embeddings come with all heads."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
@@ -75,7 +79,9 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     else:
         model.denoiser.requires_grad_(True)
     model.denoiser.train()
-    images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size, row.sources)
+    if model.makes_sound:
+        set_output(model, (*row.size, 1), "rollout")
+    images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size, getattr(row, "sources", 1))
     conditioning = model.encode_prompts(PROMPTS, images=images)
     latents = keyed_normal(model.latent_shape(*row.size), 1, "latent", 0, range(len(PROMPTS)))
     target = keyed_normal(row.latent_shape, 2, "latent", 0, range(len(PROMPTS)))

@@ -35,7 +35,7 @@ from tests.tiny import (
     write_tiny_pipeline,
 )
 from tests.tiny_omni import tiny_flow_config, tiny_omni_config
-from tests.tiny_sound import write_tones
+from tests.tiny_sound import tiny_ace_step, write_tones
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_videos import write_videos
 from tests.tiny_vision import tiny_sound_config, tiny_vision_config
@@ -333,6 +333,9 @@ def tiny_adapters(content, train, tmp_path):
     data = _data(tiny) | {"height": size[0], "width": size[1]}
     if "num_frames" in content["data"]:
         data["num_frames"] = size[2]
+    if content["data"].get("data_type") == "sound_text":
+        table = write_tones(tmp_path / "tones", {"low": 300.0}, rate=8000)
+        data = {"train_path": str(table), "cache_dir": None, "seconds": size[1] / 1000}
     if content["data"].get("data_type") == "video_sound_text":
         videos = write_videos(tmp_path / "videos", {"low": 300.0})
         data = {
@@ -393,6 +396,13 @@ def tiny_rl_parts(content, tmp_path):
     write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
     tiny = tiny_rl_config(tmp_path, model={"max_sequence_length": tokens}, eval={"num_prompts": 1})
     rollout = {"num_prompts": 1, "n": 2, "micro_batch_size": 2, "height": size[0], "width": size[1]}
+    if "seconds" in content["rollout"]:
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text("a low tone\na high tone\n")
+        data = dict.fromkeys(("train_path", "eval_path"), str(prompts))
+        rollout = {name: value for name, value in rollout.items() if name not in ("height", "width")}
+        rewards = {"reward": {"rewards": [{"type": "loudness"}]}, "eval": tiny["eval"]}
+        return {"model": _model(tiny), "data": data, "rollout": rollout | {"seconds": size[1] / 1000}} | rewards
     if "num_frames" in content["rollout"]:
         rollout["num_frames"] = size[2]
     data = dict.fromkeys(("train_path", "eval_path")) | tiny["data"]
@@ -415,6 +425,7 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "CogVideoX": (tiny_families.tiny_cogvideox, (16, 16, 5), 7, None),
     "HunyuanVideo-1.5": (tiny_families.tiny_hunyuan_video15, (16, 16, 5), 80, None),
     "LTX-2": (tiny_families.tiny_ltx2, (32, 32, 5), 24, None),
+    "acestep": (tiny_ace_step, (1, 100), 400, None),
     "stable-diffusion-xl": (tiny_families.tiny_stable_diffusion_xl, (16, 16), 7, None),
     "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }

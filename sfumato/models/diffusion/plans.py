@@ -326,3 +326,21 @@ STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))
 
 # Its rotary embeddings come with all heads, and each part has a sequence of its own.
 LTX2 = ParallelPlan(blocks=("LTX2VideoTransformerBlock",))
+
+# Every second block attends to a window of the sound, which sequence parallelism does not know.
+ACE_STEP = ParallelPlan(
+    blocks=("AceStepTransformerBlock",),
+    tensor={
+        f"layers.*.{layer}": style
+        for attention in ("self_attn", "cross_attn")
+        for layer, style in {
+            f"{attention}.to_q": "colwise",
+            f"{attention}.to_k": "colwise",
+            f"{attention}.to_v": "colwise",
+            f"{attention}.norm_q": "replicated_with_grad_allreduce",
+            f"{attention}.norm_k": "replicated_with_grad_allreduce",
+            f"{attention}.to_out.0": "rowwise",
+        }.items()
+    }
+    | {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"},
+)

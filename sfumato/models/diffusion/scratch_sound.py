@@ -17,7 +17,9 @@ from sfumato.models.diffusion.scratch import language_settings
 from sfumato.models.diffusion.scratch_encoders import build_gemma_tokenizer
 
 if TYPE_CHECKING:
+    from diffusers import AutoencoderOobleck
     from diffusers.models.autoencoders.autoencoder_same import AutoencoderSAME
+    from diffusers.pipelines.ace_step import AceStepConditionEncoder
     from diffusers.pipelines.stable_audio_3 import StableAudio3DurationEmbedder
     from transformers import GemmaTokenizer, PreTrainedTokenizerBase, T5GemmaEncoderModel
 
@@ -125,3 +127,54 @@ def build_duration_embedder(
 
     width = parts["text_encoder"].config.encoder.hidden_size
     return StableAudio3DurationEmbedder(output_dim=width, fourier_dim=fourier_features, max_val=longest_seconds)
+
+
+def build_oobleck_autoencoder(
+    width: int = 8,
+    ratios: Iterable[int] = (4, 4, 4),
+    latent_channels: int = 8,
+    audio_channels: int = 2,
+    sampling_rate: int = 8000,
+) -> AutoencoderOobleck:
+    """An AutoencoderOobleck.
+
+    Args:
+        width: channels of the first level, each of which has twice as many as the one before.
+        ratios: by how much each level makes a sound shorter.
+        latent_channels: of the latents.
+        audio_channels: of the sound.
+        sampling_rate: samples per second.
+    """
+    from diffusers import AutoencoderOobleck
+
+    ratios = [*ratios]
+    return AutoencoderOobleck(
+        encoder_hidden_size=latent_channels * 2,  # mean and scale of each latent
+        downsampling_ratios=ratios,
+        channel_multiples=[2**level for level in range(len(ratios))],
+        decoder_channels=width,
+        decoder_input_channels=latent_channels,
+        audio_channels=audio_channels,
+        sampling_rate=sampling_rate,
+    )
+
+
+def build_ace_step_conditions(
+    parts: Keywords, width: int = 32, num_layers: int = 2, num_heads: int = 4, num_kv_heads: int = 2
+) -> AceStepConditionEncoder:
+    """An AceStepConditionEncoder for the text encoder and the autoencoder; its latents of silence are random."""
+    from diffusers.pipelines.ace_step import AceStepConditionEncoder
+
+    encoder = AceStepConditionEncoder(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        text_hidden_dim=parts["text_encoder"].config.hidden_size,
+        timbre_hidden_dim=parts["vae"].config.decoder_input_channels,
+        num_lyric_encoder_hidden_layers=num_layers,
+        num_timbre_encoder_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=width // num_heads,
+    )
+    nn.init.normal_(cast(torch.Tensor, encoder.silence_latent))
+    return encoder

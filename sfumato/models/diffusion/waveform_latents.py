@@ -21,6 +21,14 @@ class WaveformLatents(DiffusionModel):
     makes_sound: ClassVar[bool] = True
 
     @property
+    def sampling_rate(self) -> int:
+        return self.pipeline.vae.config.sampling_rate
+
+    @property
+    def num_channels(self) -> int:
+        return self.pipeline.vae.config.audio_channels
+
+    @property
     def samples_per_latent(self) -> int:
         """Samples of sound that become one latent frame."""
         raise NotImplementedError
@@ -37,6 +45,10 @@ class WaveformLatents(DiffusionModel):
     def num_samples(self, milliseconds: int) -> int:
         """Samples of a sound, in each channel."""
         return milliseconds * self.sampling_rate // 1000
+
+    def cut(self, sound: Tensor) -> Tensor:
+        """Cuts a decoded sound ``[B, A, N]``, of whole latent frames, to the length that is asked for, if any."""
+        return sound[..., : self.num_samples(self.milliseconds)] if self.milliseconds else sound
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         """Shape ``(C, T)`` of a sound of ``width`` milliseconds.

@@ -89,14 +89,6 @@ class StableAudio3(WaveformLatents, FlowSchedule):
         }
 
     @property
-    def sampling_rate(self) -> int:
-        return self.pipeline.vae.config.sampling_rate
-
-    @property
-    def num_channels(self) -> int:
-        return self.pipeline.vae.config.audio_channels
-
-    @property
     def samples_per_latent(self) -> int:
         return self.pipeline.vae.downsampling_ratio
 
@@ -127,8 +119,7 @@ class StableAudio3(WaveformLatents, FlowSchedule):
 
     @torch.no_grad()
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        sound = self.pipeline.vae.decode(latents.to(self.pipeline.vae.dtype)).sample
-        return sound[..., : self.num_samples(self.milliseconds)] if self.milliseconds else sound
+        return self.cut(self.pipeline.vae.decode(latents.to(self.pipeline.vae.dtype)).sample)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.denoiser(

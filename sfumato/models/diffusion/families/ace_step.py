@@ -1,0 +1,219 @@
+"""ACE-Step 1.5 (arXiv 2602.00744): music from a caption and lyrics, by AceStepTransformer1DModel.
+
+Qwen3 reads the caption, and a condition encoder, which is frozen with it, makes one sequence of caption, lyrics and the
+timbre of a reference, here silence. Lyrics stand in a prompt below a line ``# Lyric``, their language before it below
+``# Languages``: the headings of ACE-Step's own format.
+"""
+
+# diffusers fills its namespaces lazily, which type checkers do not see
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.latents import FlowSchedule, padded
+from sfumato.models.diffusion.scratch import build_qwen3_encoder, build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_sound import build_ace_step_conditions, build_oobleck_autoencoder
+from sfumato.models.diffusion.waveform_latents import WaveformLatents
+from sfumato.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+LANGUAGE_HEADING = re.compile(r"^# Languages?[ \t\r]*$", re.MULTILINE)
+LYRICS_HEADING = re.compile(r"^# Lyrics?[ \t\r]*$", re.MULTILINE)
+TIMBRE_SECONDS = 30
+"""Length of the reference from which the timbre is read."""
+GUIDANCE: dict[str, Any] = {"eta": 0.0, "norm_threshold": 2.5, "use_original_formulation": True, "norm_dim": (2,)}
+"""Settings of the guidance (arXiv 2410.02416), as the pipeline has them, over time."""
+PEAK = 10 ** (-1 / 20)
+"""Largest sample of every waveform, which the pipeline scales to it: -1 decibel."""
+SILENT = 1e-6
+"""Waveforms below it are not scaled up to that, as in the pipeline."""
+
+_prompt_mask: ContextVar[Tensor | None] = ContextVar("prompt_mask", default=None)
+"""Which tokens of the prompts are no padding, bool ``[B, 1, 1, T]``, while the network runs for a model here."""
+
+
+def _mask_padding(
+    block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Hook before a block: its attention to the prompt leaves padding out, for which the network has no argument."""
+    return args, {**kwargs, "encoder_attention_mask": _prompt_mask.get()}
+
+
+def _split_at(heading: re.Pattern[str], text: str) -> tuple[str, str]:
+    """What is above the first line that is a heading, and what is below it; all of the text without such a line."""
+    line = heading.search(text)
+    return (text, "") if line is None else (text[: line.start()].rstrip(), text[line.end() :].strip())
+
+
+class ACEStep(WaveformLatents, FlowSchedule):
+    """ACE-Step 1.5 base, SFT and turbo, from text."""
+
+    pipeline_class: ClassVar[str] = "AceStepPipeline"
+    parallel_plan: ClassVar[ParallelPlan] = plans.ACE_STEP
+    # acestep/training/configs.py: the four projections of attention to the sound and to the prompt
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "condition_encoder")
+    knows_size: ClassVar[bool] = False
+    shortest_prompt: ClassVar[int] = 2
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``."""
+        super().__init__(pipeline, *args, **kwargs)
+        self._has_said_guidance = False
+        self._silence: Tensor = pipeline.condition_encoder.silence_latent  # stays when encoders are freed
+        self.set_denoiser(pipeline.transformer)
+
+    def set_denoiser(self, denoiser: nn.Module) -> None:
+        """Replaces the denoiser, whose blocks get the mask of prompts by a hook."""
+        super().set_denoiser(denoiser)
+        for block in denoiser.get_submodule("layers").children():
+            block.register_forward_pre_hook(_mask_padding, with_kwargs=True)
+
+    @classmethod
+    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+        """Builds a pipeline with random weights; see ``build_pipeline``; ``condition_encoder`` is a section, too."""
+        import diffusers
+
+        blueprint = Blueprint(
+            pipeline=diffusers.AceStepPipeline,
+            denoiser=diffusers.AceStepTransformer1DModel,
+            vae=build_oobleck_autoencoder,
+            texts={"text_encoder": TextPart(build_qwen3_encoder, build_qwen_tokenizer)},
+            infer=lambda parts: {
+                "audio_acoustic_hidden_dim": parts["vae"].config.decoder_input_channels,
+                "in_channels": 3 * parts["vae"].config.decoder_input_channels,
+                "encoder_hidden_size": parts["condition_encoder"].config.hidden_size,
+            },
+            outputs=lambda transformer: [transformer.proj_out_conv],
+            scheduler_settings={"num_train_timesteps": 1},
+            further={"condition_encoder": build_ace_step_conditions},
+        )
+        return build_pipeline(blueprint, description, seed)
+
+    def prompt_as_read(self, prompt: str) -> str:
+        """Caption and lyrics in their templates, which count towards the limit together."""
+        return "".join(self.pipeline._format_prompt(**self._arguments(prompt))) if prompt else ""
+
+    @torch.no_grad()
+    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
+        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is 1 more than
+        ``max_sequence_length``, for the timbre."""
+        # one by one: the pipeline fills up a batch, and its network attends to what it is filled up with
+        rows = [padded(self._embed_one(prompt), self.max_sequence_length + 1) for prompt in prompts]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _arguments(self, prompt: str) -> dict[str, Any]:
+        """What the pipeline is called with for a prompt."""
+        caption, lyrics = _split_at(LYRICS_HEADING, prompt)
+        caption, language = _split_at(LANGUAGE_HEADING, caption)
+        seconds = self.milliseconds / 1000
+        return {"prompt": caption, "lyrics": lyrics, "vocal_language": language or "en", "audio_duration": seconds}
+
+    def _embed_one(self, prompt: str) -> Tensor:
+        """The sequence ``[1, T, D]`` of a prompt; of the empty one the embedding that stands for no condition."""
+        encoder = self.pipeline.condition_encoder
+        if not prompt:
+            return encoder.null_condition_emb
+        limit = self.max_sequence_length
+        arguments = self._arguments(prompt)
+        arguments |= {name: [arguments[name]] for name in ("prompt", "lyrics")}
+        caption, caption_mask, lyrics, lyrics_mask = self.pipeline.encode_prompt(
+            **arguments, device=self.device, max_text_length=limit - 1, max_lyric_length=limit
+        )
+        room = limit - caption.shape[1]
+        timbre = encoder.silence_latent[:, : math.ceil(TIMBRE_SECONDS * self.pipeline.latents_per_second)]
+        order = torch.zeros(1, dtype=torch.long, device=self.device)
+        return encoder(caption, caption_mask, lyrics[:, :room], lyrics_mask[:, :room], timbre, order)[0]
+
+    @property
+    def samples_per_latent(self) -> int:
+        return self.pipeline.vae.hop_length
+
+    @property
+    def latent_channels(self) -> int:
+        return self.pipeline.vae.config.decoder_input_channels
+
+    def longest_seconds(self) -> float:
+        """As long as the latents of silence, from which a sound is made."""
+        return self._silence.shape[1] * self.samples_per_latent / self.sampling_rate
+
+    @property
+    def gives_sigmas(self) -> bool:
+        return True
+
+    @property
+    def pipeline_shift(self) -> float:
+        """The shift that the pipeline applies before that of its scheduler."""
+        return inspect.signature(type(self.pipeline).__call__).parameters["shift"].default
+
+    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
+        levels = super().sigmas(num_steps, latent_shape)
+        return self.pipeline_shift * levels / (1 + (self.pipeline_shift - 1) * levels)
+
+    @property
+    def shift(self) -> float:
+        return self.pipeline_shift * super().shift
+
+    def shift_at(self, latent_shape: Sequence[int]) -> float:
+        return self.shift
+
+    @property
+    def embeds_guidance(self) -> bool:
+        return self.pipeline.is_turbo  # its weights are guided: one branch is all
+
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        if scale != 1.0 and not self._has_said_guidance:
+            self._has_said_guidance = True
+            self.say(
+                f"guidance_scale {scale:g} is not used: the guidance of a turbo model is in its weights"
+                if self.pipeline.is_turbo
+                else "each step is guided by itself here; diffusers adds a part of earlier steps' guidance, so its "
+                "sounds differ"
+            )
+        return scale
+
+    def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
+        """Adaptive projected guidance (arXiv 2410.02416), as the pipeline has it but for its momentum, since a step of
+        RL is replayed by itself."""
+        from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
+
+        return normalized_guidance(conditional, unconditional, float(scale) - 1, **GUIDANCE)
+
+    @torch.no_grad()
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        return self.pipeline.vae.encode(self.whole_frames(pixels)).latent_dist.mode().float()
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        sound = self.pipeline.vae.decode(latents.to(self.pipeline.vae.dtype)).sample.float()
+        return self.cut(sound * (PEAK / sound.abs().amax(dim=(1, 2), keepdim=True).clamp_min(SILENT)))
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        time = self.timestep(sigma.to(latents.device, latents.dtype))
+        silence = self._silence[:, : latents.shape[2]].to(latents).expand(len(latents), -1, -1)
+        prompt_mask = _prompt_mask.set(embeddings["prompt_mask"][:, None, None])
+        try:
+            velocity = self.denoiser(
+                hidden_states=latents.mT,
+                timestep=time,
+                timestep_r=time,
+                encoder_hidden_states=embeddings["prompt_embeds"].to(self.input_dtype),
+                context_latents=torch.cat([silence, torch.ones_like(silence)], dim=-1),
+                return_dict=False,
+            )[0]
+        finally:
+            _prompt_mask.reset(prompt_mask)
+        return velocity.mT
