@@ -30,7 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from seed_curves import draw_seed_curves
+from seed_curves import draw_seed_curves, save_figure
 
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
@@ -290,8 +290,7 @@ def draw(algorithms: Sequence[Algorithm], path: Path) -> None:
             panel.spines[["top", "right"]].set_visible(False)
             panel.legend(loc="best", title="reward at the end", frameon=False)
         panels[0].set_ylabel("mean OCR reward on held-out words")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        save_figure(figure, path)
         plt.close(figure)
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sfumato.tracking.charts import theme_css
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Curve = Sequence[tuple[int, float]]
 """Places on the x axis, and values."""
@@ -58,6 +65,21 @@ def draw_seed_curves(
             panel.set_visible(False)
         figure.supxlabel(labels[0])
         figure.supylabel(labels[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        save_figure(figure, path)
         plt.close(figure)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure as SVG that follows the light or dark theme of its reader, also as an image on a page."""
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(follow_theme(drawn.getvalue()), encoding="utf-8")
+
+
+def follow_theme(svg: str) -> str:
+    """The text of an SVG file of matplotlib with white, black and the grey of grids in the colours of the theme."""
+    for colour, name in (("#ffffff", "card"), ("#000000", "ink"), ("#b0b0b0", "muted")):
+        svg = svg.replace(colour, f"var(--{name})")
+    # texts have no colour of their own where they are black
+    return svg.replace("<defs>", f"<defs>\n  <style>{theme_css('svg')}text{{fill:var(--ink)}}</style>", 1)

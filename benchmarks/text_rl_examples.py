@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from seed_curves import save_figure
+
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import UserError
@@ -121,8 +123,7 @@ def draw(examples: list[Example], path: Path) -> None:
         panels[0][0].legend(loc="lower right", frameon=False)
         figure.supxlabel("iterations")
         figure.supylabel("mean reward")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        save_figure(figure, path)
         plt.close(figure)
 
 

@@ -16,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(DOCS.parent))
 sys.path.insert(0, str(DOCS))
 
+from docutils import nodes  # noqa: E402
 from reference import write_configuration_pages  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
 
@@ -64,7 +65,21 @@ def _link_within_site(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = _LINK.sub(replace, source[0])
 
 
+def _add_dark_pictures(app: Sphinx, document: nodes.document) -> None:
+    """Shows ``NAME_dark.webp`` in the place of ``NAME.webp`` while the site is dark, where there is one."""
+    for picture in list(document.findall(nodes.image)):
+        stem, _, ending = picture["uri"].rpartition(".")
+        dark_uri = f"{stem}_dark.{ending}"
+        if (Path(app.env.doc2path(app.env.docname)).parent / dark_uri).is_file():
+            dark = picture.deepcopy()
+            dark["uri"] = dark_uri
+            dark["classes"] = [*picture["classes"], "only-dark"]
+            picture["classes"] = [*picture["classes"], "only-light"]
+            picture.parent.insert(picture.parent.index(picture) + 1, dark)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_configuration_pages(Path(app.srcdir) / "configuration_reference"))
     app.connect("source-read", _link_within_site)
+    app.connect("doctree-read", _add_dark_pictures, priority=400)  # before Sphinx collects the pictures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -99,14 +100,17 @@ def main() -> None:
         write_run(root / "balls")
         browser = playwright.chromium.launch(executable_path=BROWSER or shutil.which("chromium"), args=["--no-sandbox"])
         studio = Studio(root, browser, cache=Path(name) / "cache")
-        for picture, (view, selector, height) in VIEWS.items():
-            page = studio.tab(view, viewport={"width": 1180, "height": height})
+        for (picture, (view, selector, height)), scheme in itertools.product(VIEWS.items(), ("light", "dark")):
+            page = studio.tab(view, viewport={"width": 1180, "height": height}, color_scheme=scheme)
             page.wait_for_selector(selector)
             page.wait_for_timeout(1500)
             page.screenshot(path=f"{name}/{picture}.png")
+            # the site shows the one or the other: docs/conf.py
+            ending = "_dark" if scheme == "dark" else ""
             with Image.open(f"{name}/{picture}.png") as opened:
-                path = ROOT / "docs" / "images" / f"studio_{picture}.webp"
+                path = ROOT / "docs" / "images" / f"studio_{picture}{ending}.webp"
                 opened.convert("RGB").save(path, "WEBP", quality=78, method=6)
+            page.context.close()
         browser.close()
         studio.close()
 
