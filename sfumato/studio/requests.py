@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -44,8 +45,7 @@ def number_parameter(
     text = request.query_params.get(name)
     if text is None and default is not None:
         return default
-    is_number = text is not None and len(text) <= 17 and text.lstrip("-").isascii() and text.lstrip("-").isdecimal()
-    if text is None or not is_number or not least <= int(text) <= most:
+    if text is None or re.fullmatch("-?[0-9]{1,16}|-[0-9]{1,19}", text) is None or not least <= int(text) <= most:
         raise RefusedRequestError(400, f"{name} must be a whole number from {least} to {most}")
     return int(text)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from sfumato.config.characters import in_one_line
 from sfumato.errors import DataError
 from sfumato.studio.gallery import JSON
@@ -34,6 +36,8 @@ def describe_timeline(reader: RunReader, last: int) -> JSON:
     if stretch is None:
         return {"rows": [], "steps": steps, "ends": {}, "problem": ""}
     seconds = stretch.end - stretch.start
+    if not math.isfinite(seconds):
+        return {"rows": [], "steps": steps, "ends": {}, "problem": "timeline.jsonl holds times that no run has written"}
     rows = []
     for (role, rank), members in stretch.rows.items():
         spans = [(max(event.start, stretch.start), min(event.end, stretch.end)) for event in members]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from sfumato.config.secrets import secret_problem
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.folder import ENVIRONMENT, OWN_FOLDER, read_environment
-from sfumato.tracking.json_lines import Series, finite, is_number, is_step, read_jsonl, series_of
+from sfumato.tracking.json_lines import SeriesView, finite, is_number, is_step, read_jsonl, series_of
 from sfumato.tracking.lock import read_owner
-from sfumato.tracking.samples import read_samples
+from sfumato.tracking.samples import read_step, sample_steps
 
 ABSENT = "(absent)"
 """The value of a field that a run's configuration does not have."""
@@ -34,6 +34,41 @@ NO_RESULTS = ("std", "failed")
 """Ends of metrics that only describe how a result was measured."""
 
 SampleRow = JsonObject
+
+
+class EvalRows(Mapping[int, list[SampleRow]]):
+    """Samples of evaluations by step, as ``samples.jsonl`` has them; read when they are asked for, since a comparison
+    needs those of one step, and a long run has thousands.
+
+    Args:
+        steps: with samples, ascending.
+        read: the rows of one of them, of all kinds.
+    """
+
+    def __init__(self, steps: Sequence[int], read: Callable[[int], list[SampleRow]]) -> None:
+        self._steps = dict.fromkeys(steps)
+        self._read = read
+        self._rows: dict[int, list[SampleRow]] = {}
+
+    def __getitem__(self, step: int) -> list[SampleRow]:
+        if step not in self._steps:
+            raise KeyError(step)
+        if step not in self._rows:
+            self._rows[step] = [row for row in self._read(step) if row.get("kind") == "eval"]
+        if not self._rows[step]:
+            raise KeyError(step)
+        return self._rows[step]
+
+    def __iter__(self) -> Iterator[int]:
+        return (step for step in self._steps if step in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def newest_step(self, other: EvalRows | None = None) -> int | None:
+        """The newest step with samples of an evaluation, in another run, too, where one is given; None for none."""
+        steps = reversed(self._steps)
+        return next((step for step in steps if (other is None or step in other) and step in self), None)
 
 
 @dataclass(frozen=True)
@@ -51,9 +86,8 @@ class RunRecord:
     """Values by dotted name; those that are secrets are ``HIDDEN``."""
     environment: dict[str, object]
     """Versions, commit and hardware, by name."""
-    metrics: Series
-    eval_rows: dict[int, list[SampleRow]] = field(repr=False)
-    """Samples of evaluations by step, as ``samples.jsonl`` has them."""
+    metrics: SeriesView
+    eval_rows: EvalRows = field(repr=False)
     problems: tuple[str, ...] = ()
     """What could not be read and is therefore not compared."""
 
@@ -139,7 +173,12 @@ def compare_runs(folders: Sequence[Path], step: int | None = None, seed: int = 0
     """
     if len(folders) < 2:
         raise DataError("two run folders are needed to compare: sfumato compare runs/a runs/b")
-    runs = [read_run(Path(folder), name) for folder, name in zip(folders, _names(folders), strict=True)]
+    runs = [read_run(Path(folder), name) for folder, name in zip(folders, name_folders(folders), strict=True)]
+    return compare_records(runs, step, seed)
+
+
+def compare_records(runs: Sequence[RunRecord], step: int | None = None, seed: int = 0) -> Comparison:
+    """The same of runs that have been read. Raises DataError where samples that are compared are damaged."""
     tasks = list(dict.fromkeys(run.task for run in runs))
     config = differing_fields([run.config for run in runs])
     notes = []
@@ -163,15 +202,24 @@ def compare_runs(folders: Sequence[Path], step: int | None = None, seed: int = 0
     )
 
 
-def read_run(folder: Path, name: str = "") -> RunRecord:
+def read_run(
+    folder: Path,
+    name: str = "",
+    metrics: SeriesView | None = None,
+    last_step: int = 0,
+    eval_rows: EvalRows | None = None,
+) -> RunRecord:
     """Reads what is compared of a run, which may be at work.
 
     Args:
         folder: of the run.
         name: of the run; empty takes that of the folder.
+        metrics: where they have been read already.
+        last_step: of these metrics.
+        eval_rows: where they are read by somebody else.
 
     Raises:
-        DataError: it is no run folder, or its metrics or samples are damaged.
+        DataError: it is no run folder, or its metrics are damaged.
     """
     if problem := file_problem(folder, or_folder=True):
         raise DataError(f"{folder} {problem}: name the folder of a run (train.output_dir)")
@@ -192,21 +240,21 @@ def read_run(folder: Path, name: str = "") -> RunRecord:
     environment = read_environment(folder)
     if not environment:
         problems.append(f"versions and hardware are not compared: {ENVIRONMENT} is missing or damaged")
-    metrics = series_of(read_jsonl(folder / "metrics.jsonl"))
-    samples = read_samples(folder)
-    eval_rows: dict[int, list[SampleRow]] = {
-        step: [row for row in rows if row.get("kind") == "eval"] for step, rows in samples.items()
-    }
+    if metrics is None:
+        metrics = series_of(read_jsonl(folder / "metrics.jsonl"))
+        last_step = max((step for points in metrics.values() for step in points), default=0)
+    if eval_rows is None:
+        eval_rows = EvalRows(sample_steps(folder), lambda step: read_step(folder, step))
     return RunRecord(
         folder=folder,
         name=name or folder.resolve().name,
         task=str(environment.get("task") or "unknown task"),
-        state=_describe_state(folder, environment, metrics),
+        state=_describe_state(folder, environment, last_step),
         run_id=str(environment.get("run_id") or folder.resolve()),
         config={key: HIDDEN if secret_problem(key.split("."), value) else value for key, value in config.items()},
         environment={key: value for key, value in flatten(environment).items() if key not in _without(environment)},
         metrics=metrics,
-        eval_rows={step: rows for step, rows in eval_rows.items() if rows},
+        eval_rows=eval_rows,
         problems=tuple(problems),
     )
 
@@ -278,21 +326,19 @@ def direction_of(name: str, config: Mapping[str, object]) -> int:
 def pair_runs(first: RunRecord, other: RunRecord, step: int | None = None, seed: int = 0) -> PairedRun:
     """Differences of rewards between a run and the first one, at one step of both if they have one in common."""
     notes = []
-    steps_of = [sorted(run.eval_rows) for run in (first, other)]
-    for run, steps in zip((first, other), steps_of, strict=True):
-        if not steps:
+    newest = (first.eval_rows.newest_step(), other.eval_rows.newest_step())
+    for run, newest_step in zip((first, other), newest, strict=True):
+        if newest_step is None:
             notes.append(f"{run.name} has no samples of an evaluation")
-        elif step is not None and step not in steps:
-            notes.append(f"{run.name} has no evaluation at step {step}, but at {_list_steps(steps)}")
-    if notes:
+        elif step is not None and step not in run.eval_rows:
+            notes.append(f"{run.name} has no evaluation at step {step}, but at {_list_steps(list(run.eval_rows))}")
+    if newest[0] is None or newest[1] is None or notes:
         return PairedRun(other.name, None, (), 0, tuple(notes))
-    common = set(steps_of[0]) & set(steps_of[1])
-    if step is None and not common:
+    chosen = step if step is not None else first.eval_rows.newest_step(other.eval_rows)
+    if chosen is None:
         notes.append("the runs evaluated no step in common, so the last evaluation of each is taken")
-    chosen = step if step is not None else max(common, default=None)
-    steps = (steps_of[0][-1], steps_of[1][-1]) if chosen is None else (chosen, chosen)
-    newest = (steps_of[0][-1], steps_of[1][-1])
-    if step is None and chosen is not None and max(newest) > chosen:
+    steps = (newest[0], newest[1]) if chosen is None else (chosen, chosen)
+    if step is None and chosen is not None and max(newest[0], newest[1]) > chosen:
         notes.append(f"step {chosen} is the newest that both evaluated")
     before = first.eval_rows[steps[0]]
     after = other.eval_rows[steps[1]]
@@ -390,7 +436,7 @@ def _is_result(name: str) -> bool:
     return name.startswith(RESULTS) and name.rsplit("/", 1)[-1] not in NO_RESULTS
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def name_folders(folders: Sequence[Path]) -> list[str]:
     """Names that tell runs apart: of their folders, with as many parents as that takes, or with numbers."""
     paths = [Path(folder).resolve() for folder in folders]
     for depth in range(1, 4):
@@ -406,9 +452,8 @@ def _without(environment: Mapping[str, object]) -> set[str]:
     return set(flatten(entries))
 
 
-def _describe_state(folder: Path, environment: Mapping[str, object], metrics: Series) -> str:
+def _describe_state(folder: Path, environment: Mapping[str, object], step: int) -> str:
     """How far a run is."""
-    step = max((step for points in metrics.values() for step in points), default=0)
     total = environment.get("total_steps")
     progress = f"step {step} of {total}" if is_step(total) else f"step {step}"
     if environment.get("finished"):

@@ -332,9 +332,12 @@ def _read(path: Path) -> Seen | None:
     except FileNotFoundError:
         return None
     try:
-        return Owner(**json.loads(text.decode("utf-8"))), renewed
+        owner = Owner(**json.loads(text.decode("utf-8")))
     except (ValueError, TypeError, RecursionError):
         return None, renewed
+    texts = (owner.host, owner.born, owner.place, owner.since, owner.token)
+    is_right = all(isinstance(part, str) for part in texts) and type(owner.pid) is int and 0 < owner.pid < 2**31
+    return (owner if is_right else None), renewed
 
 
 def read_lock(path: Path) -> Seen | None:

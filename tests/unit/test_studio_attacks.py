@@ -21,6 +21,7 @@ from sfumato.studio.runs import RunsFolder
 from sfumato.studio.serve import find_token, serve
 from sfumato.studio.thumbnails import Thumbnails
 from sfumato.tracking.control_files import ControlFolder
+from sfumato.tracking.lock import _machine_id
 from tests.studio_runs import HOST, TOKEN, write_run
 from tests.unit.test_studio import read, write_lock
 
@@ -91,6 +92,8 @@ def test_every_answer_has_the_policy(client):
         assert answer.headers["x-content-type-options"] == "nosniff"
 
 
+LOCK = {"host": "h", "born": "", "place": _machine_id(), "since": "", "token": "t"}
+EVENT = '{"role": "actor", "rank": 0, "kind": "update", "start": -1e308, "end": 1e308, "step": 1, "version": 0}\n'
 PATHS = [
     "../secret",
     "/etc/passwd",
@@ -111,7 +114,7 @@ def test_no_parameter_leads_out_of_the_runs(client, name):
         assert client.get(path, params={"run": name, "step": 4}).status_code in (400, 404), path
     for path in ("/file", "/thumbnail"):
         assert client.get(path, params={"run": "a", "step": 4, "file": name}).status_code in (400, 404)
-    for step in (name, "-1", "1e3", "٤", "9" * 18):
+    for step in (name, "-1", "--1", "-", "1e3", "٤", "9" * 18):
         assert client.get("/file", params={"run": "a", "step": step, "file": "eval_0000.png"}).status_code in (400, 404)
     assert client.get(f"/static/{quote(name)}").status_code in (400, 404)
 
@@ -131,6 +134,29 @@ def test_files_that_rows_name_outside_of_their_folder_are_not_sent(client, runs,
             answer = client.get(path, params={"run": "a", "step": 4, "file": name, "width": 128})
             assert answer.status_code in (400, 404), (path, name)
     assert client.get("/file", params={"run": "a", "step": 4, "file": "config.yaml"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.lock", json.dumps({**LOCK, "pid": 2**80})),
+        ("run.lock", json.dumps({**LOCK, "pid": "1"})),
+        ("run.lock", json.dumps({**LOCK, "born": [], "pid": -1})),
+        ("environment.json", '{"total_steps": 1e999, "task": ["\\ud83d"], "finished": {"a": []}}'),
+        ("metrics.jsonl", '{"step": 1, "__proto__": 1, "eval/reward/total": 1e308}\n{"step": 2, "loss": 1e999}\n'),
+        ("timeline.jsonl", EVENT + EVENT.replace('"actor"', '"run"').replace('"update"', '"step"')),
+        ("control.jsonl", '{"id": [1], "command": {"x": 1}, "time": "x", "step": null}\nnull\n'),
+        ("config.yaml", "reward: {rewards: [1, {type: [x], weight: .nan}]}\neval: x\n1: 2\n"),
+    ],
+)
+def test_a_crafted_file_of_one_run_stops_no_page(runs, tmp_path, name, text):
+    write_run(runs / "crafted")
+    (runs / "crafted" / name).write_text(text)
+    client = build(runs, tmp_path, may_control=True)
+    assert {line["run"] for line in read(client, "/api/runs")["runs"]} == {"a", "crafted"}
+    pages = ("overview", "status", "metrics", "gallery", "timeline", "files", "log", "checkpoints", "control")
+    for page in (*pages, "why?first=4&last=8", "compare?run=a"):
+        assert client.get(f"/api/{page}{'&' if '?' in page else '?'}run=crafted").status_code == 200, page
 
 
 HOSTILE_FIELDS = [
