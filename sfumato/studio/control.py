@@ -41,8 +41,9 @@ NEWEST_ANSWERS = 50
 """Answers of the run that a page shows, the newest."""
 REPLAY_S = 900.0
 """How long a sample may take to be made again."""
+MADE_TYPES = {".png": "image/png", ".webp": "image/webp", ".wav": "audio/wav"}
 MOST_PICTURES = 1000
-"""Pictures of replay and of the playground that are kept for pages, the newest."""
+"""Pictures and sounds of replay and of the playground that are kept for pages, the newest."""
 KINDS = ("eval", "train", "watched")
 
 
@@ -189,8 +190,12 @@ class Control:
                 raise
         for answer in answers:
             file = answer.pop("file", None)
-            if isinstance(file, str) and Path(file).suffix in (".png", ".webp"):
-                answer["picture"] = self._address(Path(file))
+            path = Path(file) if isinstance(file, str) and file else None
+            if path is not None and path.suffix in (".png", ".webp"):
+                answer["picture"] = self._address(path)
+            # the sound of a video lies beside it
+            if path is not None and (sound := path.with_suffix(".wav")).is_file():
+                answer["sound"] = self._address(sound)
         return json_response({"answers": [_cleaned(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:
@@ -201,11 +206,11 @@ class Control:
         return json_response({})
 
     async def made(self, request: Request) -> Response:
-        """A picture that replay or the playground has made."""
+        """A picture or a sound that replay or the playground has made."""
         path = self._files.get(text_parameter(request, "name"))
         if path is None or path.is_symlink() or not path.is_file():
-            raise RefusedRequestError(404, "this picture is not there any more")
-        return FileResponse(path, media_type="image/webp" if path.suffix == ".webp" else "image/png")
+            raise RefusedRequestError(404, "this file is not there any more")
+        return FileResponse(path, media_type=MADE_TYPES[path.suffix])
 
     async def close(self) -> None:
         """Ends the playground, and removes what it and replay have written."""

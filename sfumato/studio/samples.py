@@ -37,7 +37,7 @@ MOST_AROUND = 200
 """Steps that are looked at, at most, for the one before or after a sample's."""
 NEWEST_STEPS = 8
 """Steps that are always looked at, since a run may still write to them."""
-FILE_FIELDS = ("file", "source")
+FILE_FIELDS = ("file", "source", "sound")
 """Fields of a row that name a file beside it."""
 
 IN_MATRIX = ("eval", "watched")

@@ -22,6 +22,7 @@ from sfumato.studio.thumbnails import Thumbnails
 from sfumato.tracking.curves import smooth
 from sfumato.tracking.lock import Owner
 from sfumato.tracking.samples import SampleRecord, save_samples, step_folder
+from sfumato.tracking.waveforms import Waveform
 from tests.studio_runs import HOST, PROMPTS, TOKEN, add_decisions, eval_records, picture, write_run, write_steps
 
 
@@ -366,6 +367,17 @@ def test_a_sound_is_sent_and_has_a_spectrum(client, runs, tmp_path):
     # 2 kHz of the 8 kHz that are shown, counted from below
     assert abs((len(shades) - 1 - shades.mean(axis=1).argmax()) - len(shades) * 2000 / 8000) <= 2
     assert "no sound" in read(client, "/spectrum", 404, **(place | {"file": "noise.wav"}))["error"]
+
+
+def test_a_sound_that_a_run_has_drawn_can_be_heard(client, runs):
+    tone = Waveform((9000 * np.sin(np.arange(4000) / 3)).astype(np.int16)[None], 8000)
+    save_samples(runs / "a", 16, [SampleRecord(tone, "eval", "a tone", 7, 0)])
+    pause()
+    sample = read(client, "/api/sample", run="a", step=16, kind="eval", id=0)["sample"]
+    sound = client.get("/file", params={"run": "a", "step": 16, "file": sample["sound"]})
+    assert sound.headers["content-type"] == "audio/wav" and sound.content == tone.wav()
+    spectrum = client.get("/thumbnail", params={"run": "a", "step": 16, "file": sample["file"], "width": 128})
+    assert spectrum.headers["content-type"] == "image/webp"
 
 
 def test_texts_of_a_language_model_and_broken_rows(client, runs):

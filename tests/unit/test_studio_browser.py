@@ -18,6 +18,7 @@ import pytest
 
 from sfumato.tracking.samples import SampleRecord, save_samples
 from sfumato.tracking.timeline import RUN, STEP, Event, Timeline
+from sfumato.tracking.waveforms import Waveform
 from tests.studio_runs import TOKEN, add_decisions, picture, write_run, write_steps
 from tests.unit.test_studio import write_lock
 
@@ -95,6 +96,8 @@ def runs(tmp_path_factory):
     )
     (folder / "samples.jsonl").write_text("".join(f"{line[:-1]}{fields}\n" for line in lines))
     write_run(root / "experiments" / "a_long_name_that_somebody_gave_to_a_run_of_theirs", total=100_000)
+    tone = Waveform((9000 * np.sin(np.arange(4000) / 3)).astype(np.int16)[None], 8000)
+    save_samples(write_run(root / "tones", steps=1), 2, [SampleRecord(tone, "eval", "a tone", 7, 0)])
     timeline = Timeline(root / "b")
     for step in range(1, 5):
         timeline.add([Event("sampler", rank, "generate", 10.0 * step, 10.0 * step + 6, step, 0) for rank in range(2)])
@@ -119,6 +122,7 @@ PAGES = {
     "group?run=a&step=8": ".group[data-group='1'] .tile img",
     "sample?run=a&step=8&kind=train&id=4": ".denoise .clipped",
     "sample?run=words&step=2&kind=train&id=1": ".tokens .clipped",
+    "sample?run=tones&step=2&kind=eval&id=0": ".stage audio",
     "scrub?run=a&with=b": ".frame:nth-child(2) img",
     "why?run=a": "table[data-table=intervals] .interval",
     "compare?run=a&run=b": "td:has-text('train.max_steps')",

@@ -72,6 +72,12 @@ function neighbour(list, value, by) {
 
 /** What was generated, as large as it fits. */
 export function media(run, step, version, row) {
+  // a sound's file is the picture of its spectrum, that of a video with sound the video
+  const sound = row.sound && h("audio", {src: fileAddress(run, step, row.sound, version), controls: true});
+  return [picture(run, step, version, row), sound];
+}
+
+function picture(run, step, version, row) {
   if (row.damage) return [h("p", {class: "warning"}, row.damage), row.file && h("img", {src: fileAddress(run, step, row.file, version), alt: ""})];
   if (row.tokens && row.text !== undefined) return tokens(row);
   if (row.text !== undefined) return h("div", {class: "text"}, row.text || h("span", {class: "note"}, "empty"));
