@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sfumato.config.characters import whole_characters
 from sfumato.config.file_checks import file_problem, path_inside
 from sfumato.config.load import parse_yaml
 from sfumato.errors import ConfigError, DataError
@@ -305,7 +306,8 @@ class RunsFolder:
             files = {entry.name for entry in listed if entry.is_file(follow_symlinks=False)}
             is_run = "config.yaml" in files and any(mark in files for mark in MARKS)
             if is_run:
-                name = folder.relative_to(self.root).as_posix() if folder != self.root else folder.name
+                path = folder.relative_to(self.root).as_posix() if folder != self.root else folder.name
+                name = whole_characters(path)  # a name that is no UTF-8 comes back from a page as it was shown
                 times = [entry.stat().st_mtime for entry in listed if entry.name in ("metrics.jsonl", "config.yaml")]
                 folders.append((max(times, default=0.0), name, folder))
             if depth < DEEPEST:

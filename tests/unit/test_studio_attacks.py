@@ -159,6 +159,16 @@ def test_a_crafted_file_of_one_run_stops_no_page(runs, tmp_path, name, text):
         assert client.get(f"/api/{page}{'&' if '?' in page else '?'}run=crafted").status_code == 200, page
 
 
+@pytest.mark.parametrize(
+    "name", [b"no \xff utf-8", b"a#b?c&d=%2e%2e", b"<img src=x>", b"two\nlines", " \u202e ".encode()]
+)
+def test_runs_of_any_name_are_found_by_the_name_that_is_shown(runs, tmp_path, name):
+    write_run(runs / "b").rename(os.fsdecode(os.path.join(os.fsencode(runs), name)))
+    client = build(runs, tmp_path)
+    (shown,) = {line["run"] for line in read(client, "/api/runs")["runs"]} - {"a"}
+    assert read(client, "/api/overview", run=shown)["step"] == 12
+
+
 HOSTILE_FIELDS = [
     {"trained_steps": [10**9], "log_ratio": [0.0]},
     {"trained_steps": [-5, 1e300], "log_ratio": [0, 0]},
