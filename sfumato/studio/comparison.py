@@ -143,7 +143,7 @@ def describe_comparison(readers: Sequence[RunReader], step: int | None) -> JSON:
         return {"problem": printable(str(error))}
     names = [reader.name for reader in readers]
     return {
-        "runs": [_describe_record(name, run) for name, run in zip(names, comparison.runs, strict=True)],
+        "runs": [_describe_record(reader, run) for reader, run in zip(readers, comparison.runs, strict=True)],
         "config": _fields(comparison.config),
         "environment": _fields(comparison.environment),
         "results": {
@@ -165,8 +165,9 @@ def describe_comparison(readers: Sequence[RunReader], step: int | None) -> JSON:
     }
 
 
-def _describe_record(name: str, run: RunRecord) -> JSON:
-    return {"run": name, "task": run.task, "state": run.state, "problems": [printable(text) for text in run.problems]}
+def _describe_record(reader: RunReader, run: RunRecord) -> JSON:
+    problems = [printable(text) for text in (*run.problems, *reader.problems)]
+    return {"run": reader.name, "task": run.task, "state": run.state, "problems": problems}
 
 
 def _fields(differences: Sequence[Difference]) -> list[JSON]:

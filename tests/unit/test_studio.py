@@ -308,8 +308,11 @@ def test_runs_are_compared_and_a_broken_one_is_said(client, runs):
     compared = read(client, "/api/compare", run=["a", "b"])
     assert {line["name"]: line["values"] for line in compared["config"]}["train.max_steps"] == ["20", "30"]
     assert compared["results"]["eval/reward/total"][1]["last"] == 0.6 and compared["paired"][0]["steps"] == [12, 12]
-    (runs / "b" / "metrics.jsonl").write_text("broken\n{}\n")
-    assert "broken" in read(client, "/api/compare", run=["a", "b"])["problem"]
+    (runs / "b" / "metrics.jsonl").write_text('broken\n{"step": 1, "loss": 7.0}\n')
+    pause()
+    compared = read(client, "/api/compare", run=["a", "b"])
+    assert compared["results"]["loss"][1]["last"] == 7.0
+    assert compared["runs"][1]["problems"] == ["metrics.jsonl: 1 broken lines are left out"]
     read(client, "/api/compare", 400, run=["a"])
 
 
