@@ -18,14 +18,15 @@ from pathlib import Path
 from PIL import Image
 from seed_curves import draw_seed_curves
 
-from docs.examples.tones import KEYS, RATE
+from sfumato.config.load import read_yaml
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = Path("runs/sound")
+RUNS = ROOT / "runs" / "sound"
+PROMPTS = RUNS / "tones" / "prompts.jsonl"
 CURVES = ROOT / "docs" / "images" / "sound_rl.svg"
-SPECTRA = ROOT / "docs" / "images" / "sound_rl_spectra.png"
+SPECTRA = ROOT / "docs" / "images" / "sound_rl_spectra.webp"
 REWARD = "eval/reward/total"
 ALGORITHMS = {  # by title: the task, and its configuration in configs/sound
     "Flow-GRPO-Fast": ("rl_diffusion", "tones_rl"),
@@ -52,8 +53,8 @@ def main() -> None:
             strict=True,
         ):
             print(f"{title}  iteration {step}: {statistics.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
-    draw_seed_curves(curves_of, CURVES, ("iterations", "share of power at the wanted tone"), 2.4, (0, 1))
-    draw_spectra(run_folder(ALGORITHMS["Flow-GRPO-Fast"][1], options.seeds[0]))
+    draw_seed_curves(curves_of, CURVES, ("iterations", "power at the tone"), 2.4, (0, 0.6))
+    draw_spectra(run_folder("tones_rl", options.seeds[0]))
 
 
 def run_folder(config: str, seed: int) -> Path:
@@ -63,7 +64,8 @@ def run_folder(config: str, seed: int) -> Path:
 
 def run_all(seeds: list[int]) -> None:
     """Makes the data, and runs what is not finished."""
-    subprocess.run([sys.executable, str(ROOT / "docs/examples/tones.py"), str(RUNS / "tones")], check=True)
+    if not PROMPTS.is_file():
+        subprocess.run([sys.executable, "docs/examples/tones.py", str(RUNS / "tones")], check=True, cwd=ROOT)
     launch("train_dit", "tones_pretrain", RUNS / "pretrain")
     for task, config in ALGORITHMS.values():
         for seed in seeds:
@@ -92,17 +94,21 @@ def draw_spectra(folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     samples = read_samples(folder)
-    figure, panels = plt.subplots(2, len(KEYS), figsize=(9, 3.4), sharex=True, sharey=True, layout="constrained")
+    wanted = [float(str(row["hertz"])) for row in read_jsonl(PROMPTS)]
+    rate = read_yaml(str(ROOT / "configs/sound/tiny_stable_audio3.yaml"))["vae"]["sampling_rate"]
+    figure, panels = plt.subplots(2, len(wanted), figsize=(9, 3.4), sharex=True, sharey=True, layout="constrained")
     for row, step in zip(panels, (min(samples), max(samples)), strict=True):
         shown = [sample for sample in samples[step] if sample["kind"] == "eval"]
-        for panel, hertz, sample in zip(row, KEYS.values(), shown, strict=False):
+        for panel, hertz, sample in zip(row, wanted, shown, strict=False):
+            rewards = sample["rewards"]
+            assert isinstance(rewards, dict)
             with Image.open(step_folder(folder, step) / str(sample["file"])) as picture:
-                panel.imshow(picture.convert("RGB"), extent=(0, 1, 0, RATE / 2), aspect="auto")
+                panel.imshow(picture.convert("RGB"), extent=(0, 1, 0, rate / 2), aspect="auto")
             panel.axhline(hertz, color="white", linewidth=0.6, linestyle=":")
-            panel.set_title(f"{sample['prompt']}: {sample['rewards']['hears_tone']:.2f}", fontsize=8)
+            panel.set_title(f"{sample['prompt']}: {rewards['hears_tone']:.2f}", fontsize=8)
             panel.set_xticks([])
         row[0].set_ylabel(f"iteration {step}, Hz", fontsize=8)
-    figure.savefig(SPECTRA, dpi=80)
+    figure.savefig(SPECTRA, dpi=80, pil_kwargs={"quality": 80})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
 from tests.tiny import ROOT, run_task_here
 
-ITERATIONS = 30
+ITERATIONS = 20
 
 
 @pytest.fixture(scope="module")
