@@ -189,6 +189,23 @@ def call_qwen21(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tens
     return pictures[..., :3] * alpha + 1 - alpha
 
 
+def call_ideogram4(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    more = settings(row, guidance_scale=scale, guidance_schedule=None)
+    return pipeline(prompt=prompts, latents=latents.flatten(2).transpose(1, 2), **more).images
+
+
+def call_kandinsky5(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    pipeline.resolutions = [row.size[::-1]]  # others are brought to one of those that are published
+    more = settings(row, guidance_scale=scale)
+    pictures = pipeline(prompt=prompts, latents=latents.permute(0, 2, 3, 1)[:, None], **more).image
+    pipeline.last_latents = pipeline.last_latents[:, 0].permute(0, 3, 1, 2)
+    return pictures
+
+
 def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
 
@@ -406,6 +423,31 @@ ROWS = {
         velocity=last_pixels,
         from_images=True,
         sources=2,
+        brief=True,
+    ),
+    "ideogram4": Row(
+        tiny_families.tiny_ideogram4,
+        call_ideogram4,
+        (16, 4, 6),
+        4,
+        size=(16, 24),
+        tokens=32,
+        straight=False,
+        unpack=unpack_pixels,
+        velocity=lambda output, shape: -last_pixels(output, shape),
+        brief=True,
+    ),
+    "kandinsky5": Row(
+        tiny_families.tiny_kandinsky5,
+        call_kandinsky5,
+        (4, 4, 6),
+        16,
+        size=(32, 48),
+        tokens=24,
+        batched=False,
+        needs="torchvision",
+        straight=False,
+        velocity=lambda output, shape: output[:, 0].permute(0, 3, 1, 2),
         brief=True,
     ),
     "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),

@@ -328,6 +328,44 @@ def tiny_qwen_image21() -> dict[str, Any]:
     }
 
 
+def tiny_ideogram4() -> dict[str, Any]:
+    """Ideogram 4: 16x16 pixels are 16 x 4 x 4 latents, each of them a token. Its encoder must have 36 layers."""
+    return {
+        "pipeline": "Ideogram4Pipeline",
+        "transformer": {
+            "num_layers": 2,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "adaln_dim": 16,
+            "mrope_section": [2, 2, 2],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4},
+        "text_encoder": {"width": 16, "num_layers": 36, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"', "user", "assistant"]},
+    }
+
+
+def tiny_kandinsky5() -> dict[str, Any]:
+    """Kandinsky 5: 32x32 pixels are 4 x 4 x 4 latents and 4 tokens, since its pipeline counts on an eighth."""
+    return {
+        "pipeline": "Kandinsky5T2IPipeline",
+        "transformer": {
+            "time_dim": 16,
+            "model_dim": 32,
+            "ff_dim": 48,
+            "num_text_blocks": 1,
+            "num_visual_blocks": 2,
+            "axes_dims": [4, 6, 6],
+        },
+        "vae": {"channels": [4, 4, 8, 8], "norm_groups": 4, "scaling_factor": 0.36},
+        "text_encoder": {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+        "text_encoder_2": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "tokenizer": {"words": ["write", '"']},
+        "scheduler": {"shift": 3.0},
+    }
+
+
 def tiny_flux2() -> dict[str, Any]:
     """FLUX.2 dev: klein with the guidance scale as an input. Its encoder must have 30 layers."""
     description = tiny_flux2_klein()

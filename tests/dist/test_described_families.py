@@ -27,8 +27,12 @@ from tests.family_rows import wake
 
 ROWS = {**family_rows.ROWS, **sound_rows.ROWS}
 TOLERANCE = 2e-5
+LOOSE = {"kandinsky5": 1e-3}
+"""Tolerances of families that round to bfloat16 between layers, where another last bit may become another value."""
 NO_SEQUENCE = (
     "qwen_image21",
+    "ideogram4",
+    "kandinsky5",
     "chroma",
     "sana",
     "sana_video",
@@ -42,8 +46,8 @@ NO_SEQUENCE = (
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
 that is dropped before the last layer, and windows of attention; of LTX-2 there are two sequences, and in Qwen-Image 2.1
 each part of the sequence sees the parts before it."""
-NO_TENSOR = ("ltx2",)
-"""Families whose layers cannot be cut: rotary embeddings come with all heads."""
+NO_TENSOR = ("ltx2", "kandinsky5")
+"""Families whose layers cannot be cut: rotary embeddings come with all heads, or are rounded to bfloat16."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""
 FAMILIES = tuple(
@@ -146,7 +150,7 @@ def test_a_step_equals_that_of_one_process(mode: str, truth: Truth, ranks: RankP
             assert outcomes[name].keys() == truth.steps[name].keys(), name
             for key, tensor in truth.steps[name].items():
                 difference = (outcomes[name][key] - tensor).norm() / tensor.norm().clamp_min(1e-4)
-                assert difference < TOLERANCE, (name, key, float(difference))
+                assert difference < LOOSE.get(name, TOLERANCE), (name, key, float(difference))
 
 
 @pytest.mark.parametrize("name", [name for name in NO_SEQUENCE if name in FAMILIES])
@@ -155,7 +159,7 @@ def test_a_sequence_that_cannot_be_cut_is_refused(name: str, ranks: RankPool) ->
         ranks.run(2, step_of, name, False, MODES["ulysses"])
 
 
-@pytest.mark.parametrize("name", NO_TENSOR)
+@pytest.mark.parametrize("name", [name for name in NO_TENSOR if name in FAMILIES])
 def test_layers_that_cannot_be_cut_are_refused(name: str, ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"ConfigError: .*tensor_parallel"):
         ranks.run(2, step_of, name, False, MODES["tp"])

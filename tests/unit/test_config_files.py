@@ -420,6 +420,7 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "Wan2.2-TI2V": (tiny_families.tiny_wan_small, (32, 32, 5), 7, None),
     "Wan2.2-T2V-A14B": (tiny_families.tiny_wan_pair, (16, 16, 5), 7, None),
     "Wan": (tiny_families.tiny_wan, (16, 16, 5), 7, None),
+    "ideogram": (tiny_families.tiny_ideogram4, (16, 16), 32, None),
     "Z-Image": (tiny_families.tiny_z_image, (16, 16), 40, None),
     "Sana": (tiny_families.tiny_sana, (32, 64), 10, None),
     "CogVideoX": (tiny_families.tiny_cogvideox, (16, 16, 5), 7, None),

@@ -89,6 +89,21 @@ def test_settings_of_flow_matching_give_the_samples_of_the_pipeline(name: str, s
     assert_close(latents, by_diffusers(model, name), atol=2e-4, rtol=2e-4)
 
 
+def test_levels_of_ideogram_are_those_of_a_square_of_512_shifted() -> None:
+    """Training draws logits of the same distribution, and shifts them."""
+    model = build("ideogram4")
+    unshifted = model.sigmas(6, (16, 128, 128))  # the tiny autoencoder makes a quarter of a side
+    quantiles = torch.special.ndtri(torch.linspace(1, 0, 7)[1:-1])
+    assert_close(unshifted[1:-1], torch.sigmoid(1.5 * quantiles), atol=1e-6, rtol=0)
+    assert model.shift_at((16, 128, 128)) == 1 and model.shift == 4
+    shape = (16, 64, 512)
+    shift = model.shift_at(shape)
+    assert shift == pytest.approx(2**0.5)
+    assert_close(
+        model.sigmas(6, shape)[1:-1], (shift * unshifted / (1 + (shift - 1) * unshifted))[1:-1], atol=1e-6, rtol=0
+    )
+
+
 def test_levels_that_a_pipeline_names_are_those_of_as_many_steps() -> None:
     pytest.importorskip("torchvision")
     name, levels = "qwen_image21", [1.0, 0.75, 0.4, 0.1]

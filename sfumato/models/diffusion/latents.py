@@ -182,8 +182,13 @@ class KLLatents(DiffusionModel):
         vae = self.pipeline.vae
         shift, scale = self._latent_scale(latents)
         latents = (latents.float() / scale + shift).to(vae.dtype)
-        num_pixels = latents.shape[-2] * latents.shape[-1] * self.pipeline.vae_scale_factor**2
+        num_pixels = latents.shape[-2] * latents.shape[-1] * self.vae_factor**2
         return in_slices(lambda part: vae.decode(part, return_dict=False)[0], latents, num_pixels)
+
+    @property
+    def vae_factor(self) -> int:
+        """Pixels along each side of a latent pixel."""
+        return self.pipeline.vae_scale_factor
 
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
         """The shift to subtract from the autoencoder's latents, and the scale to multiply them by afterwards.

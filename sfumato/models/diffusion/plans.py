@@ -283,6 +283,27 @@ KREA2 = ParallelPlan(
     },
 )
 
+# Its masks differ from query to query, which sequence parallelism does not know.
+IDEOGRAM4 = ParallelPlan(
+    blocks=("Ideogram4TransformerBlock",),
+    tensor={
+        "layers.*.attention.to_q": "colwise",
+        "layers.*.attention.to_k": "colwise",
+        "layers.*.attention.to_v": "colwise",
+        "layers.*.attention.norm_q": "replicated_with_grad_allreduce",
+        "layers.*.attention.norm_k": "replicated_with_grad_allreduce",
+        "layers.*.attention.to_out.0": "rowwise",
+        "layers.*.feed_forward.w1": "colwise",
+        "layers.*.feed_forward.w3": "colwise",
+        "layers.*.feed_forward.w2": "rowwise",
+    },
+)
+
+# Rounding to bfloat16 between layers makes sums in another order differ by more than the last bits.
+KANDINSKY5 = ParallelPlan(
+    blocks=("Kandinsky5TransformerEncoderBlock", "Kandinsky5TransformerDecoderBlock"),
+)
+
 SANA_VIDEO = replace(SANA, blocks=("SanaVideoTransformerBlock",))
 
 COGVIDEOX = ParallelPlan(

@@ -281,6 +281,8 @@ def build_qwen_vl_encoder(
     """A Qwen2_5_VLForConditionalGeneration with random weights and embeddings of standard deviation 1."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+
     # Rotary frequencies of a head, shared out to time, height and width: 16, 24, 24 of 64 in Qwen's own model.
     num_frequencies = width // num_heads // 2
     side = num_frequencies * 3 // 8

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PixtralProcessor,
         PreTrainedTokenizerBase,
         Qwen2_5_VLTextModel,
+        Qwen2Tokenizer,
         Qwen3ForCausalLM,
         Qwen3VLForConditionalGeneration,
         Qwen3VLModel,
@@ -202,8 +203,15 @@ def build_qwen3_vl_encoder(
 
 QWEN3_VL_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}{{ part.text }}"
-    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def build_qwen3_vl_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """The tokenizer of ``build_qwen_tokenizer`` with a chat template for messages in parts."""
+    tokenizer = build_qwen_tokenizer(words)
+    tokenizer.chat_template = QWEN3_VL_TEMPLATE
+    return tokenizer
 
 
 def build_qwen3_vl_processor(

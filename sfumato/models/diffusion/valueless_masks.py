@@ -1,4 +1,4 @@
-"""Networks that select tokens by masks, in counts of memory and operations, where tensors have no values."""
+"""Networks that need values, in counts of memory and operations, where tensors have none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -41,6 +41,31 @@ class SelectEverything(TorchFunctionMode):
         if func is torch.Tensor.__invert__:
             self._inverted.append(result)
         return result
+
+
+def compute_positions_off_meta(denoiser: nn.Module, name: str) -> None:
+    """Computes positions on the CPU where the denoiser is on meta, for operations to be counted: they switch autocast
+    off, which torch cannot do on meta.
+
+    Args:
+        denoiser: its weights may be anywhere.
+        name: of the part that computes positions from its first argument: a tensor, or several.
+    """
+    if not next(denoiser.parameters()).is_meta:
+        return
+
+    def to_cpu(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor | None:
+        return torch.zeros(args[0].shape) if args[0].is_meta else None
+
+    def from_cpu(
+        module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        device = next(denoiser.parameters()).device
+        return output.to(device) if isinstance(output, Tensor) else tuple(part.to(device) for part in output)
+
+    positions = denoiser.get_submodule(name)
+    positions.register_forward_pre_hook(to_cpu)
+    positions.register_forward_hook(from_cpu)
 
 
 def masks_without_values(mask: Tensor) -> AbstractContextManager[object]:

@@ -21,6 +21,7 @@ from sfumato.models.diffusion.latents import PATCH, padded, text_shapes
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_mistral3_encoder
+from sfumato.models.diffusion.valueless_masks import compute_positions_off_meta
 from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -61,13 +62,8 @@ class ErnieImage(Flux2Latents):
         self.set_denoiser(pipeline.transformer)
 
     def set_denoiser(self, denoiser: nn.Module) -> None:
-        """Replaces the denoiser. On meta, where operations are counted, its positions are computed on the CPU: they
-        switch autocast off, which torch cannot do on meta."""
         super().set_denoiser(denoiser)
-        positions = denoiser.get_submodule("pos_embed")
-        if next(denoiser.parameters()).is_meta:
-            positions.register_forward_pre_hook(lambda _, args: torch.zeros(args[0].shape) if args[0].is_meta else None)
-            positions.register_forward_hook(lambda _, args, output: output.to(next(denoiser.parameters()).device))
+        compute_positions_off_meta(denoiser, "pos_embed")
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``.

@@ -61,11 +61,19 @@ class Flux2Latents(KLLatents, FlowTokens):
 
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
         mean, std = self._statistics()
-        return (torch.nn.functional.pixel_unshuffle(super().pixels_to_latents(pixels), PATCH) - mean) / std
+        return (self.to_patches(super().pixels_to_latents(pixels)) - mean) / std
 
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         mean, std = self._statistics()
-        return super().latents_to_pixels(torch.nn.functional.pixel_shuffle(latents.float() * std + mean, PATCH))
+        return super().latents_to_pixels(self.from_patches(latents.float() * std + mean))
+
+    def to_patches(self, latents: Tensor) -> Tensor:
+        """Patches ``[B, 4C, H/2, W/2]`` of latents ``[B, C, H, W]``, in the order of the batch norm's channels."""
+        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
+
+    def from_patches(self, patches: Tensor) -> Tensor:
+        """The inverse of ``to_patches``."""
+        return torch.nn.functional.pixel_shuffle(patches, PATCH)
 
     @property
     def batch_norm_eps(self) -> float:
