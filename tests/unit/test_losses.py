@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from sfumato.models.language.scores import TokenScores
 from sfumato.parallel.loss import (
     cross_entropy_sum,
     linear_cross_entropy,
@@ -70,6 +71,24 @@ def test_log_probs_and_entropy_have_gradients_of_their_own(temperature):
     theirs = plain(hidden, weight, bias, labels, temperature)
     expected = gradients((theirs[0] * upstream[0]).sum(), *leaves)
     torch.testing.assert_close(gradients((alone * upstream[0]).sum(), *leaves), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, -torch.inf])
+def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy(least):
+    hidden, weight, bias, labels = make()
+    labels = labels.clamp(max=V - 3)
+    upstream = torch.randn(2, len(labels), generator=torch.Generator().manual_seed(1))
+    theirs = plain(hidden, weight[:-2], bias[:-2], labels, 0.6)
+    expected = gradients((torch.stack(theirs) * upstream).sum(), hidden, weight, bias)
+    with torch.no_grad():
+        bias[-2:] = least
+    in_chunks = token_log_probs_and_entropy(hidden, weight, labels, 0.6, bias, chunk_tokens=5)
+    scores = TokenScores(functional.linear(hidden, weight, bias)[None], (1, len(labels)))
+    of_logits = [each[0] for each in scores.log_probs_and_entropy(labels[None], 0.6)]
+    for ours in (in_chunks, of_logits):
+        torch.testing.assert_close(torch.stack([*ours]), torch.stack(theirs), rtol=1e-5, atol=1e-5)
+        found = gradients((torch.stack([*ours]) * upstream).sum(), hidden, weight, bias)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_has_the_softmax_in_float32():

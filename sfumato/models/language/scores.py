@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from sfumato.parallel.loss import (
     IGNORED,
+    LEAST_LOG_P,
     Tail,
     linear_cross_entropy,
     token_log_probs,
@@ -117,7 +118,7 @@ class TokenScores:
             log_p = (self._output.float() / temperature).log_softmax(-1)
             has_label = picked != IGNORED
             log_probs = log_p.gather(-1, picked.masked_fill(~has_label, 0)[..., None])[..., 0] * has_label
-            entropy = -(log_p.exp() * log_p).sum(-1) * has_label
+            entropy = -(log_p.exp() * log_p.clamp(min=LEAST_LOG_P)).sum(-1) * has_label
         return self._spread(log_probs), self._spread(entropy)
 
     @torch.no_grad()
