@@ -107,7 +107,7 @@ class ChatSession:
                 f"the conversation has {len(prompt.token_ids)} tokens, and the model takes {model.longest}: /undo "
                 "or /reset"
             )
-        engine = model.engine(len(prompt.token_ids) + room)
+        engine = model.engine(len(prompt.token_ids) + room, is_for_training=False)
         token_ids: list[int] = []
         shown = ""
 

@@ -104,6 +104,7 @@ class TextModel:
         self.say = say
         self._engine: Engine | None = None
         self._engine_length = 0
+        self._is_for_training = False
 
     prompts_at_once: ClassVar[int] = 2**31
     """Prompts that are drawn together: all, which the engine batches as it has room."""
@@ -115,8 +116,12 @@ class TextModel:
         limits = [known_positions(config.get_text_config()), changing_positions(config), self.settings.max_length]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def engine(self, num_tokens: int) -> Engine:
+    def engine(self, num_tokens: int, is_for_training: bool = True) -> Engine:
         """An engine for sequences of that length.
+
+        Args:
+            num_tokens: of the longest sequence, its prompt included.
+            is_for_training: whether answers are to be those that a run would learn from: see ``choose_rows``.
 
         Raises:
             ConfigError: when the model has not as many positions.
@@ -124,14 +129,15 @@ class TextModel:
         longest = self.longest
         if longest is not None and num_tokens > longest:
             raise ConfigError(f"a prompt with its answer may have {num_tokens} tokens, and the model takes {longest}")
-        if self._engine is None or num_tokens > self._engine_length:
+        if self._engine is None or num_tokens > self._engine_length or is_for_training > self._is_for_training:
             length = SHORTEST_CONTEXT
             while length < num_tokens:
                 length *= 2
             length = length if longest is None else min(length, longest)
             length = self.settings.max_length or length
-            self._engine = Embedded().of_module(self.model.plain, self.model, length)
+            self._engine = Embedded().of_module(self.model.plain, self.model, length, is_for_training)
             self._engine_length = length
+            self._is_for_training = is_for_training
         return self._engine
 
     def flush_engine(self) -> None:

@@ -125,6 +125,16 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     with pytest.raises(ConfigError, match="how many tokens follow"):
         complete(EmbeddedEngine(module), make_requests(), WARM)
 
+    chat = EmbeddedEngine(module, max_length=80, is_for_training=False)  # where nothing is learned it may
+    (request,) = make_requests(1, 1)
+    (answer,) = complete(chat, [request], Sampling(temperature=0))
+    assert type(chat._rows).__name__ == "RecomputedRows"
+    tokens = list(request.prompt_ids)
+    for token in answer.token_ids:
+        with torch.no_grad():
+            assert token == int(module(torch.tensor([tokens])).logits[0, -1].argmax())
+        tokens.append(token)
+
 
 def _block(tokens: Tensor) -> Tensor:
     """Attention in both directions within blocks of 12 tokens."""
@@ -160,6 +170,8 @@ def test_a_model_that_looks_ahead_a_little_or_far_is_refused(seen: Callable[[Ten
     module.__class__ = LooksAhead
     with pytest.raises(ConfigError, match="how many tokens follow"):
         choose_rows(Forward(module, nullcontext), longest, 1024)
+    rows, why_not = choose_rows(Forward(module, nullcontext), longest, 1024, is_for_training=False)
+    assert type(rows).__name__ == "RecomputedRows" and why_not is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -41,13 +41,16 @@ class Embedded:
         """See ``ServedSettings``: it needs nothing."""
         return ""
 
-    def of_module(self, module: nn.Module, model: LanguageModel, max_length: int) -> Engine:
+    def of_module(
+        self, module: nn.Module, model: LanguageModel, max_length: int, is_for_training: bool = True
+    ) -> Engine:
         """Builds the engine of a module that is whole in this process.
 
         Args:
             module: draws the tokens.
             model: the policy, for the precision of its passes.
             max_length: tokens of the longest sample, prompt included.
+            is_for_training: whether what is drawn is learned from: see ``choose_rows``.
         """
         from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -67,4 +70,5 @@ class Embedded:
             max_length=max_length,
             max_batch_size=self.max_batch_size,
             cache_bytes=cache_bytes,
+            is_for_training=is_for_training,
         )

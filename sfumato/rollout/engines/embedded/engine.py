@@ -72,6 +72,7 @@ class EmbeddedEngine:
         vision: Vision | None = None,
         decode: Decode | None = None,
         version: int = 0,
+        is_for_training: bool = True,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class EmbeddedEngine:
             vision: of a model that sees: opens the images of prompts.
             decode: makes texts of tokens, for ``Sampling.stop``.
             version: of the weights.
+            is_for_training: whether what is drawn is learned from: see ``choose_rows``.
 
         Raises:
             ConfigError: when the model has fewer positions than ``max_length``.
@@ -96,6 +98,7 @@ class EmbeddedEngine:
         self._cache_bytes = cache_bytes
         self._max_prefill_tokens = max_prefill_tokens
         self._decode = decode
+        self._is_for_training = is_for_training
         self._rows: Rows | None = None
         self._capacity = (0, 0)  # rows and columns that there is memory for
         self._waiting: deque[_AwaitedRequest] = deque()
@@ -368,9 +371,8 @@ class EmbeddedEngine:
     def _prepared(self) -> Rows:
         """The rows. The first call chooses their kind by trying, and measures the free memory."""
         if self._rows is None:
-            self._rows, why_not = choose_rows(
-                self._forward, min(self.max_length, LONGEST_TRIED), self._max_prefill_tokens
-            )
+            longest = min(self.max_length, LONGEST_TRIED)
+            self._rows, why_not = choose_rows(self._forward, longest, self._max_prefill_tokens, self._is_for_training)
             if why_not is not None:
                 LOGGER.warning("drawing will be slow, with %s: %s", type(self._rows).__name__, why_not)
             if self._cache_bytes is None:

@@ -57,10 +57,15 @@ LIKELIEST = 8
 SIGHT = ((56, 84), (28, 28))
 """For multimodal models, heights and widths in pixels of the images in one of the sequences."""
 
+LONG = 128
+"""Tokens from which a text of the comparison goes through the module once, where shorter ones do twice."""
+
 Texts = list[list[int]]
 
 
-def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+def choose_rows(
+    forward: Forward, longest: int, max_tokens: int, is_for_training: bool = True
+) -> tuple[Rows, str | None]:
     """Chooses the fastest kind of rows that gives the logits which the module gives for whole sequences.
 
     A few sequences of random tokens, short ones and one that is as long as the engine's are, so that windows and
@@ -70,19 +75,21 @@ def choose_rows(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, 
         forward: of the module.
         longest: tokens of the longest sequence that is tried.
         max_tokens: in one forward pass.
+        is_for_training: whether what is drawn is learned from. Otherwise a model may look ahead, which is not tried and
+            takes more than half of the time, and rounding is bounded by the most that is ever allowed.
 
     Returns:
         The rows, and why faster kinds were not taken; None when the fastest was.
 
     Raises:
-        ConfigError: when the module's logits of a token depend on later tokens.
+        ConfigError: for training, when the module's logits of a token depend on later tokens.
         EngineError: when the module computes NaN.
     """
     with forward.in_full_precision():
-        return _choose(forward, longest, max_tokens)
+        return _choose(forward, longest, max_tokens, is_for_training)
 
 
-def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str | None]:
+def _choose(forward: Forward, longest: int, max_tokens: int, is_for_training: bool) -> tuple[Rows, str | None]:
     generator = np.random.default_rng(0)
     num_embeddings = cast("nn.Embedding", forward.module.get_input_embeddings()).num_embeddings
     lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
@@ -105,8 +112,11 @@ def _choose(forward: Forward, longest: int, max_tokens: int) -> tuple[Rows, str 
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
     least, most, of_size = HALF if is_half else FLOAT32
     bound = min(max(of_size * _largest(expected), least), most)
-    noise = _refuse_looking_ahead(forward, vocabulary, longest, bound if is_half else most)
-    bound = bound if is_half else min(max(bound, TIMES * noise), most)
+    if is_for_training:
+        noise = _refuse_looking_ahead(forward, vocabulary, longest, bound if is_half else most)
+        bound = bound if is_half else min(max(bound, TIMES * noise), most)
+    elif not is_half:
+        bound = most
     problems = []
     for build in _ways(forward, max_tokens):
         problem, rows = _try(build, forward, texts, images, expected, bound)
@@ -123,15 +133,23 @@ def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
 
 
 def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
-    """The reference: logits ``[2 * n, V]`` that follow the n texts without their last tokens, then the whole texts."""
-    device = forward.device
+    """The reference: logits ``[2 * n, V]`` that follow the n texts without their last tokens, then the whole texts.
+
+    Short texts are computed without their last tokens, too, since a model may look ahead; long ones, whose time would
+    be twice as much, are computed once.
+    """
+
+    def last_two(text: list[int], media: Tensors) -> Tensor:
+        tokens = torch.tensor([text], device=forward.device)
+        if len(text) > LONG:
+            return forward.some(tokens, [len(text) - 2, len(text) - 1], [media])[0]
+        return torch.cat([forward.last(tokens[:, :-1], [media]), forward.last(tokens, [media])])
+
     media = [forward.media_of(media_refs) for media_refs in images]
-
-    def last(text: list[int], tensors: Tensors) -> Tensor:
-        return forward.last(torch.tensor([text], device=device), [tensors])[0]
-
-    before_last = [last(text[:-1], tensors) for text, tensors in zip(texts, media, strict=True)]
-    return torch.stack([*before_last, *(last(text, tensors) for text, tensors in zip(texts, media, strict=True))])
+    before_last, of_last = zip(
+        *(last_two(text, tensors) for text, tensors in zip(texts, media, strict=True)), strict=True
+    )
+    return torch.stack([*before_last, *of_last])
 
 
 def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int, bound: float) -> float:
